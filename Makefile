@@ -1,0 +1,40 @@
+# `make demo` and `make test` work from a bare clone: they create .venv and install what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := src tests benchmarks
+
+.PHONY: demo test test-gpu fuzz-gpu bench lint format clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/sagebwd compare --config configs/demo.yaml --output runs/demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+# On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+fuzz-gpu:
+	PYTHONPATH=src $(PYTHON) -m tests.fuzz --cases 1000
+
+bench:
+	PYTHONPATH=src $(PYTHON) -m sagebwd.cli bench
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) runs build dist

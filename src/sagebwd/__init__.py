@@ -1,0 +1,13 @@
+"""Trainable INT8 attention for PyTorch: forward and backward on INT8 tensor cores.
+
+from sagebwd import sage_attention
+out = sage_attention(query, key, value, is_causal=True)   # as scaled_dot_product_attention
+out.sum().backward()
+"""
+
+from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.recipe import RECIPES, Recipe
+from sagebwd.switches import switches
+from sagebwd.version import __version__
+
+__all__ = ["RECIPES", "Recipe", "__version__", "sage_attention", "sage_attention_varlen", "switches"]

@@ -1,0 +1,281 @@
+"""The public functions: argument checks, choice of implementation, and the call of the operator."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from sagebwd import ops, switches
+from sagebwd.recipe import Recipe
+
+MAX_HEAD_DIM = 256
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+
+
+def sage_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    recipe: str | Recipe = "token",
+    impl: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with trainable INT8 products, in place of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Computes softmax(scale Q K^T) V and its gradients by the recipe (arXiv 2603.02170).
+
+    Args:
+        query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
+            ``impl="reference"``. head_dim up to 256. Any strides.
+        key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device.
+        attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts.
+        dropout_p: 0.
+        is_causal: query i sees keys up to i (aligned top left, also where the lengths differ).
+        scale: softmax scale; 1 / sqrt(head_dim) by default.
+        enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
+        window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
+        recipe: a name ("token", "paper", "full"), a text such as "token(smooth_v=False)", or a Recipe.
+        impl: "reference" or "triton"; None takes the fastest that supports the call: Triton on a CUDA device,
+            the reference on a CPU. A named one never falls back.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        The output, (batch, heads, tokens, head_dim) in query's dtype (autocast's under autocast); with
+        ``return_lse`` also (batch, heads, tokens) in FP32, natural log. Both are differentiable. A query that sees
+        no key gives zeros, lse -inf and zero gradients.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
+        NotImplementedError: dropout, a mask that is not key padding, or a recipe that the implementation lacks.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value, 4, "(batch, heads, tokens, head_dim)")
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"key: batch {key.shape[0]} differs from query's {query.shape[0]}; they must be equal")
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"dropout_p={dropout_p} is not supported, only 0; "
+            "apply dropout to the output, or call torch.nn.functional.scaled_dot_product_attention"
+        )
+    key_mask = _key_mask(attn_mask, key)
+    settings = _settings(query, is_causal, scale, window, recipe, impl)
+    o, lse, *_, k_mean = ops.attention(
+        query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
+    )
+    if not return_lse:
+        return o
+    groups = query.shape[1] // key.shape[1]
+    shift = query.to(lse.dtype) @ k_mean.repeat_interleave(groups, 1).unsqueeze(-1)
+    return o, lse + shift.squeeze(-1) * settings[3]
+
+
+def sage_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    recipe: str | Recipe = "token",
+    impl: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`sage_attention` over sequences of different lengths packed one after another, without padding.
+
+    Smoothing means and scale groups never cross a sequence, so a sequence's results do not depend on its neighbours.
+
+    Args:
+        query: (total_tokens, heads, head_dim); key, value: (total_kv_tokens, kv_heads, head_dim). Dtypes as in
+            `sage_attention`; fewer key than query heads need no flag.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on query's device: where each sequence starts, and the
+            total. On a CUDA device the values are not read by the host, to save a synchronisation.
+        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
+        is_causal, window: aligned bottom right: the last query of a sequence meets its last key.
+        scale, recipe, impl, return_lse: as in `sage_attention`.
+
+    Returns:
+        The output, (total_tokens, heads, head_dim); with ``return_lse`` also (heads, total_tokens) in FP32.
+
+    Raises: as `sage_attention`.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value, 3, "(total_tokens, heads, head_dim)")
+    _check_heads(query.shape[1], key.shape[1], enable_gqa=True)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_offsets(name, offsets, query.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k name {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1} "
+            "sequences; they must name as many"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
+            raise ValueError(f"{name}={longest!r} must be an integer, at least 0")
+    settings = _settings(query, is_causal, scale, window, recipe, impl)
+    o, lse, *_, k_mean = ops.attention(
+        query, key, value, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *settings
+    )
+    if not return_lse:
+        return o
+    groups = query.shape[1] // key.shape[1]
+    tokens = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens_q.dtype)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
+    k_mean = k_mean.repeat_interleave(groups, 1)[sequence]
+    shift = (query.to(lse.dtype) * k_mean).sum(-1)
+    return o, lse + shift.T * settings[3]
+
+
+def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> str:
+    """The implementation that a call runs on.
+
+    Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
+    the implementation lacks, each naming the way out.
+    """
+    if impl is not None and impl not in ops.IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, ops.IMPLEMENTATIONS))}")
+    chosen = impl or ("triton" if query.device.type == "cuda" else "reference")
+    dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
+    if query.dtype not in dtypes:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(
+            f"query: dtype {str(query.dtype).removeprefix('torch.')} is not supported by impl={chosen!r}; accepted: "
+            f"{accepted}. Run under torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
+        )
+    if chosen == "triton":
+        if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"impl='triton' needs a CUDA device, got {query.device}; "
+                "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
+            )
+        reason = ops.implementation(chosen).unsupported(recipe, query.shape[-1], query.dtype)
+        if reason is not None:
+            raise NotImplementedError(f"impl='triton' does not support this call: {reason}; impl='reference' does")
+    return chosen
+
+
+def _settings(
+    query: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    recipe: str | Recipe,
+    impl: str | None,
+) -> tuple[bool, int, int, float, str, str, bool]:
+    """The checked scalar arguments of the operator, in its order."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale={scale!r} must be a number or None")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite")
+    left, right = _window(window)
+    parsed = switches.apply_to(Recipe.parse(recipe))
+    chosen = choose_implementation(query, parsed, impl)
+    return is_causal, left, right, float(scale), str(parsed), chosen, switches.current.deterministic
+
+
+def _window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
+    for side in window:
+        if isinstance(side, bool) or not isinstance(side, int) or side < -1:
+            raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
+    return window[0], window[1]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32."""
+    for name, tensor in zip(("query", "key", "value"), tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    castable = (torch.float32, *KERNEL_DTYPES)
+    return tuple(tensor.to(dtype) if tensor.dtype in castable else tensor for tensor in tensors)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in REFERENCE_DTYPES:
+            raise TypeError(f"{name}: dtype {tensor.dtype} is not supported; accepted: bfloat16, float16")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
+        if tensor.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"{name}: head_dim {tensor.shape[-1]} differs from query's {query.shape[-1]}; they must be equal"
+            )
+    if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"query: head_dim {query.shape[-1]} is not supported; accepted: 1 to {MAX_HEAD_DIM}. "
+            "Keep torch.nn.functional.scaled_dot_product_attention for this layer"
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"value: shape {tuple(value.shape)} differs from key's {tuple(key.shape)}; they must be equal"
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    if heads == kv_heads:
+        return
+    if not enable_gqa:
+        raise ValueError(f"key: {kv_heads} heads for query's {heads}; pass enable_gqa=True to share key heads")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}")
+
+
+def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(offsets).__name__}")
+    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 2:
+        raise ValueError(
+            f"{name}: expected int32 of shape (sequences + 1,), got {offsets.dtype} of shape {tuple(offsets.shape)}"
+        )
+    if offsets.device != device:
+        raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")
+
+
+def _key_mask(attn_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """The (batch, kv_tokens) mask of a (batch, 1, 1, kv_tokens) key-padding mask."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a tensor or None, got {type(attn_mask).__name__}")
+    accepted = (key.shape[0], 1, 1, key.shape[2])
+    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) != accepted:
+        raise NotImplementedError(
+            f"attn_mask: {attn_mask.dtype} of shape {tuple(attn_mask.shape)} is not supported; accepted: a boolean "
+            f"key-padding mask of shape {accepted}, True where a key counts. Use is_causal and window for causal and "
+            "sliding-window masks, sage_attention_varlen for packed sequences, and "
+            "torch.nn.functional.scaled_dot_product_attention for biases and other masks"
+        )
+    if attn_mask.device != key.device:
+        raise ValueError(f"attn_mask: device {attn_mask.device} differs from key's {key.device}")
+    return attn_mask[:, 0, 0]

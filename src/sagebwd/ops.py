@@ -1,0 +1,187 @@
+"""The torch.library operators: schema, shapes under tracing, autograd.
+
+``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and call one implementation,
+``"reference"`` or ``"triton"``, a module with two functions, ``forward`` and ``backward``, of these signatures.
+
+Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
+Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
+
+What forward saves for backward: o, v, lse and, where a backward product reads them, the INT8 codes of q and k, in
+their shape, with one FP32 scale a token, shaped as lse. q and k themselves are kept only where a product needs them
+in 16 bit. ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the
+mean taken off.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+
+IMPLEMENTATIONS = {"reference": "sagebwd.reference", "triton": "sagebwd.kernels.triton"}
+
+
+def implementation(name: str) -> ModuleType:
+    """The module of an implementation, imported when it is first used."""
+    return importlib.import_module(IMPLEMENTATIONS[name])
+
+
+def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
+    """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
+    always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
+    return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT
+
+
+def _saved_like(x: Tensor, scale_shape: tuple[int, ...], keep: bool) -> tuple[Tensor, Tensor]:
+    shape = x.shape if keep else (0,)
+    return x.new_empty(shape, dtype=torch.int8), x.new_empty(scale_shape if keep else (0,), dtype=torch.float32)
+
+
+def _token_shape(x: Tensor, packed: bool) -> tuple[int, ...]:
+    """(B, H, N) of a dense tensor, (H, total) of a packed one."""
+    return (x.shape[1], x.shape[0]) if packed else tuple(x.shape[:3])
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_packing(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:
+    """Raises ValueError unless the offsets split ``total`` tokens into sequences of at most ``max_seqlen``."""
+    lengths = cu_seqlens.diff()
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != total or bool((lengths < 0).any()):
+        raise ValueError(
+            f"{name} must rise from 0 to the number of packed tokens ({total}); it runs from {first} to {last}"
+            + (" and falls in between" if bool((lengths < 0).any()) else "")
+        )
+    if int(lengths.max()) > max_seqlen:
+        suffix = name.removeprefix("cu_seqlens_")
+        raise ValueError(f"max_seqlen_{suffix}={max_seqlen} is less than the longest sequence, {int(lengths.max())}")
+
+
+@torch.library.custom_op("sagebwd::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: str,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, lse, q_int8, q_scale, k_int8, k_scale, k_mean; see the module's text."""
+    if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":
+        _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
+        _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
+    if q.numel() == 0 or k.numel() == 0:
+        o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
+        return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
+    return implementation(impl).forward(
+        q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+        window_right, scale, Recipe.parse(recipe),
+    )  # fmt: skip
+
+
+def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: str, impl: str) -> tuple[Tensor, ...]:
+    """Empty tensors in the shapes and dtypes that ``attention`` returns."""
+    packed = cu_seqlens_k is not None
+    parsed = Recipe.parse(recipe)
+    saves = impl != "reference"
+    q_saved = _saved_like(q, _token_shape(q, packed), saves and INT8 in (parsed.s, parsed.dk))
+    k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (parsed.s, parsed.dq))
+    batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(_token_shape(q, packed), dtype=_accumulator(q)),
+        *q_saved,
+        *k_saved,
+        k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
+    )
+
+
+@attention.register_fake
+def _(
+    q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
+    scale, recipe, impl, deterministic,
+):  # fmt: skip
+    return _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
+
+
+@torch.library.custom_op("sagebwd::attention_backward", mutates_args=())
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: str,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where ``_keeps_inputs`` says so."""
+    if o.numel() == 0 or v.numel() == 0:
+        return torch.zeros_like(o), torch.zeros_like(v), torch.zeros_like(v)
+    return implementation(impl).backward(
+        do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, Recipe.parse(recipe),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+@attention_backward.register_fake
+def _(do, dlse, q, k, v, o, *_):
+    return o.new_empty(o.shape), v.new_empty(v.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    (q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, *settings) = inputs
+    o, lse, *saved = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*saved)
+    ctx.settings = settings
+    recipe, impl, _ = settings[-3:]
+    keep_q, keep_k = _keeps_inputs(Recipe.parse(recipe), impl)
+    ctx.save_for_backward(
+        q if keep_q else None, k if keep_k else None, v, o, lse, *saved, key_mask, cu_seqlens_q, cu_seqlens_k
+    )
+
+
+def _backward(ctx, do, dlse, *_):
+    q, k, v, o, lse, *rest = ctx.saved_tensors
+    if do is None and dlse is None:
+        return (None,) * 15
+    do = torch.zeros_like(o) if do is None else do
+    gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
+    return *gradients, *(None,) * 12
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

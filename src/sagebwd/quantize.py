@@ -1,0 +1,85 @@
+"""psi and smoothing in plain PyTorch: the meaning that every kernel is held to.
+
+psi(X) over a group: ``scale = max|X| / 127`` and ``codes = round_half_even(X / scale)``, so codes lie in [-127, 127]
+(never -128). A group of zeros has codes 0 and scale 1. NaN or Inf in a group makes the dequantised group NaN or Inf.
+
+Source: arXiv 2603.02170, section 3; SageAttention for K-smoothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INT8_MAX = 127
+
+
+def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """psi with one scale per group, a group being all of ``dims``.
+
+    Args: x, any floating dtype and shape; dims, the dimensions that share a scale.
+    Returns: codes, integers in x's dtype and shape; scale, x's dtype, with ``dims`` kept at size 1.
+    """
+    scale = x.abs().amax(dims, keepdim=True) / INT8_MAX
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.round(x / scale), scale
+
+
+def quantize_tokens(x: Tensor, group: str, block: int) -> tuple[Tensor, Tensor]:
+    """psi of a (..., tokens, head_dim) operand.
+
+    Args: group, "token" (one scale a row), "block" (one per ``block`` rows) or "channel" (one per column of a
+    block). The last block may be short.
+    Returns: codes, x's shape; scale, (..., tokens, 1), or (..., tokens, head_dim) for "channel".
+    """
+    tokens = x.shape[-2]
+    if group == "token":
+        return quantize(x, (-1,))
+    blocks = token_blocks(x, block)
+    codes, scale = quantize(blocks, (-2, -1) if group == "block" else (-2,))
+    codes = codes.flatten(-3, -2)[..., :tokens, :]
+    scale = scale.expand(*scale.shape[:-2], block, scale.shape[-1]).flatten(-3, -2)[..., :tokens, :]
+    return codes, scale
+
+
+def token_blocks(x: Tensor, block: int) -> Tensor:
+    """(..., tokens, head_dim) as (..., blocks, block, head_dim), the last block filled with zeros."""
+    return pad_tokens(x, block).unflatten(-2, (-1, block))
+
+
+def pad_tokens(x: Tensor, block: int) -> Tensor:
+    """(..., tokens, head_dim) with zero rows added up to a multiple of ``block``."""
+    missing = -x.shape[-2] % block
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def smooth(x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Subtract the mean over tokens.
+
+    Args: x, (..., tokens, head_dim); valid, bool, broadcastable to (..., tokens, 1): tokens that count.
+    Returns: x minus its mean, zero where not valid; the mean, (..., 1, head_dim), zero if no token counts.
+    """
+    if x.shape[-2] == 0:
+        return x, x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+    if valid is None:
+        mean = x.mean(-2, keepdim=True)
+        return x - mean, mean
+    x = torch.where(valid, x, 0)
+    count = valid.expand(*x.shape[:-1], 1).sum(-2, keepdim=True)
+    mean = x.sum(-2, keepdim=True) / count.clamp(min=1)
+    return torch.where(valid, x - mean, 0), mean
+
+
+def smooth_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Subtract the mean of each block of ``block`` tokens; the last block may be short.
+
+    Returns: x minus its block's mean, x's shape; the means, (..., tokens, head_dim), repeated over each block.
+    """
+    tokens = x.shape[-2]
+    blocks = token_blocks(x, block)
+    count = torch.full((blocks.shape[-3], 1, 1), float(block), dtype=x.dtype, device=x.device)
+    if tokens % block:
+        count[-1] = tokens % block
+    mean = (blocks.sum(-2, keepdim=True) / count).expand_as(blocks).flatten(-3, -2)[..., :tokens, :]
+    return x - mean, mean

@@ -1,0 +1,192 @@
+"""Recipes: the precision, scale groups and smoothing of each attention product.
+
+Attention has seven matrix products, five in forward and backward that are ours to choose and two that repeat::
+
+    S  = Q K^T      forward, and again in backward from the same operands
+    O  = P V        forward, reduces over keys
+    dV = P^T dO     backward, reduces over queries
+    dP = dO V^T     backward, reduces over head_dim
+    dQ = dS K       backward, reduces over keys
+    dK = dS^T Q     backward, reduces over queries
+
+A product is ``"int8"`` (INT8 operands, INT32 sums) or ``"16bit"`` (operands in the dtype of the input, FP32 sums).
+Where a scale may sit follows from one rule: on an axis that the product does not reduce over it is free to apply.
+An operand scale that does lie on the reduced axis (Q's scale per token in dK, K's in dQ) is folded into dS before dS
+is quantised, so that the sum over tokens stays an integer product.
+
+Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
+
+Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products and moves every scale to the finest
+group that is still free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+INT8 = "int8"
+SIXTEEN_BIT = "16bit"
+
+PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(PRODUCTS, (INT8, SIXTEEN_BIT)),
+    "q_scale": ("token", "block"),
+    "k_scale": ("token", "block"),
+    "v_scale": ("block", "channel"),
+    "do_scale": ("block", "channel"),
+    "p_scale_dv": ("key", "tile"),
+    "ds_scale_dq": ("query", "tile"),
+    "ds_scale_dk": ("key", "tile"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every choice that fixes the numbers of one attention call.
+
+    Products (``"int8"`` or ``"16bit"``): ``s``, ``o``, ``dv``, ``dp``, ``dq``, ``dk``.
+
+    Scale groups:
+
+    - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens.
+    - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block.
+    - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
+    - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
+    - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
+    - P in forward has one scale per query row of each key block in every recipe: it follows from the row maximum.
+
+    Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
+    ``smooth_q`` the mean of each query block.
+
+    Raises ValueError for an unknown choice or block size, and TypeError for a switch that is not a bool.
+    """
+
+    s: str = INT8
+    o: str = INT8
+    dv: str = INT8
+    dp: str = SIXTEEN_BIT
+    dq: str = INT8
+    dk: str = INT8
+    q_scale: str = "token"
+    k_scale: str = "token"
+    v_scale: str = "block"
+    do_scale: str = "block"
+    p_scale_dv: str = "key"
+    ds_scale_dq: str = "query"
+    ds_scale_dk: str = "key"
+    block_q: int = 64
+    block_k: int = 64
+    smooth_q: bool = False
+    smooth_k: bool = True
+    smooth_v: bool = True
+
+    def __post_init__(self) -> None:
+        for name, accepted in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ValueError(f"recipe: {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if value not in BLOCK_SIZES:
+                raise ValueError(
+                    f"recipe: {name}={value!r} is not supported; accepted: {', '.join(map(str, BLOCK_SIZES))}"
+                )
+        for name in ("smooth_q", "smooth_k", "smooth_v"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"recipe: {name}={value!r} must be True or False")
+
+    @classmethod
+    def named(cls, name: str) -> Recipe:
+        """The recipe called ``name``: one of `RECIPES`. Raises ValueError for any other."""
+        if name not in RECIPES:
+            raise ValueError(f"recipe: there is none called {name!r}; named recipes: {', '.join(RECIPES)}")
+        return RECIPES[name]
+
+    @classmethod
+    def parse(cls, text: str | Recipe) -> Recipe:
+        """The recipe that ``text`` describes: ``token``, or ``token(smooth_v=False, block_k=128)``.
+
+        The inverse of ``str``. Raises ValueError where the text has another form, names no recipe or field, or
+        gives a value that the field does not accept.
+        """
+        if isinstance(text, Recipe):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"recipe: expected a name or a Recipe, got {type(text).__name__}")
+        match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+        if match is None:
+            raise ValueError(f"recipe: cannot read {text!r}; expected NAME or NAME(field=value, ...)")
+        name, arguments = match.groups()
+        recipe = cls.named(name)
+        return recipe.replace(**_parse_fields(text, arguments)) if arguments else recipe
+
+    def replace(self, **changes: object) -> Recipe:
+        """A copy with the given fields changed. Raises ValueError for a field that does not exist."""
+        unknown = [name for name in changes if name not in _FIELDS]
+        if unknown:
+            raise ValueError(f"recipe: there is no field {unknown[0]!r}; fields: {', '.join(_FIELDS)}")
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        """One line that `parse` reads back: the named recipe with the fewest differences, and those."""
+        best, fewest = "", list(_FIELDS)
+        for name, named in RECIPES.items():
+            differences = _differences(named, self)
+            if len(differences) < len(fewest):
+                best, fewest = name, differences
+        changes = ", ".join([f"{field}={getattr(self, field)}" for field in fewest])
+        return f"{best}({changes})" if changes else best
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
+
+
+def _differences(a: Recipe, b: Recipe) -> list[str]:
+    return [name for name in _FIELDS if getattr(a, name) != getattr(b, name)]
+
+
+def _parse_fields(text: str, arguments: str) -> dict[str, object]:
+    """``field=value`` pairs; a value is an integer, True, False or a bare word."""
+    fields: dict[str, object] = {}
+    for pair in arguments.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not value:
+            raise ValueError(f"recipe: cannot read {pair.strip()!r} in {text!r}; expected field=value")
+        if name not in _FIELDS:
+            raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
+        if value in ("True", "False"):
+            fields[name] = value == "True"
+        else:
+            fields[name] = int(value) if value.isdigit() else value
+    return fields
+
+
+_TOKEN = Recipe()
+
+RECIPES: dict[str, Recipe] = {
+    "token": _TOKEN,
+    "paper": Recipe(
+        q_scale="block",
+        k_scale="block",
+        p_scale_dv="tile",
+        ds_scale_dq="tile",
+        ds_scale_dk="tile",
+        block_q=128,
+        block_k=64,
+        smooth_v=False,
+    ),
+    "full": Recipe(
+        s=SIXTEEN_BIT,
+        o=SIXTEEN_BIT,
+        dv=SIXTEEN_BIT,
+        dq=SIXTEEN_BIT,
+        dk=SIXTEEN_BIT,
+        smooth_k=False,
+        smooth_v=False,
+    ),
+}

@@ -1,0 +1,395 @@
+"""The recipe emulator: attention forward and backward in plain PyTorch, on any device.
+
+It is the meaning of a recipe. Every INT8 product is computed from the same codes and scales as on tensor cores: codes
+are small integers held in floating point, so a product of codes is exact and a scaled sum differs from the INT32 form
+by floating-point rounding alone. Inputs in FP64 are emulated in FP64 and nothing is rounded to 16 bit; other inputs
+are computed in FP32, with the operands of 16-bit products rounded to the dtype of the input.
+
+Queries are taken a few blocks at a time against all the keys they see, so that memory is linear in tokens and nothing
+of size queries x keys outlives a step.
+
+Shapes: B batch, H heads of keys and values, G query heads a key head serves, N query and M key tokens, D head_dim.
+Queries are (B, H, G, N, D) and keys (B, H, 1, M, D) inside.
+
+Source: arXiv 2603.02170 (algorithms 1 and 2), with the scale groups of `sagebwd.recipe`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagebwd.band import Band
+from sagebwd.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.recipe import INT8, Recipe
+
+# Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
+CHUNK_SCORES = 1 << 19
+CHUNK_SCORES_CUDA = 1 << 26
+
+Observer = Callable[[str, slice, slice, Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Queries and keys as the recipe's products read them, tokens padded to whole blocks."""
+
+    q_codes: Tensor  # (B, H, G, N, D), or Q itself where S and dK are 16 bit
+    q_scale: Tensor  # (B, H, G, N, 1)
+    q_smooth: Tensor  # (B, H, G, N, D), the 16-bit operand
+    q_mean: Tensor | None  # (B, H, G, N, D), each block's mean
+    k_codes: Tensor  # (B, H, 1, M, D)
+    k_scale: Tensor  # (B, H, 1, M, 1)
+    k_smooth: Tensor  # (B, H, 1, M, D), the 16-bit operand
+    k_exact: Tensor  # (B, H, 1, M, D), smoothed and not rounded
+    k_mean: Tensor  # (B, H, 1, 1, D)
+
+
+class Emulator:
+    """One dense attention call under a recipe: operands prepared once, chunks computed on demand.
+
+    Args: q (B, Hq, N, D); k, v (B, Hkv, M, D), any strides; key_mask (B, M) bool, True where a key counts; band, which
+    keys a query sees; scale, the softmax scale.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        recipe: Recipe,
+        scale: float,
+        band: Band,
+        key_mask: Tensor | None = None,
+    ) -> None:
+        self.recipe, self.scale, self.band = recipe, scale, band
+        self.dtype = q.dtype
+        self.compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.tokens_q, self.tokens_k = q.shape[2], k.shape[2]
+        self.heads_k = k.shape[1]
+        self.valid = None if key_mask is None else key_mask[:, None, None, :, None]
+        self.k_valid = None if self.valid is None else pad_tokens(self.valid, recipe.block_k)
+        self.q, self.k = self._group_heads(q), self._group_heads(k)
+        self.v = pad_tokens(_zero_invalid(self._group_heads(v), self.valid), recipe.block_k)
+        self.operands = self._prepare()
+
+    def _group_heads(self, x: Tensor) -> Tensor:
+        return x.to(self.compute).unflatten(1, (self.heads_k, -1))
+
+    def sixteen_bit(self, x: Tensor) -> Tensor:
+        """x rounded to the input's 16-bit dtype; unchanged for FP32 and FP64 inputs."""
+        if self.dtype in (torch.bfloat16, torch.float16):
+            return x.to(self.dtype).to(self.compute)
+        return x
+
+    def _prepare(self) -> _Operands:
+        recipe = self.recipe
+        q, q_mean = self.q, None
+        if recipe.smooth_q:
+            q, q_mean = smooth_blocks(q, recipe.block_q)
+            q_mean = pad_tokens(q_mean, recipe.block_q)
+        k, k_mean = smooth(self.k, self.valid)
+        if not recipe.smooth_k:
+            k, k_mean = _zero_invalid(self.k, self.valid), torch.zeros_like(k_mean)
+        q, k = pad_tokens(q, recipe.block_q), pad_tokens(k, recipe.block_k)
+        q_codes, q_scale = quantize_tokens(q, recipe.q_scale, recipe.block_q)
+        k_codes, k_scale = quantize_tokens(k, recipe.k_scale, recipe.block_k)
+        q_smooth, k_smooth = self.sixteen_bit(q), self.sixteen_bit(k)
+        return _Operands(q_codes, q_scale, q_smooth, q_mean, k_codes, k_scale, k_smooth, k, k_mean)
+
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Query and key ranges, whole blocks of both, that cover every visible pair."""
+        block_q, block_k = self.recipe.block_q, self.recipe.block_k
+        budget = CHUNK_SCORES_CUDA if self.q.is_cuda else CHUNK_SCORES
+        per_row = max(1, math.prod(self.q.shape[:3]) * self.tokens_k)
+        rows = block_q * max(1, budget // (per_row * block_q))
+        for start in range(0, self.tokens_q, rows):
+            stop = min(start + rows, _round_up(self.tokens_q, block_q))
+            first, last = self.band.keys(start, min(stop, self.tokens_q), self.tokens_k)
+            first, last = first // block_k * block_k, _round_up(last, block_k)
+            yield slice(start, stop), slice(first, last)
+
+    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        """S = Q K^T tau of a chunk, (B, H, G, rows, keys), -inf where a query does not see a key."""
+        x = self.operands
+        if self.recipe.s == INT8:
+            s = x.q_codes[..., rows, :] @ x.k_codes[..., keys, :].mT
+            s = s * (x.q_scale[..., rows, :] * self.scale) * x.k_scale[..., keys, :].mT
+        else:
+            s = x.q_smooth[..., rows, :] @ x.k_smooth[..., keys, :].mT * self.scale
+        if x.q_mean is not None:
+            s = s + x.q_mean[..., rows, :] @ x.k_exact[..., keys, :].mT * self.scale
+        return s.masked_fill_(~self._visible(rows, keys), -math.inf)
+
+    def _visible(self, rows: slice, keys: slice) -> Tensor:
+        device = self.q.device
+        query = torch.arange(rows.start, rows.stop, device=device)
+        key = torch.arange(keys.start, keys.stop, device=device)
+        visible = (query < self.tokens_q)[:, None] & (key < self.tokens_k)[None, :]
+        band = self.band.mask(query, key)
+        if band is not None:
+            visible = visible & band
+        if self.k_valid is not None:
+            visible = visible & self.k_valid[..., keys, :].mT
+        return visible
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """O (B, Hq, N, D) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
+        recipe = self.recipe
+        v = self.v[..., : self.tokens_k, :]
+        v_smooth, v_mean = smooth(v, self.valid)
+        if not recipe.smooth_v:
+            v_smooth, v_mean = v, torch.zeros_like(v_mean)
+        v_smooth = pad_tokens(v_smooth, recipe.block_k)
+        if recipe.o == INT8:
+            codes, v_scale = quantize_tokens(v_smooth, recipe.v_scale, recipe.block_k)
+            v_operand = codes * v_scale
+        else:
+            v_operand = self.sixteen_bit(v_smooth)
+        o = self.q.new_zeros(*self.q.shape)
+        lse = self.q.new_full(self.q.shape[:-1], -math.inf)
+        for rows, keys in self._chunks():
+            if keys.start == keys.stop:
+                continue
+            s = self._scores(rows, keys)
+            tiles = s.unflatten(-1, (-1, recipe.block_k))  # (B, H, G, rows, key blocks, block_k)
+            block_max = tiles.amax(-1, keepdim=True)
+            row_max = _finite(block_max.amax(-2, keepdim=True))
+            p = torch.exp(tiles - _finite(block_max))  # 1 at each block's maximum
+            weight = torch.exp(block_max - row_max)
+            total = (p.sum(-1, keepdim=True) * weight).sum(-2)
+            if recipe.o == INT8:
+                p = torch.round(p * INT8_MAX) * (weight / INT8_MAX)
+            else:
+                p = self.sixteen_bit(p * weight)
+            o_rows = p.flatten(-2) @ v_operand[..., keys, :] / total + v_mean
+            real = slice(rows.start, min(rows.stop, self.tokens_q))
+            count = real.stop - real.start
+            o[..., real, :] = torch.where(total == 0, 0, o_rows)[..., :count, :]
+            lse[..., real] = (row_max.squeeze(-2) + torch.log(total)).squeeze(-1)[..., :count]
+        return o.flatten(1, 2).to(self.dtype), lse.flatten(1, 2), self.operands.k_mean[:, :, 0, 0]
+
+    def backward(
+        self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None, observe: Observer | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV in the input dtype and shape.
+
+        Args: do and o (B, Hq, N, D); lse of the smoothed scores (B, Hq, N) and its gradient; observe, called with the
+        name, the query and key range and the value of P, dP and dS of each chunk.
+        """
+        recipe, x = self.recipe, self.operands
+        do, o = self._group_heads(do), self._group_heads(o)
+        delta = (do * o).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
+        lse = _finite(lse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1))
+        do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (do, delta, lse))
+        do_codes, do_scale = quantize_tokens(do, recipe.do_scale, recipe.block_q)
+        dq, dk, dv = torch.zeros_like(x.q_smooth), torch.zeros_like(x.k_exact), torch.zeros_like(self.v)
+        for rows, keys in self._chunks():
+            if keys.start == keys.stop:
+                continue
+            p = torch.exp(self._scores(rows, keys) - lse[..., rows, :])
+            dp = self._dp(do[..., rows, :], keys)
+            ds = p * (dp - delta[..., rows, :])
+            if observe is not None:
+                for name, value in (("p", p), ("dp", dp), ("ds", ds)):
+                    observe(name, rows, keys, value)
+            if recipe.dv == INT8:
+                dv_rows = self._quantized(p, recipe.p_scale_dv).mT @ (do_codes * do_scale)[..., rows, :]
+            else:
+                dv_rows = self.sixteen_bit(p).mT @ do[..., rows, :]
+            dv[..., keys, :] += dv_rows.sum(2, keepdim=True)
+            if recipe.dq == INT8:
+                folded = self._quantized(ds * x.k_scale[..., keys, :].mT, recipe.ds_scale_dq)
+                dq[..., rows, :] = folded @ x.k_codes[..., keys, :]
+            else:
+                dq[..., rows, :] = self.sixteen_bit(ds) @ x.k_smooth[..., keys, :]
+            if recipe.dk == INT8:
+                folded = self._quantized(ds * x.q_scale[..., rows, :], recipe.ds_scale_dk)
+                dk_rows = folded.mT @ x.q_codes[..., rows, :]
+            else:
+                dk_rows = self.sixteen_bit(ds).mT @ x.q_smooth[..., rows, :]
+            if x.q_mean is not None:
+                dk_rows = dk_rows + ds.mT @ x.q_mean[..., rows, :]
+            dk[..., keys, :] += dk_rows.sum(2, keepdim=True)
+        dq = (dq * self.scale)[..., : self.tokens_q, :]
+        dk, dv = (dk * self.scale)[..., : self.tokens_k, :], dv[..., : self.tokens_k, :]
+        return tuple(gradient.flatten(1, 2).to(self.dtype) for gradient in (dq, dk, dv))
+
+    def _dp(self, do: Tensor, keys: slice) -> Tensor:
+        """dP = dO V^T of a chunk; the INT8 form, one scale a token, is there for error studies alone."""
+        v = self.v[..., keys, :]
+        if self.recipe.dp == INT8:
+            (do, do_scale), (v, v_scale) = (quantize_tokens(t, "token", 1) for t in (do, v))
+            return do @ v.mT * do_scale * v_scale.mT
+        return do @ v.mT
+
+    def _quantized(self, x: Tensor, group: str) -> Tensor:
+        """A (.., rows, keys) operand quantised and scaled back: one scale per query, key or tile of each tile."""
+        tiles = x.unflatten(-1, (-1, self.recipe.block_k)).unflatten(-3, (-1, self.recipe.block_q))
+        codes, scale = quantize(tiles, {"query": (-1,), "key": (-3,), "tile": (-3, -1)}[group])
+        return (codes * scale).flatten(-4, -3).flatten(-2)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    """The "reference" implementation's forward; see `sagebwd.ops` for the interface. Saves no INT8 tensors."""
+    empty_int8, empty_scale = q.new_empty(0, dtype=torch.int8), q.new_empty(0, dtype=torch.float32)
+    saved = (empty_int8, empty_scale, empty_int8.clone(), empty_scale.clone())
+    if cu_seqlens_q is None:
+        band = Band.of(is_causal, window_left, window_right)
+        o, lse, k_mean = Emulator(q, k, v, recipe, scale, band, key_mask).forward()
+        return o, lse, *saved, k_mean
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator)
+    k_mean = k.new_zeros(len(cu_seqlens_k) - 1, k.shape[1], k.shape[2], dtype=accumulator)
+    for index, (rows, keys, band) in enumerate(
+        _sequences(cu_seqlens_q, cu_seqlens_k, is_causal, window_left, window_right)
+    ):
+        sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)
+        o_rows, lse[:, rows], k_mean[index : index + 1] = sequence.forward()
+        o[rows] = _pack(o_rows)
+    return o, lse, *saved, k_mean
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The "reference" implementation's backward; see `sagebwd.ops`. Always deterministic."""
+    if cu_seqlens_q is None:
+        band = Band.of(is_causal, window_left, window_right)
+        return Emulator(q, k, v, recipe, scale, band, key_mask).backward(do, o, lse, dlse)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rows, keys, band in _sequences(cu_seqlens_q, cu_seqlens_k, is_causal, window_left, window_right):
+        sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)
+        dlse_rows = None if dlse is None else dlse[None, :, rows]
+        gradients = sequence.backward(_unpack(do, rows), _unpack(o, rows), lse[None, :, rows], dlse_rows)
+        dq[rows], dk[keys], dv[keys] = map(_pack, gradients)
+    return dq, dk, dv
+
+
+def _sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool, window_left: int, window_right: int
+) -> Iterator[tuple[slice, slice, Band]]:
+    """The query and key tokens of each packed sequence, and its bottom-right aligned band."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for rows, keys in zip(
+        itertools.starmap(slice, itertools.pairwise(starts_q)),
+        itertools.starmap(slice, itertools.pairwise(starts_k)),
+    ):
+        offset = (keys.stop - keys.start) - (rows.stop - rows.start)
+        yield rows, keys, Band.of(is_causal, window_left, window_right, offset)
+
+
+def _unpack(x: Tensor, tokens: slice) -> Tensor:
+    """(total_tokens, heads, head_dim) to the (1, heads, tokens, head_dim) of one sequence."""
+    return x[tokens].transpose(0, 1)[None]
+
+
+def _pack(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)
+
+
+def trace(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    recipe: Recipe | str,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of the paper's Table 2, under a recipe and in full precision.
+
+    Args: query (B, Hq, N, D), key and value (B, Hkv, M, D), grad_out as query; recipe, a Recipe or its text.
+    Returns: {"recipe": ..., "full": ...}, each with o, lse, delta, dq, dk, dv and, of size queries x keys, p, dp, ds;
+    the full side computed in FP64 from the same inputs. dP and dS are zero where a query does not see a key.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    band = Band.of(is_causal, *(window or (-1, -1)))
+    sides = {
+        "recipe": (Recipe.parse(recipe), (query, key, value, grad_out)),
+        "full": (Recipe.named("full"), tuple(t.double() for t in (query, key, value, grad_out))),
+    }
+    return {name: _trace_side(side, *tensors, band, scale) for name, (side, tensors) in sides.items()}
+
+
+def _trace_side(
+    recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor, band: Band, scale: float
+) -> dict[str, Tensor]:
+    emulator = Emulator(q, k, v, recipe, scale, band)
+    o, lse, _ = emulator.forward()
+    tokens_q, tokens_k = q.shape[2], k.shape[2]
+    pairs = {
+        name: torch.zeros(*q.shape[:3], tokens_k, dtype=emulator.compute, device=q.device)
+        for name in ("p", "dp", "ds")
+    }
+
+    def observe(name: str, rows: slice, keys: slice, value: Tensor) -> None:
+        rows = slice(rows.start, min(rows.stop, tokens_q))
+        keys = slice(keys.start, min(keys.stop, tokens_k))
+        value = value[..., : rows.stop - rows.start, : keys.stop - keys.start]
+        if name == "dp":
+            value = value.masked_fill(~emulator._visible(rows, keys), 0)
+        pairs[name][:, :, rows, keys] = value.flatten(1, 2)
+
+    dq, dk, dv = emulator.backward(do, o, lse, observe=observe)
+    delta = (do.to(emulator.compute) * o.to(emulator.compute)).sum(-1)
+    return {"o": o, "lse": lse, "delta": delta, **pairs, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _zero_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
+    return x if valid is None else torch.where(valid, x, 0)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with -inf, the maximum of a row that sees nothing, replaced by 0; NaN and +inf stay."""
+    return x.masked_fill(x == -math.inf, 0)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
