@@ -1,0 +1,232 @@
+"""Forward: online softmax over key blocks, P quantised against its own block's row maximum.
+
+A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
+hand scores out (`tile.interleave`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sagebwd.kernels.triton.tile import (
+    LN_2,
+    LOG2_127,
+    LOG2_E,
+    block_range,
+    dot_16bit,
+    interleave,
+    load_rows,
+    load_transposed,
+    padded_block,
+    sequence,
+    to_int8,
+    visible,
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_q",
+        "tokens_k",
+        "total_q",
+        "total_k",
+        "blocks_q",
+        "blocks_k",
+        "grid_q",
+        "lower",
+        "upper",
+    ]
+)
+def forward_kernel(
+    q,
+    k,
+    v,
+    q_scale,
+    k_scale,
+    v_scale,
+    v_mean,
+    q_mean,
+    k_exact,
+    k_mean,
+    o,
+    lse,
+    key_mask,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    o_b,
+    o_h,
+    o_t,
+    exact_b,
+    exact_h,
+    exact_t,
+    heads,
+    group,
+    tokens_q,
+    tokens_k,
+    total_q,
+    total_k,
+    blocks_q,
+    blocks_k,
+    grid_q,
+    lower,
+    upper,
+    scale,
+    head_dim: tl.constexpr,
+    INT8_S: tl.constexpr,
+    INT8_O: tl.constexpr,
+    V_CHANNEL: tl.constexpr,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of queries of one head.
+
+    q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks, D),
+    k_exact (rows) and k_mean put back what Q-smoothing took from S. BLOCK_K is the recipe's.
+    """
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    batch_head = tl.program_id(0) // grid_q
+    # the last queries see the most keys: start them first
+    block_q = grid_q - 1 - tl.program_id(0) % grid_q
+    batch = batch_head // heads
+    head = batch_head % heads
+    head_k = head // group
+    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    first_q = block_q * BLOCK_Q
+    if first_q >= length_q:
+        return
+    heads_k = heads // group
+    z_q = head.to(tl.int64) if VARLEN else batch_head.to(tl.int64)
+    z_k = head_k.to(tl.int64) if VARLEN else (batch * heads_k + head_k).to(tl.int64)
+    batch_64 = batch.to(tl.int64)
+    if VARLEN:
+        lower += length_k - length_q
+        upper += length_k - length_q
+    block_k = z_k * blocks_k + padded_block(start_k, batch, BLOCK_K, VARLEN)
+
+    rows = tl.arange(0, BLOCK_Q)
+    keys = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_D)
+    q += batch_64 * q_b + head.to(tl.int64) * q_h + (start_q + first_q).to(tl.int64) * q_t
+    k += batch_64 * k_b + head_k.to(tl.int64) * k_h + start_k.to(tl.int64) * k_t
+    q_tile = load_rows(q, rows, columns, q_t, length_q - first_q, head_dim, False, EVEN)
+    row = z_q * total_q + start_q + first_q + rows
+    inside = first_q + rows < length_q
+    if INT8_S:
+        row_scale = tl.load(q_scale + row, mask=inside, other=0)
+        k_scale += z_k * total_k + start_k
+    if INT8_O:
+        v += z_k * head_dim * blocks_k * BLOCK_K + (block_k - z_k * blocks_k) * BLOCK_K
+    else:
+        v += batch_64 * v_b + head_k.to(tl.int64) * v_h + start_k.to(tl.int64) * v_t
+    if q_mean is not None:
+        mu_at = q_mean + (z_q * blocks_q + padded_block(start_q, batch, BLOCK_Q, VARLEN) + block_q) * head_dim
+        mu = tl.load(mu_at + columns, mask=columns < head_dim, other=0)
+        k_exact += batch_64 * exact_b + head_k.to(tl.int64) * exact_h + start_k.to(tl.int64) * exact_t
+        k_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
+        shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
+    if key_mask is not None:
+        key_mask += batch_64 * tokens_k
+
+    begin, full_begin, full_end, end = block_range(
+        first_q, length_k, lower, upper, BLOCK_Q, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
+    )
+    m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    scale_2 = scale * LOG2_E
+    for masked in tl.static_range(2):
+        count = full_end - full_begin
+        if masked:
+            count = end - begin - count
+        for i in tl.range(0, count):
+            if masked:
+                block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
+            else:
+                block = full_begin + i
+            first_k = block * BLOCK_K
+            left = length_k - first_k
+            k_tile = load_rows(k + first_k.to(tl.int64) * k_t, keys, columns, k_t, left, head_dim, not masked, EVEN)
+            if INT8_S:
+                if masked:
+                    key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
+                else:
+                    key_scale = tl.load(k_scale + first_k + keys)
+                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32) * (key_scale * scale_2)[None, :]
+            else:
+                s = dot_16bit(q_tile, k_tile.T) * scale_2
+            if q_mean is not None:
+                at = k_exact + first_k.to(tl.int64) * exact_t
+                exact = load_rows(at, keys, columns, exact_t, left, head_dim, False, EVEN).to(tl.float32)
+                bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
+                if INT8_S:
+                    s = s * row_scale[:, None] + bias[None, :]
+                else:
+                    s = s + bias[None, :]
+            if masked:
+                keep = (
+                    visible((first_k + keys)[None, :] - (first_q + rows)[:, None], lower, upper, HAS_LOWER, HAS_UPPER)
+                    & (keys < left)[None, :]
+                )
+                if key_mask is not None:
+                    keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
+                s = tl.where(keep, s, float("-inf"))
+            # S still lacks Q's scale, which is positive and the same along the row
+            top = tl.max(s, 1)
+            if INT8_S and q_mean is None:
+                top = tl.where(top == float("-inf"), top, top * row_scale)
+                offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
+                p = tl.exp2(s * row_scale[:, None] - offset[:, None])
+            else:
+                offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
+                p = tl.exp2(s - offset[:, None])
+            m_new = tl.maximum(m, top)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            decay = tl.exp2(m - safe)
+            weight = tl.exp2(top - safe)
+            l = l * decay + tl.sum(p, 1) * weight
+            m = m_new
+            # P, l and O all carry the same factor 127
+            if INT8_O:
+                v_tile = load_transposed(v + first_k, keys, columns, blocks_k * BLOCK_K, head_dim, EVEN)
+                part = tl.dot(interleave(to_int8(p)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                if V_CHANNEL:
+                    channel = tl.load(
+                        v_scale + (block_k + block) * head_dim + columns, mask=columns < head_dim, other=0
+                    )
+                    acc = acc * decay[:, None] + part * channel[None, :] * weight[:, None]
+                else:
+                    weight *= tl.load(v_scale + block_k + block)
+                    acc = acc * decay[:, None] + part * weight[:, None]
+            else:
+                v_tile = load_rows(
+                    v + first_k.to(tl.int64) * v_t, keys, columns, v_t, left, head_dim, not masked, EVEN
+                )
+                part = dot_16bit((p * (1 / 127.0)).to(v_tile.dtype), v_tile)
+                acc = acc * decay[:, None] + part * (weight * 127.0)[:, None]
+
+    acc = acc / l[:, None]
+    if v_mean is not None:
+        v_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
+        acc += tl.load(v_mean + columns, mask=columns < head_dim, other=0)[None, :]
+    empty = m == float("-inf")
+    acc = tl.where((empty & (l == 0))[:, None], 0.0, acc)
+    o += batch_64 * o_b + head.to(tl.int64) * o_h + (start_q + first_q).to(tl.int64) * o_t
+    written = inside[:, None] & (columns[None, :] < head_dim)
+    tl.store(o + rows[:, None] * o_t + columns[None, :], acc.to(o.dtype.element_ty), mask=written)
+    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l) - LOG2_127) * LN_2)
+    tl.store(lse + row, log, mask=inside)

@@ -1,0 +1,271 @@
+"""Quantisation passes: smoothing, psi, transposed INT8 copies, and what backward needs of dO and lse.
+
+All are bound by memory: each reads its tensor once and writes what the attention kernels will read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sagebwd.kernels.triton.tile import (
+    INT8_MAX,
+    LOG2_E,
+    abs_max,
+    interleave_rows,
+    load_rows,
+    padded_block,
+    sequence,
+    to_int8,
+)
+
+NO_SPECIALIZE = ["tokens", "blocks", "chunk"]
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mean_kernel(
+    x,
+    partial,
+    key_mask,
+    cu_seqlens,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    tokens,
+    chunk,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One chunk of tokens' share of the mean over a sequence's valid tokens; partial: (chunks, batch * heads, D)."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    count = length
+    if key_mask is not None:
+        key_mask += batch.to(tl.int64) * tokens
+        count = 0
+        for first in range(0, length, 1024):
+            at = first + tl.arange(0, 1024)
+            count += tl.sum(tl.load(key_mask + at, mask=at < length, other=0).to(tl.int32))
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    begin = tl.program_id(1) * chunk
+    for first in range(begin, tl.minimum(begin + chunk, length), BLOCK):
+        local = tl.arange(0, BLOCK)
+        block = x + (start + first).to(tl.int64) * stride_t
+        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+        if key_mask is not None:
+            keep = tl.load(key_mask + first + local, mask=first + local < length, other=0) != 0
+            tile = tl.where(keep[:, None], tile, 0.0)
+        total += tl.sum(tile, 0)
+    total /= tl.maximum(count, 1).to(tl.float32)
+    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
+    tl.store(partial + at, total, mask=columns < head_dim)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def quantize_kernel(
+    x,
+    mean,
+    key_mask,
+    cu_seqlens,
+    block_mean,
+    codes,
+    token_scale,
+    block_scale,
+    transposed,
+    smoothed,
+    stride_b,
+    stride_h,
+    stride_t,
+    out_b,
+    out_h,
+    out_t,
+    heads,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    GROUP: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Smooth and quantise one block of tokens; each output is written if its pointer is not None.
+
+    x: rows. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own mean, subtracted and
+    written. codes, smoothed: rows, contiguous. token_scale: one a token. block_scale: one a block, or one a channel
+    of it. transposed: INT8, see `tile`.
+    """
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    rows = first + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    inside = rows < length
+    keep = inside
+    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+    tile = load_rows(x, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    if mean is not None:
+        tile -= tl.load(mean + tl.program_id(1) * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
+    if key_mask is not None:
+        keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + rows, mask=inside, other=0) != 0)
+    if block_mean is not None:
+        mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)
+        tl.store(block_mean + block * head_dim + columns, mu, mask=columns < head_dim)
+        tile -= mu[None, :]
+    if mean is not None or key_mask is not None or block_mean is not None:
+        tile = tl.where(keep[:, None], tile, 0.0)
+
+    row = z * total + start + rows
+    out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (start + first).to(tl.int64) * out_t
+    out = out + tl.arange(0, BLOCK)[:, None] * out_t + columns[None, :]
+    written = inside[:, None] & (columns[None, :] < head_dim)
+    if smoothed is not None:
+        tl.store(smoothed + out, tile.to(smoothed.dtype.element_ty), mask=written)
+    if GROUP == "token":
+        amax = abs_max(tile, 1)
+    elif GROUP == "block":
+        amax = abs_max(abs_max(tile, 1), 0)
+    else:
+        amax = abs_max(tile, 0)
+    scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
+    if GROUP == "token":
+        code = to_int8(tl.math.div_rn(tile, scale[:, None]))
+        tl.store(token_scale + row, scale, mask=inside)
+    elif GROUP == "block":
+        code = to_int8(tl.math.div_rn(tile, scale))
+        if token_scale is not None:
+            tl.store(token_scale + row, tl.zeros((BLOCK,), tl.float32) + scale, mask=inside)
+        if block_scale is not None:
+            tl.store(block_scale + block, scale)
+    else:
+        code = to_int8(tl.math.div_rn(tile, scale[None, :]))
+        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
+    if codes is not None:
+        tl.store(codes + out, code, mask=written)
+    if transposed is not None:
+        store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit
+def store_transposed(transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved."""
+    pitch = blocks * BLOCK
+    at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
+    at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
+    tl.store(at, tl.trans(interleave_rows(code)), mask=columns[:, None] < head_dim)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def transpose_kernel(
+    codes,
+    cu_seqlens,
+    transposed,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    tokens,
+    blocks,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep."""
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    columns = tl.arange(0, BLOCK_D)
+    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN)
+    store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def grad_out_kernel(
+    do,
+    o,
+    lse,
+    dlse,
+    cu_seqlens,
+    transposed,
+    block_scale,
+    lse2,
+    delta,
+    do_b,
+    do_h,
+    do_t,
+    o_b,
+    o_h,
+    o_t,
+    heads,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    GROUP: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dO's codes and scale, delta = rowsum(dO * O) - dlse, and lse in base 2; all padded to whole blocks.
+
+    lse2 is +inf where a query sees no key and in the padding, so that P comes out 0 there without a mask.
+    """
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    inside = first + local < length
+    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_t
+    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_t
+    tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
+
+    row = z * total + start + first + local
+    row_delta = tl.sum(tile * out, 1)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+    row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+    tl.store(delta + block * BLOCK + local, row_delta)
+    tl.store(lse2 + block * BLOCK + local, row_lse)
+
+    if GROUP == "block":
+        amax = abs_max(abs_max(tile, 1), 0)
+        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
+        code = to_int8(tl.math.div_rn(tile, scale))
+        tl.store(block_scale + block, scale)
+    else:
+        amax = abs_max(tile, 0)
+        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
+        code = to_int8(tl.math.div_rn(tile, scale[None, :]))
+        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
+    if transposed is not None:
+        store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
