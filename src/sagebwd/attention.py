@@ -77,8 +77,8 @@ def sage_attention(
     if not return_lse:
         return o
     groups = query.shape[1] // key.shape[1]
-    shift = query.to(lse.dtype) @ k_mean.repeat_interleave(groups, 1).unsqueeze(-1)
-    return o, lse + shift.squeeze(-1) * settings[3]
+    shift = (query.to(lse.dtype) * k_mean.repeat_interleave(groups, 1).unsqueeze(2)).sum(-1)
+    return o, lse + shift * settings[3]
 
 
 def sage_attention_varlen(
@@ -183,9 +183,9 @@ def _settings(
         raise TypeError(f"is_causal={is_causal!r} must be True or False")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced
         raise ValueError(f"scale={scale} must be finite")
     left, right = _window(window)
     parsed = switches.apply_to(Recipe.parse(recipe))

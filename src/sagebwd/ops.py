@@ -2,6 +2,7 @@
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and call one implementation,
 ``"reference"`` or ``"triton"``, a module with two functions, ``forward`` and ``backward``, of these signatures.
+Autocast is off inside: the reference's own products must not be rounded.
 
 Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
 Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
@@ -89,10 +90,11 @@ def attention(
     if q.numel() == 0 or k.numel() == 0:
         o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
-    return implementation(impl).forward(
-        q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-        window_right, scale, Recipe.parse(recipe),
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        return implementation(impl).forward(
+            q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+            window_right, scale, Recipe.parse(recipe),
+        )  # fmt: skip
 
 
 def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: str, impl: str) -> tuple[Tensor, ...]:
@@ -149,12 +151,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where ``_keeps_inputs`` says so."""
     if o.numel() == 0 or v.numel() == 0:
-        return torch.zeros_like(o), torch.zeros_like(v), torch.zeros_like(v)
-    return implementation(impl).backward(
-        do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, Recipe.parse(recipe),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        return o.new_zeros(o.shape), v.new_zeros(v.shape), v.new_zeros(v.shape)
+    with torch.autocast(v.device.type, enabled=False):
+        return implementation(impl).backward(
+            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
+            Recipe.parse(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
 
 
 @attention_backward.register_fake

@@ -220,7 +220,7 @@ class Emulator:
             dk[..., keys, :] += dk_rows.sum(2, keepdim=True)
         dq = (dq * self.scale)[..., : self.tokens_q, :]
         dk, dv = (dk * self.scale)[..., : self.tokens_k, :], dv[..., : self.tokens_k, :]
-        return tuple(gradient.flatten(1, 2).to(self.dtype) for gradient in (dq, dk, dv))
+        return tuple(gradient.flatten(1, 2).to(self.dtype).contiguous() for gradient in (dq, dk, dv))
 
     def _dp(self, do: Tensor, keys: slice) -> Tensor:
         """dP = dO V^T of a chunk; the INT8 form, one scale a token, is there for error studies alone."""

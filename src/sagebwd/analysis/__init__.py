@@ -1,0 +1,1 @@
+"""Where the error comes from: Table 1 and its like."""

@@ -1,0 +1,62 @@
+"""The one FLOP count, and the peak rates it is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sagebwd.band import Band
+
+BACKWARD_RATIO = 2.5
+"""Backward counts five products where forward counts two, as FlashAttention's benchmarks do."""
+
+
+@dataclass(frozen=True)
+class PeakRates:
+    """Dense tensor-core peaks in TFLOP/s (TOP/s for INT8) and memory bandwidth in TB/s, from the data sheet named."""
+
+    bf16_tflops: float
+    int8_tops: float
+    memory_tb_per_s: float
+    source: str
+
+
+PEAK_RATES: dict[str, PeakRates] = {
+    "NVIDIA A100": PeakRates(312, 624, 2.0, "NVIDIA A100 datasheet, SXM 80 GB"),
+    "NVIDIA H100": PeakRates(989, 1979, 3.35, "NVIDIA H100 datasheet, SXM"),
+    "NVIDIA H200": PeakRates(989, 1979, 4.8, "NVIDIA H200 datasheet, SXM"),
+    "NVIDIA GeForce RTX 3090": PeakRates(71, 284, 0.936, "GA102 whitepaper; BF16 with FP32 accumulation"),
+    "NVIDIA GeForce RTX 4090": PeakRates(165, 660, 1.008, "Ada whitepaper; BF16 with FP32 accumulation"),
+    "NVIDIA GeForce RTX 5090": PeakRates(210, 838, 1.792, "Blackwell whitepaper; BF16 with FP32 accumulation"),
+}
+
+
+def flops(
+    batch: int,
+    heads: int,
+    tokens_q: int,
+    tokens_k: int,
+    head_dim: int,
+    *,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    direction: str = "fwd",
+) -> float:
+    """Useful floating-point operations of one attention call.
+
+    Forward is 4 x batch x heads x head_dim x visible pairs (two products, a multiply and an add each), pairs counted
+    exactly; backward is 2.5 times that. Nothing is credited for recomputation, softmax or quantisation.
+
+    Args: direction, "fwd", "bwd" or "fwd+bwd"; is_causal and window, aligned top left.
+    Raises ValueError for another direction.
+    """
+    factors = {"fwd": 1.0, "bwd": BACKWARD_RATIO, "fwd+bwd": 1.0 + BACKWARD_RATIO}
+    if direction not in factors:
+        raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(factors)}")
+    pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
+    return 4.0 * batch * heads * head_dim * pairs * factors[direction]
+
+
+def peak_rates(device_name: str) -> PeakRates | None:
+    """The peaks of a GPU by the name that CUDA reports, or None where we know none."""
+    matches = [name for name in PEAK_RATES if device_name.startswith(name)]
+    return PEAK_RATES[max(matches, key=len)] if matches else None

@@ -1,0 +1,77 @@
+"""Seeded inputs of the kinds of data that attention meets, drawn in BF16 and then promoted."""
+
+import torch
+from torch import Tensor
+
+from sagebwd.metrics import rms
+
+KINDS = (
+    "normal",
+    "mean-and-outliers",
+    "near-one-hot",
+    "sink",
+    "zero-block",
+    "huge",
+    "tiny",
+)
+
+
+def draw(
+    kind: str = "normal",
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    tokens: int = 256,
+    kv_tokens: int | None = None,
+    head_dim: int = 64,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and do of one kind, (batch, heads, tokens, head_dim)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    kv_heads, kv_tokens = kv_heads or heads, kv_tokens or tokens
+    q, do = normal(batch, heads, tokens, head_dim), normal(batch, heads, tokens, head_dim)
+    k, v = normal(batch, kv_heads, kv_tokens, head_dim), normal(batch, kv_heads, kv_tokens, head_dim)
+    if kind == "mean-and-outliers":
+        k, v = (x + 3 * normal(1, kv_heads, 1, head_dim) for x in (k, v))
+        k[..., 3] *= 8
+        v[..., 5] *= 8
+    elif kind == "near-one-hot":
+        q, k = 10 * q, 10 * k
+    elif kind == "sink":
+        common = 2 * normal(1, heads, 1, head_dim)
+        q, k = 0.3 * q + common, 0.3 * k
+        sink = 5 * head_dim**0.5 * common / common.square().sum(-1, keepdim=True)  # logit 5 for every query
+        k[:, :, :1] = sink.unflatten(1, (kv_heads, -1)).mean(2)
+    elif kind == "zero-block":
+        for x in (q, k, v, do):
+            x[:, :, : min(64, x.shape[2] // 2)] = 0
+    elif kind == "huge":
+        q, k, v, do = 1e4 * q, 1e-4 * k, 1e4 * v, 1e4 * do
+    elif kind == "tiny":
+        q, k, v, do = (1e-6 * x for x in (q, k, v, do))
+    elif kind != "normal":
+        raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
+    return tuple(x.bfloat16().to(dtype) for x in (q, k, v, do))
+
+
+def assert_is_recipe(name: str, actual: Tensor, low: Tensor, high: Tensor, eps_out: float) -> None:
+    """A kernel's ``actual`` is the recipe: at most twice as far from the FP64 emulator as its precision accounts for.
+
+    low, the emulator at the kernel's precision; high, the emulator in FP64; eps_out, of the output's dtype.
+    """
+    actual, low, high = (x.detach().double() for x in (actual, low, high))
+    assert torch.isfinite(actual).all(), f"{name}: {int((~torch.isfinite(actual)).sum())} values are not finite"
+    largest = high.abs().max().item() if high.numel() else 0.0
+    budget = 2 * ((low - high).abs().max().item() + eps_out * largest)
+    error = (actual - high).abs()
+    assert error.max().item() <= budget, (
+        f"{name}: error {error.max().item():.3e} over budget {budget:.3e} at "
+        f"{tuple(torch.unravel_index(error.argmax(), error.shape))}, largest value {largest:.3e}"
+    )
+    rms_budget = 2 * (rms(low - high) + eps_out * rms(high))
+    assert rms(actual - high) <= rms_budget, f"{name}: RMS error {rms(actual - high):.3e} over {rms_budget:.3e}"

@@ -1,0 +1,342 @@
+"""The public functions: what they accept, what they refuse and how they say so, and what they promise of results."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
+from sagebwd.metrics import relative_l2
+from tests.inputs import draw
+
+FULL = {"recipe": "full", "impl": "reference"}
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def call(*inputs, do, **arguments):
+    """Output and gradients."""
+    inputs = leaves(*inputs)
+    out = sage_attention(*inputs, **arguments)
+    return (out, *torch.autograd.grad(out, inputs, do))
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper"])
+@pytest.mark.parametrize("tokens", [(1, 1), (17, 17), (63, 65), (65, 63)])
+@pytest.mark.parametrize("head_dim", [8, 80])
+def test_gradients_against_sdpa(recipe, tokens, head_dim):
+    q, k, v, do = draw(batch=2, heads=4, kv_heads=2, tokens=tokens[0], kv_tokens=tokens[1], head_dim=head_dim)
+    actual = call(q, k, v, do=do, is_causal=True, enable_gqa=True, recipe=recipe)
+    inputs = leaves(q, k, v)
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    expected = (expected, *torch.autograd.grad(expected, inputs, do))
+    limit = {"full": 1e-5, "token": 0.04, "paper": 0.12}[recipe]
+    for a, e in zip(actual, expected):
+        assert a.shape == e.shape
+        assert e.norm() == 0 or relative_l2(a, e) < limit
+
+
+def test_gradcheck_of_full_precision_in_fp64():
+    q, k, v, _ = draw(heads=2, kv_heads=1, tokens=5, kv_tokens=7, head_dim=4, dtype=torch.float64)
+
+    def attention(q, k, v):
+        return sage_attention(q, k, v, enable_gqa=True, window=(3, 2), return_lse=True, **FULL)
+
+    assert torch.autograd.gradcheck(attention, leaves(q, k, v))
+
+
+def test_gradcheck_packed_with_lse():
+    q, k, v, _ = (x[0].transpose(0, 1) for x in draw(heads=2, tokens=9, head_dim=3, dtype=torch.float64))
+    offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+
+    def attention(q, k, v):
+        o, lse = sage_attention_varlen(
+            q, k, v, offsets, offsets, 5, 5, is_causal=True, return_lse=True, recipe="full(smooth_k=True)"
+        )
+        return o, lse
+
+    assert torch.autograd.gradcheck(attention, leaves(q, k, v))
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token(smooth_q=True)"])
+def test_lse_is_the_true_one(recipe):
+    q, k, v, _ = draw("mean-and-outliers", heads=4, kv_heads=2, tokens=70)
+    _, lse = sage_attention(q, k, v, enable_gqa=True, recipe=recipe, return_lse=True)
+    exact = (q.double() @ k.double().repeat_interleave(2, 1).mT / 8).logsumexp(-1)
+    assert lse.dtype == torch.float32
+    assert relative_l2(lse, exact) < (1e-6 if recipe == "full" else 1e-2)
+
+
+def test_lse_gradient_through_smoothed_keys():
+    """A loss on lse reaches q and k correctly although the kernel works on smoothed keys."""
+    q, k, v, _ = draw("mean-and-outliers", tokens=40, head_dim=16, dtype=torch.float64)
+    inputs, exact_inputs = leaves(q, k, v), leaves(q, k, v)
+    _, lse = sage_attention(*inputs, recipe="full(smooth_k=True)", return_lse=True)
+    weight = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    actual = torch.autograd.grad((lse * weight).sum(), inputs)
+    exact = (exact_inputs[0] @ exact_inputs[1].mT / 4).logsumexp(-1)
+    expected = torch.autograd.grad((exact * weight).sum(), exact_inputs[:2])
+    for a, e in zip(actual, expected):
+        assert_close(a, e)
+    assert actual[2].abs().max() == 0
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper"])
+def test_two_halves_merge_by_their_lse(recipe):
+    """What ring attention does: attend to two parts of the keys and merge by lse, gradients included."""
+    q, k, v, do = draw("mean-and-outliers", tokens=96, dtype=torch.float64)
+    inputs = leaves(q, k, v)
+    parts = [
+        sage_attention(inputs[0], inputs[1][:, :, half], inputs[2][:, :, half], recipe=recipe, return_lse=True)
+        for half in (slice(0, 40), slice(40, 96))
+    ]
+    lse = torch.stack([part[1] for part in parts]).logsumexp(0)
+    out = sum(o * torch.exp(part_lse - lse)[..., None] for o, part_lse in parts)
+    merged = (out, *torch.autograd.grad(out, inputs, do))
+    whole_inputs = leaves(q, k, v)
+    whole = F.scaled_dot_product_attention(*whole_inputs)
+    whole = (whole, *torch.autograd.grad(whole, whole_inputs, do))
+    for a, e in zip(merged, whole):
+        assert relative_l2(a, e) < {"full": 1e-10, "token": 0.1, "paper": 0.25}[recipe]
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper"])
+def test_key_padding_is_as_if_the_keys_were_not_there(recipe):
+    q, k, v, do = draw(batch=2, tokens=70)
+    lengths = (70, 41)
+    mask = torch.arange(70) < torch.tensor(lengths)[:, None]
+    poisoned_k, poisoned_v = (torch.where(mask[:, None, :, None], x, math.nan) for x in (k, v))
+    actual = call(q, poisoned_k, poisoned_v, do=do, attn_mask=mask[:, None, None], recipe=recipe)
+    for index, length in enumerate(lengths):
+        row = slice(index, index + 1)
+        expected = call(q[row], k[row, :, :length], v[row, :, :length], do=do[row], recipe=recipe)
+        for a, e in zip(actual[:2], expected[:2]):
+            assert_close(a[row], e, rtol=1e-5, atol=1e-5)
+        for a, e in zip(actual[2:], expected[2:]):
+            assert_close(a[row, :, :length], e, rtol=1e-5, atol=1e-5)
+            assert a[row, :, length:].abs().max() == 0 if length < 70 else True
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_are_separate_calls(recipe, is_causal):
+    lengths_q, lengths_k = (5, 0, 70, 33), (5, 3, 64, 50)
+    generator = torch.Generator().manual_seed(0)
+    pack = [
+        torch.randn(sum(n), h, 16, generator=generator) for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
+    ]
+    do = torch.randn(sum(lengths_q), 4, 16, generator=generator)
+    offsets_q, offsets_k = (
+        torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (lengths_q, lengths_k)
+    )
+    inputs = leaves(*pack)
+    out, lse = sage_attention_varlen(
+        *inputs, offsets_q, offsets_k, 70, 64, is_causal=is_causal, recipe=recipe, return_lse=True
+    )
+    dq, dk, dv = torch.autograd.grad(out, inputs, do)
+    for a, b, c, d in zip(offsets_q, offsets_q[1:], offsets_k, offsets_k[1:]):
+        one = leaves(*(x[s].transpose(0, 1)[None] for x, s in zip(pack, (slice(a, b), slice(c, d), slice(c, d)))))
+        # bottom right aligned: a dense causal call with the missing queries put in front
+        missing = int((d - c) - (b - a)) if is_causal else 0
+        window = (-1, missing) if is_causal else None
+        expected, expected_lse = (
+            sage_attention(*one, enable_gqa=True, window=window, recipe=recipe, return_lse=True)
+            if missing >= 0
+            else (None, None)
+        )
+        if expected is None:
+            visible = torch.ones(int(b - a), int(d - c), dtype=torch.bool).tril(int((d - c) - (b - a)))
+            assert out[a:b][~visible.any(-1)].abs().max() == 0
+            assert torch.isinf(lse[:, a:b][:, ~visible.any(-1)]).all()
+            continue
+        gradients = torch.autograd.grad(expected, one, do[a:b].transpose(0, 1)[None])
+        assert_close(out[a:b], expected[0].transpose(0, 1))
+        assert_close(lse[:, a:b], expected_lse[0])
+        for actual, gradient, s in zip((dq, dk, dv), gradients, (slice(a, b), slice(c, d), slice(c, d))):
+            assert_close(actual[s], gradient[0].transpose(0, 1))
+
+
+def test_packed_neighbours_do_not_matter():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(100, 2, 16, generator=generator) for _ in range(4))
+    offsets = torch.tensor([0, 37, 100], dtype=torch.int32)
+    results = []
+    for factor in (1.0, 100.0):
+        inputs = [torch.cat((factor * x[:37], x[37:])).requires_grad_() for x in (q, k, v)]
+        out = sage_attention_varlen(*inputs, offsets, offsets, 63, 63, is_causal=True)
+        results.append((out, *torch.autograd.grad(out, inputs, do)))
+    for a, b in zip(*results):
+        assert torch.equal(a[37:], b[37:])
+
+
+def test_rows_that_see_nothing_are_zero():
+    q, k, v, do = draw(tokens=20, kv_tokens=10)
+    for arguments in ({"window": (2, 0)}, {"attn_mask": torch.zeros(1, 1, 1, 10, dtype=torch.bool)}):
+        inputs = leaves(q, k, v)
+        out, lse = sage_attention(*inputs, return_lse=True, **arguments)
+        dq, dk, dv = torch.autograd.grad(out, inputs, do)
+        empty = slice(12, None) if "window" in arguments else slice(None)
+        assert out[:, :, empty].abs().max() == 0
+        assert (lse[:, :, empty] == -math.inf).all()
+        assert dq[:, :, empty].abs().max() == 0
+        assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(0, 5), (5, 0), (0, 0)])
+def test_no_tokens(tokens_q, tokens_k):
+    q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (tokens_q, tokens_k, tokens_k))
+    out, lse = sage_attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 2, tokens_q, 8)
+    assert out.abs().sum() == 0
+    assert (lse == -math.inf).all()
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() == 0 for x in (q, k, v))
+
+
+def test_any_strides_give_the_same_bits():
+    fused = torch.randn(2, 33, 3, 4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    views = [fused[:, :, i].transpose(1, 2) for i in range(3)]
+    do = torch.randn(2, 4, 33, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    before = fused.clone()
+    for a, e in zip(
+        call(*views, do=do, is_causal=True), call(*(x.contiguous() for x in views), do=do, is_causal=True)
+    ):
+        assert torch.equal(a, e)
+        assert a.dtype == torch.bfloat16
+    assert torch.equal(fused, before)
+
+
+def test_adding_a_constant_to_every_key_changes_nothing():
+    """What K-smoothing is for: softmax does not see it, and now neither does INT8."""
+    q, k, v, do = draw(tokens=128)
+    constant = 100 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(3))
+    plain, shifted = (call(q, key, v, do=do) for key in (k, k + constant))
+    for a, e in zip(shifted, plain):
+        assert relative_l2(a, e) < 0.01
+    unsmoothed = call(q, k + constant, v, do=do, recipe="token(smooth_k=False)")
+    assert relative_l2(unsmoothed[0], plain[0]) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_what_norms_and_rotary_leave_in_fp32(dtype):
+    q, k, v, do = draw(tokens=40)
+    with torch.autocast("cpu", dtype):
+        out = sage_attention(q, k, v.to(dtype))
+    assert out.dtype == dtype
+    assert torch.equal(out, sage_attention(*(x.to(dtype) for x in (q, k, v))))
+    inputs = leaves(q, k, v)
+    with torch.autocast("cpu", dtype):
+        out = sage_attention(*inputs)
+    out.backward(do.to(dtype))
+    assert all(x.grad.dtype == torch.float32 for x in inputs)
+
+
+def test_switches_change_the_recipe_and_nothing_else():
+    q, k, v, do = draw(tokens=64)
+    token, full = call(q, k, v, do=do), call(q, k, v, do=do, recipe="full")
+    with switches(disabled=True):
+        for a, e in zip(call(q, k, v, do=do), full):
+            assert torch.equal(a, e)
+    with switches(backward_16bit=True):
+        mixed = call(q, k, v, do=do)
+    assert torch.equal(mixed[0], token[0])
+    expected = call(q, k, v, do=do, recipe="token(dv=16bit, dq=16bit, dk=16bit)")
+    assert all(torch.equal(a, e) for a, e in zip(mixed, expected))
+    assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do), token))
+
+
+def test_switch_from_the_environment(monkeypatch):
+    from sagebwd.switches import _read_environment
+
+    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "1")
+    assert _read_environment("deterministic")
+    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "yes")
+    with pytest.raises(ValueError, match="SAGEBWD_DETERMINISTIC='yes'"):
+        _read_environment("deterministic")
+
+
+# What is refused: (change to a good call, error, text in the message)
+Q, K, V = (torch.zeros(2, 4, 6, 8) for _ in range(3))
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+REFUSED = [
+    ({"query": [1, 2]}, TypeError, "query: expected a tensor, got list"),
+    ({"query": Q[0]}, ValueError, "query: expected 4 dimensions"),
+    ({"value": V[0]}, ValueError, "value: expected 4 dimensions"),
+    ({"key": K.half()}, TypeError, "key: dtype torch.float16 differs"),
+    ({"query": Q.int(), "key": K.int(), "value": V.int()}, TypeError, "dtype torch.int32 is not supported"),
+    ({"key": K.to("meta")}, ValueError, "key: device meta differs"),
+    ({"key": torch.zeros(2, 4, 6, 16)}, ValueError, "key: head_dim 16 differs from query's 8"),
+    ({"query": torch.zeros(2, 4, 6, 512), "key": torch.zeros(2, 4, 6, 512), "value": torch.zeros(2, 4, 6, 512)},
+     ValueError, "head_dim 512 is not supported; accepted: 1 to 256"),
+    ({"value": torch.zeros(2, 4, 5, 8)}, ValueError, "value: shape (2, 4, 5, 8) differs from key's"),
+    ({"query": torch.zeros(1, 4, 6, 8)}, ValueError, "key: batch 2 differs from query's 1"),
+    ({"query": torch.zeros(2, 8, 6, 8)}, ValueError, "pass enable_gqa=True"),
+    ({"query": torch.zeros(2, 6, 6, 8), "enable_gqa": True}, ValueError, "4 heads do not divide query's 6"),
+    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1 is not supported"),
+    ({"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, NotImplementedError, "key-padding mask of shape (2, 1, 1, 6)"),
+    ({"attn_mask": torch.zeros(2, 1, 1, 6)}, NotImplementedError, "attn_mask: torch.float32"),
+    ({"attn_mask": "causal"}, TypeError, "attn_mask: expected a tensor or None, got str"),
+    ({"is_causal": 1}, TypeError, "is_causal=1 must be True or False"),
+    ({"scale": "auto"}, TypeError, "scale='auto' must be a number"),
+    ({"scale": math.nan}, ValueError, "scale=nan must be finite"),
+    ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
+    ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
+    ({"window": (5, 1.5)}, ValueError, "window=(5, 1.5) must hold two integers"),
+    ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, full"),
+    ({"recipe": None}, TypeError, "recipe: expected a name or a Recipe, got NoneType"),
+    ({"impl": "cuda"}, ValueError, "impl='cuda' is not known"),
+    ({"impl": "triton"}, TypeError, "dtype float32 is not supported by impl='triton'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_refused(change, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        sage_attention(**{"query": Q, "key": K, "value": V} | change)
+
+
+def test_triton_on_a_cpu_names_the_way_out(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="impl='triton' needs a CUDA device, got cpu"):
+        sage_attention(Q.bfloat16(), K.bfloat16(), V.bfloat16(), impl="triton")
+
+
+REFUSED_PACKED = [
+    ({"query": Q}, ValueError, "query: expected 3 dimensions"),
+    ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
+    ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
+    ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "cu_seqlens_q: expected int32"),
+    ({"cu_seqlens_q": OFFSETS.to("meta")}, ValueError, "cu_seqlens_q: device meta differs"),
+    ({"cu_seqlens_q": OFFSETS[[0, 2]]}, ValueError, "name 1 and 2 sequences"),
+    ({"cu_seqlens_q": OFFSETS + 1}, ValueError, "cu_seqlens_q must rise from 0 to the number of packed tokens (6)"),
+    ({"cu_seqlens_k": OFFSETS.clone().index_fill_(0, torch.tensor(2), 5)}, ValueError, "it runs from 0 to 5"),
+    ({"cu_seqlens_q": torch.tensor([0, 7, 6], dtype=torch.int32)}, ValueError, "falls in between"),
+    ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q=3 is less than the longest sequence, 4"),
+    ({"max_seqlen_k": 2.0}, ValueError, "max_seqlen_k=2.0 must be an integer"),
+    ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "3 heads do not divide query's 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED_PACKED, ids=[case[2][:40] for case in REFUSED_PACKED])
+def test_refused_packed(change, error, message):
+    packed = torch.zeros(6, 4, 8)
+    good = {
+        "query": packed, "key": packed, "value": packed, "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS,
+        "max_seqlen_q": 4, "max_seqlen_k": 4,
+    }  # fmt: skip
+    sage_attention_varlen(**good)
+    with pytest.raises(error, match=re.escape(message)):
+        sage_attention_varlen(**good | change)
+
+
+def test_recipe_object_name_and_text_are_one():
+    q, k, v, _ = draw(tokens=70)
+    expected = sage_attention(q, k, v, recipe="paper")
+    assert torch.equal(expected, sage_attention(q, k, v, recipe=Recipe.named("paper")))
+    assert torch.equal(expected, sage_attention(q, k, v, recipe="paper(smooth_v=False)"))
+    assert not torch.equal(expected, sage_attention(q, k, v))

@@ -1,0 +1,78 @@
+"""Is the recipe good enough? Floors of the error against FP64 attention, by recipe, kind of data and tensor.
+
+Each is the value measured on 2026-11-21 with the emulator in FP32 (256 tokens, head_dim 64, 2 heads, causal, seed 0)
+and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagebwd import sage_attention
+from sagebwd.metrics import cosine, relative_l2
+from tests.inputs import KINDS, draw
+
+TENSORS = ("o", "dq", "dk", "dv")
+
+# (largest relative L2, least cosine) of o, dq, dk, dv
+FLOORS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
+    "token": {
+        "normal": ((0.0147, 0.99989), (0.0168, 0.99986), (0.0182, 0.99984), (0.0165, 0.99986)),
+        "mean-and-outliers": ((0.0035, 0.99999), (0.0714, 0.99749), (0.0417, 0.99914), (0.0325, 0.99948)),
+        "near-one-hot": ((0.0621, 0.99809), (0.4638, 0.88825), (0.4874, 0.87584), (0.0633, 0.99802)),
+        "sink": ((0.0181, 0.99984), (0.0366, 0.99934), (0.0945, 0.99688), (0.0099, 0.99995)),
+        "zero-block": ((0.0168, 0.99986), (0.0178, 0.99984), (0.0172, 0.99985), (0.0167, 0.99986)),
+        "huge": ((0.0144, 0.99990), (0.0163, 0.99987), (0.0173, 0.99985), (0.0164, 0.99987)),
+        "tiny": ((0.0087, 0.99996), (0.0117, 0.99993), (0.0146, 0.99990), (0.0137, 0.99991)),
+    },
+    "paper": {
+        "normal": ((0.0170, 0.99986), (0.0493, 0.99880), (0.0493, 0.99880), (0.0624, 0.99807)),
+        "mean-and-outliers": ((0.0101, 0.99995), (0.2255, 0.97479), (0.1036, 0.99468), (0.0803, 0.99685)),
+        "near-one-hot": ((0.0861, 0.99633), (0.7831, 0.65588), (0.7715, 0.67135), (0.0909, 0.99591)),
+        "sink": ((0.0195, 0.99982), (0.0687, 0.99766), (0.1656, 0.98669), (0.0288, 0.99959)),
+        "zero-block": ((0.0190, 0.99982), (0.0417, 0.99914), (0.0414, 0.99915), (0.0874, 0.99625)),
+        "huge": ((0.0167, 0.99986), (0.0491, 0.99881), (0.0492, 0.99881), (0.0618, 0.99811)),
+        "tiny": ((0.0089, 0.99996), (0.0516, 0.99868), (0.0512, 0.99870), (0.0834, 0.99655)),
+    },
+}
+
+
+def errors(kind, recipe, impl="reference", dtype=torch.float32, device="cpu", tokens=256, head_dim=64, seed=0):
+    """(cosine, relative L2) of each tensor against FP64 attention on the same inputs."""
+    q, k, v, do = (x.to(device) for x in draw(kind, tokens=tokens, head_dim=head_dim, seed=seed, dtype=dtype))
+
+    def run(attention, *inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        o = attention(*leaves)
+        return (o.detach(), *torch.autograd.grad(o, leaves, inputs[3]))
+
+    exact = run(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *(x.double() for x in (q, k, v, do)))
+    actual = run(lambda *x: sage_attention(*x, is_causal=True, recipe=recipe, impl=impl), q, k, v, do)
+    return {name: (cosine(a, e), relative_l2(a, e)) for name, a, e in zip(TENSORS, actual, exact)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["token", "paper"])
+def test_error_against_full_precision(recipe, kind):
+    measured = errors(kind, recipe)
+    for name, (largest_error, least_cosine) in zip(TENSORS, FLOORS[recipe][kind]):
+        similarity, error = measured[name]
+        assert error <= largest_error, f"{name}: relative L2 {error:.4f}, allowed {largest_error}"
+        assert similarity >= least_cosine, f"{name}: cosine {similarity:.6f}, allowed {least_cosine}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_is_better_than_paper(kind):
+    """The default recipe earns its place: a smaller error in every tensor on fresh data of every kind."""
+    token, paper = (errors(kind, recipe, seed=1) for recipe in ("token", "paper"))
+    assert all(token[name][1] < paper[name][1] for name in TENSORS)
+
+
+if __name__ == "__main__":  # prints the table
+    for name in ("token", "paper"):
+        print(f'    "{name}": {{')
+        for data in KINDS:
+            pairs = errors(data, name).values()
+            row = ", ".join(f"({1.1 * error:.4f}, {1 - 1.2 * (1 - cosine):.5f})" for cosine, error in pairs)
+            print(f'        "{data}": ({row}),')
+        print("    },")

@@ -1,0 +1,22 @@
+import pytest
+
+from sagebwd.hardware import flops, peak_rates
+
+
+def test_flops_by_hand():
+    assert flops(2, 3, 10, 10, 64) == 4 * 2 * 3 * 64 * 100
+    assert flops(1, 1, 4, 4, 64, is_causal=True) == 4 * 64 * 10
+    assert flops(1, 1, 4, 4, 64, window=(1, 0)) == 4 * 64 * 7
+    assert flops(1, 1, 4, 4, 64, direction="bwd") == 2.5 * 4 * 64 * 16
+    assert flops(1, 1, 4, 4, 64, direction="fwd+bwd") == 3.5 * 4 * 64 * 16
+
+
+def test_unknown_direction():
+    with pytest.raises(ValueError, match="direction='forward'"):
+        flops(1, 1, 1, 1, 1, direction="forward")
+
+
+def test_peak_rates_by_device_name():
+    assert peak_rates("NVIDIA H200").memory_tb_per_s == 4.8
+    assert peak_rates("NVIDIA A100-SXM4-80GB").int8_tops == 624
+    assert peak_rates("Some other card") is None

@@ -1,0 +1,174 @@
+"""The operators among PyTorch's own machinery: opcheck, compile, checkpointing, autocast, a graph used twice."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sagebwd import Recipe, ops, sage_attention, sage_attention_varlen
+from tests.inputs import draw
+
+OFFSETS = torch.tensor([0, 30, 70], dtype=torch.int32)
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def dense(recipe="token", dtype=torch.float32, requires_grad=True):
+    q, k, v, _ = draw(batch=2, heads=4, kv_heads=2, tokens=70, head_dim=16, dtype=dtype)
+    inputs = leaves(q, k, v) if requires_grad else [q, k, v]
+    mask = (torch.arange(70) < torch.tensor([70, 50])[:, None]).contiguous()
+    return *inputs, mask, None, None, 70, 70, True, -1, -1, 0.25, recipe, "reference", False
+
+
+def packed(recipe="token"):
+    q, k, v, _ = (x[0].transpose(0, 1) for x in draw(heads=4, kv_heads=2, tokens=70, head_dim=16))
+    return *leaves(q, k, v), None, OFFSETS, OFFSETS, 40, 40, True, 12, -1, 0.25, recipe, "reference", False
+
+
+@pytest.mark.parametrize("recipe", ["token", "paper", "full", "token(smooth_q=True)"])
+@pytest.mark.parametrize("arguments", [dense, packed])
+def test_opcheck_forward(recipe, arguments):
+    outcome = torch.library.opcheck(torch.ops.sagebwd.attention.default, arguments(recipe))
+    assert set(outcome.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_opcheck_backward(with_lse):
+    arguments = dense(requires_grad=False)
+    q, k, v, mask, *settings = arguments
+    o, lse, *saved = ops.attention(*arguments)
+    dlse = torch.ones_like(lse) if with_lse else None
+    outcome = torch.library.opcheck(
+        torch.ops.sagebwd.attention_backward.default,
+        (torch.ones_like(o), dlse, q, k, v, o, lse, *saved, mask, *settings),
+    )
+    assert set(outcome.values()) == {"SUCCESS"}
+
+
+def attend(q, k, v, **arguments):
+    return sage_attention(q, k, v, is_causal=True, enable_gqa=True, **arguments)
+
+
+def block(q, k, v):
+    """A little model around attention, so that compile and checkpoint have something on both sides."""
+    return torch.tanh(attend(q * 1.5, k, v)).square().sum()
+
+
+def gradients(function):
+    inputs = leaves(*dense(requires_grad=False)[:3])
+    function(*inputs).backward()
+    return [x.grad for x in inputs]
+
+
+def test_compile_fullgraph_gives_eager_gradients():
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for a, e in zip(gradients(compiled), gradients(block)):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("recipe", ["paper", "token(smooth_v=False, block_k=128)", Recipe(smooth_q=True)])
+def test_compile_reads_recipes(recipe):
+    compiled = torch.compile(lambda *x: attend(*x, recipe=recipe), fullgraph=True, backend="aot_eager")
+    inputs = dense(requires_grad=False)[:3]
+    assert torch.equal(compiled(*inputs), attend(*inputs, recipe=recipe))
+
+
+def test_compile_packed():
+    q, k, v, *_ = packed()
+
+    def attend_packed(q, k, v):
+        return sage_attention_varlen(q, k, v, OFFSETS, OFFSETS, 40, 40, is_causal=True, return_lse=True)
+
+    for a, e in zip(
+        torch.compile(attend_packed, fullgraph=True, backend="aot_eager")(q, k, v), attend_packed(q, k, v)
+    ):
+        assert torch.equal(a, e)
+
+
+def test_compile_checks_arguments():
+    compiled = torch.compile(lambda q, k, v: sage_attention(q, k, v, dropout_p=0.5), backend="aot_eager")
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
+        compiled(*(torch.zeros(1, 1, 4, 8) for _ in range(3)))
+
+
+def test_compile_does_not_recompile_for_every_length():
+    torch._dynamo.reset()
+    compilations = 0
+
+    def backend(graph, _):
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in range(20, 50):
+        q, k, v, _ = draw(heads=4, kv_heads=2, tokens=tokens, head_dim=16)
+        assert torch.equal(compiled(q, k, v), attend(q, k, v))
+    assert compilations <= 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    recomputed = gradients(lambda *x: checkpoint(block, *x, use_reentrant=use_reentrant))
+    for a, e in zip(recomputed, gradients(block)):
+        assert torch.equal(a, e)
+
+
+def test_a_graph_used_twice():
+    inputs = leaves(*dense(requires_grad=False)[:3])
+    loss = block(*inputs)
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_second_derivatives_raise():
+    inputs = leaves(*dense(requires_grad=False)[:3])
+    (dq,) = torch.autograd.grad(block(*inputs), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dq.sum(), inputs)
+
+
+def test_some_inputs_without_gradients():
+    q, k, v = dense(requires_grad=False)[:3]
+    q.requires_grad_()
+    attend(q, k, v).sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert k.grad is None
+    with torch.no_grad():
+        assert attend(q, k, v).grad_fn is None
+
+
+def test_nothing_of_size_queries_times_keys_is_kept():
+    tokens = 1024
+    q, k, v = leaves(*draw(heads=1, tokens=tokens, head_dim=16)[:3])
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        sage_attention(q, k, v)
+    assert max(sizes) <= tokens * 16
+
+
+def test_import_loads_no_kernel_and_no_extra():
+    """`import sagebwd` needs torch and triton alone, loads neither kernels nor integrations, and is quick."""
+    program = """
+import sys, time, torch
+blocked = {"transformers", "diffusers", "typer", "rich", "matplotlib", "yaml", "datasets", "accelerate"}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+start = time.perf_counter()
+import sagebwd
+elapsed = time.perf_counter() - start
+x = torch.randn(1, 1, 4, 8, requires_grad=True)
+sagebwd.sage_attention(x, x, x).sum().backward()
+assert not [name for name in sys.modules if name.startswith(("sagebwd.kernels", "sagebwd.integrations"))]
+assert elapsed < 2, elapsed
+"""
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr

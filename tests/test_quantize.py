@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+
+
+def test_psi_by_hand():
+    codes, scale = quantize(torch.tensor([[127.0, -63.5, 0.5, 1.5, 2.5]]), (-1,))
+    assert scale.item() == 1.0
+    assert codes.tolist() == [[127, -64, 0, 2, 2]]  # halves to even
+
+
+def test_codes_stay_in_range_and_reach_its_end():
+    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    codes, scale = quantize(x, (-1,))
+    assert codes.abs().amax(-1).tolist() == [127] * 8
+    assert torch.equal(codes, codes.round())
+    assert (codes * scale - x).abs().max() <= scale.max() / 2 * (1 + 1e-6)
+
+
+def test_zero_group_has_codes_zero_and_a_finite_scale():
+    codes, scale = quantize(torch.zeros(2, 4), (-1,))
+    assert codes.abs().max() == 0
+    assert scale.tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_not_finite_in_gives_not_finite_out(bad):
+    x = torch.tensor([[1.0, bad, 2.0], [1.0, 2.0, 3.0]])
+    codes, scale = quantize(x, (-1,))
+    assert not torch.isfinite(codes * scale)[0].all()
+    assert torch.isfinite(codes * scale)[1].all()
+
+
+@pytest.mark.parametrize("group", ["token", "block", "channel"])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 19])
+def test_groups_of_tokens(group, tokens):
+    x = torch.randn(2, tokens, 5, generator=torch.Generator().manual_seed(1))
+    codes, scale = quantize_tokens(x, group, 8)
+    assert codes.shape == x.shape
+    for start in range(0, tokens, 8):
+        block = x[:, start : start + 8]
+        dims = {"token": (-1,), "block": (-2, -1), "channel": (-2,)}[group]
+        expected_codes, expected_scale = quantize(block, dims)
+        assert torch.equal(codes[:, start : start + 8], expected_codes)
+        assert torch.equal(scale[:, start : start + 8].expand_as(block), expected_scale.expand_as(block))
+
+
+def test_smooth_takes_the_mean_over_valid_tokens_only():
+    x = torch.randn(2, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    smoothed, mean = smooth(x)
+    assert torch.allclose(smoothed + mean, x)
+    assert torch.allclose(smoothed.mean(-2), torch.zeros(2, 3, dtype=torch.float64), atol=1e-12)
+    valid = torch.tensor([[True] * 4 + [False] * 2, [False] * 6]).unsqueeze(-1)
+    poisoned = torch.where(valid, x, math.nan)
+    smoothed, mean = smooth(poisoned, valid)
+    assert torch.allclose(mean[0, 0], x[0, :4].mean(0))
+    assert smoothed[0, 4:].abs().max() == 0
+    assert smoothed[1].abs().max() == 0
+    assert mean[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 21])
+def test_smooth_blocks(tokens):
+    x = torch.randn(1, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    smoothed, mean = smooth_blocks(x, 8)
+    assert torch.allclose(smoothed + mean, x)
+    for start in range(0, tokens, 8):
+        assert torch.allclose(mean[:, start], x[:, start : start + 8].mean(1))
+
+
+def test_smooth_of_no_tokens():
+    smoothed, mean = smooth(torch.zeros(2, 0, 3))
+    assert smoothed.shape == (2, 0, 3)
+    assert mean.tolist() == torch.zeros(2, 1, 3).tolist()
+
+
+def test_pad_tokens():
+    assert pad_tokens(torch.ones(2, 5, 3), 4).sum().item() == 30
+    assert pad_tokens(torch.ones(2, 5, 3), 4).shape == (2, 8, 3)
+    assert pad_tokens(torch.ones(2, 8, 3), 4).shape == (2, 8, 3)

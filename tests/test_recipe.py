@@ -1,0 +1,80 @@
+import itertools
+
+import pytest
+
+from sagebwd.recipe import _CHOICES, PRODUCTS, RECIPES, Recipe
+
+
+def test_named_recipes_are_the_specification():
+    paper, token, full = (Recipe.named(name) for name in ("paper", "token", "full"))
+    for recipe in (paper, token):
+        assert [getattr(recipe, product) for product in PRODUCTS] == ["int8", "int8", "int8", "16bit", "int8", "int8"]
+        assert recipe.smooth_k
+        assert not recipe.smooth_q
+    assert (paper.block_q, paper.block_k) == (128, 64)
+    assert {paper.q_scale, paper.k_scale, paper.v_scale, paper.do_scale} == {"block"}
+    assert {paper.p_scale_dv, paper.ds_scale_dq, paper.ds_scale_dk} == {"tile"}
+    assert not paper.smooth_v
+    assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "block", "block")
+    assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
+    assert token.smooth_v
+    assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
+    assert {full.smooth_q, full.smooth_k, full.smooth_v} == {False}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipe_prints_as_its_name(name):
+    assert str(Recipe.named(name)) == name
+
+
+def test_every_single_change_of_every_recipe_reads_back():
+    changes = [
+        *((field, value) for field, values in _CHOICES.items() for value in values),
+        *itertools.product(("block_q", "block_k"), (16, 32, 64, 128, 256)),
+        *itertools.product(("smooth_q", "smooth_k", "smooth_v"), (True, False)),
+    ]
+    for name, (field, value) in itertools.product(RECIPES, changes):
+        recipe = Recipe.named(name).replace(**{field: value})
+        assert Recipe.parse(str(recipe)) == recipe
+        assert "\n" not in str(recipe)
+
+
+def test_text_form_is_stable():
+    assert str(Recipe.named("token").replace(smooth_v=False)) == "token(smooth_v=False)"
+    assert str(Recipe.parse("paper( block_q = 64,smooth_v=True )")) == "paper(block_q=64, smooth_v=True)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tokens", "none called 'tokens'"),
+        ("token(smooth=False)", "no field 'smooth'"),
+        ("token(smooth_v)", "expected field=value"),
+        ("token(smooth_v=)", "expected field=value"),
+        ("token(", "cannot read"),
+        ("token(s=int4)", "s='int4' is not supported; accepted: int8, 16bit"),
+        ("token(block_q=48)", "block_q=48"),
+        ("token(block_q=True)", "block_q"),
+    ],
+)
+def test_bad_text_raises(text, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        Recipe.parse(text)
+
+
+def test_bad_values_raise_at_construction():
+    with pytest.raises(ValueError, match="q_scale='row'"):
+        Recipe(q_scale="row")
+    with pytest.raises(TypeError, match="smooth_k=1"):
+        Recipe(smooth_k=1)
+    with pytest.raises(ValueError, match="no field 'block'"):
+        Recipe.named("token").replace(block=64)
+    with pytest.raises(TypeError, match="expected a name or a Recipe"):
+        Recipe.parse(3)
+
+
+def test_recipe_is_frozen_and_hashable():
+    recipe = Recipe.named("token")
+    with pytest.raises(AttributeError):
+        recipe.block_q = 128
+    assert len({recipe, Recipe(), Recipe.named("paper")}) == 2

@@ -1,0 +1,204 @@
+"""The emulator: exact where nothing is quantised, and equal to a direct transcription of the algorithm where it is."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from sagebwd import reference
+from sagebwd.band import Band
+from sagebwd.metrics import relative_l2
+from sagebwd.recipe import RECIPES, Recipe
+from tests.inputs import draw
+
+FULL = Recipe.named("full")
+
+
+def psi(x):
+    scale = x.abs().max() / 127
+    return torch.round(x / scale) * scale if scale > 0 else torch.zeros_like(x)
+
+
+def transcription(q, k, v, do, recipe, scale, is_causal):
+    """One head, token by token and tile by tile, straight from the paper's algorithms; all in FP64."""
+    tokens_q, tokens_k = len(q), len(k)
+    visible = torch.ones(tokens_q, tokens_k, dtype=torch.bool)
+    visible = visible.tril() if is_causal else visible
+    k = k - k.mean(0) if recipe.smooth_k else k
+    v_mean = v.mean(0) if recipe.smooth_v else torch.zeros_like(v[0])
+    rows = [range(start, min(start + recipe.block_q, tokens_q)) for start in range(0, tokens_q, recipe.block_q)]
+    columns = [range(start, min(start + recipe.block_k, tokens_k)) for start in range(0, tokens_k, recipe.block_k)]
+
+    def operand(x, blocks, by_token):
+        out, scales = x.clone(), torch.ones(len(x), dtype=x.dtype)
+        for block in blocks:
+            for group in [[t] for t in block] if by_token else [list(block)]:
+                scales[group] = x[group].abs().max() / 127
+                out[group] = psi(x[group])
+        return out, torch.where(scales == 0, 1.0, scales)
+
+    q_hat, q_scale = operand(q, rows, recipe.q_scale == "token")
+    k_hat, k_scale = operand(k, columns, recipe.k_scale == "token")
+    v_hat, do_hat = operand(v - v_mean, columns, False)[0], operand(do, rows, False)[0]
+    s = (q_hat @ k_hat.T * scale).masked_fill(~visible, -math.inf)
+    lse = s.logsumexp(-1)
+    o = torch.zeros_like(q)
+    for i in range(tokens_q):
+        for block in columns:
+            block = list(block)
+            if s[i, block].max() > -math.inf:
+                top = s[i, block].max()
+                o[i] += torch.round(127 * torch.exp(s[i, block] - top)) / 127 * torch.exp(top - lse[i]) @ v_hat[block]
+    o = o + v_mean
+    p = torch.exp(s - lse[:, None])
+    ds = p * (do @ v.T - (do * o).sum(-1, keepdim=True))
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for r in map(list, rows):
+        for c in map(list, columns):
+            tile_p, tile_ds = p[r][:, c], ds[r][:, c]
+            for_dq, for_dk = tile_ds * k_scale[c], tile_ds * q_scale[r][:, None]
+            if recipe.p_scale_dv == "key":
+                p_hat = torch.stack([psi(tile_p[:, j]) for j in range(len(c))], 1)
+                for_dq = torch.stack([psi(for_dq[i]) for i in range(len(r))])
+                for_dk = torch.stack([psi(for_dk[:, j]) for j in range(len(c))], 1)
+            else:
+                p_hat, for_dq, for_dk = psi(tile_p), psi(for_dq), psi(for_dk)
+            dv[c] += p_hat.T @ do_hat[r]
+            dq[r] += for_dq @ (k_hat[c] / k_scale[c][:, None]) * scale
+            dk[c] += for_dk.T @ (q_hat[r] / q_scale[r][:, None]) * scale
+    return o, lse, dq, dk, dv
+
+
+@pytest.mark.parametrize("name", ["paper", "token"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(150, 150), (40, 130), (130, 40)])
+def test_emulator_is_the_algorithm(name, is_causal, tokens_q, tokens_k):
+    recipe = Recipe.named(name)
+    q, k, v, do = draw("mean-and-outliers", heads=1, tokens=tokens_q, kv_tokens=tokens_k, head_dim=16)
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal))
+    o, lse, k_mean = emulator.forward()
+    actual = (o, lse, *emulator.backward(do, o, lse))
+    expected = transcription(*(x[0, 0] for x in (q, k, v, do)), recipe, 0.2, is_causal)
+    for value, target in zip(actual, expected):
+        assert_close(value[0, 0], target, rtol=1e-9, atol=1e-9)
+    assert_close(k_mean[0, 0], k[0, 0].mean(0))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [(1, 1), (17, 17), (65, 130), (130, 65)])
+def test_full_recipe_is_attention(is_causal, heads, tokens):
+    q, k, v, do = draw(
+        batch=2, heads=heads[0], kv_heads=heads[1], tokens=tokens[0], kv_tokens=tokens[1], head_dim=24,
+        dtype=torch.float64,
+    )  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True, scale=0.3)
+    gradients = torch.autograd.grad(expected, leaves, do)
+    emulator = reference.Emulator(*(x.detach() for x in leaves), FULL, 0.3, Band.of(is_causal))
+    o, lse, _ = emulator.forward()
+    assert_close(o, expected.detach())
+    for actual, target in zip(emulator.backward(do, o, lse), gradients):
+        assert_close(actual, target)
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token(smooth_q=True)"])
+@pytest.mark.parametrize("window", [(-1, -1), (20, 0), (5, 40)])
+def test_small_chunks_change_nothing(monkeypatch, recipe, window):
+    """Chunks bound memory; the numbers do not depend on them."""
+    q, k, v, do = draw(batch=2, tokens=300, head_dim=16, dtype=torch.float64)
+
+    def run():
+        emulator = reference.Emulator(q, k, v, Recipe.parse(recipe), 0.25, Band.of(False, *window))
+        o, lse, _ = emulator.forward()
+        return o, lse, *emulator.backward(do, o, lse)
+
+    whole = run()
+    monkeypatch.setattr(reference, "CHUNK_SCORES", 1)
+    for chunked, expected in zip(run(), whole):
+        assert_close(chunked, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_smoothing_is_exact_in_real_arithmetic(recipe):
+    q, k, v, do = draw(tokens=100, dtype=torch.float64)
+    base = FULL.replace(block_q=Recipe.named(recipe).block_q)
+    outcomes = []
+    for smoothing in ({}, {"smooth_q": True}, {"smooth_k": True}, {"smooth_v": True}):
+        emulator = reference.Emulator(q, k, v, base.replace(**smoothing), 0.125, Band.of(True))
+        o, lse, k_mean = emulator.forward()
+        gradients = emulator.backward(do, o, lse)
+        true_lse = lse + 0.125 * (q @ k_mean[..., None]).squeeze(-1)
+        outcomes.append((o, true_lse, *gradients))
+    for outcome in outcomes[1:]:
+        for actual, expected in zip(outcome, outcomes[0]):
+            assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_q_smoothing_helps_where_queries_share_a_direction():
+    q, k, v, _ = draw(tokens=256, dtype=torch.float64)
+    q, k = 0.3 * q + 3, 0.3 * k
+    errors = {}
+    for smooth_q in (False, True):
+        exact = reference.Emulator(q, k, v, FULL, 0.125, Band.of(False)).forward()[0]
+        recipe = Recipe.named("token").replace(smooth_q=smooth_q, o="16bit")
+        errors[smooth_q] = relative_l2(reference.Emulator(q, k, v, recipe, 0.125, Band.of(False)).forward()[0], exact)
+    assert errors[True] < 0.5 * errors[False]
+
+
+def test_dp_int8_ruins_ds():
+    """Why dP stays in 16 bit: the paper's observation, seen in the emulator."""
+    q, k, v, do = draw("mean-and-outliers", tokens=256)
+    sides = {
+        dp: reference.trace(q, k, v, do, Recipe.named("token").replace(dp=dp), is_causal=True)
+        for dp in ("16bit", "int8")
+    }
+    error = {dp: relative_l2(side["recipe"]["ds"], side["full"]["ds"]) for dp, side in sides.items()}
+    assert error["int8"] > 1.5 * error["16bit"]
+
+
+def test_trace_is_consistent():
+    q, k, v, do = draw(heads=4, kv_heads=2, tokens=100, kv_tokens=90, head_dim=32)
+    sides = reference.trace(q, k, v, do, "token", is_causal=True, window=(30, -1))
+    full = sides["full"]
+    assert set(sides["recipe"]) == set(full) == {"o", "lse", "delta", "p", "dp", "ds", "dq", "dk", "dv"}
+    k_full, v_full = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    assert_close(full["p"] @ v_full, full["o"])
+    assert_close(full["ds"], full["p"] * (full["dp"] - full["delta"][..., None]))
+    assert_close(full["ds"] @ k_full * 32**-0.5, full["dq"])
+    dv = (full["p"].mT @ do.double()).unflatten(1, (2, 2)).sum(2)
+    assert_close(dv, full["dv"])
+    assert sides["recipe"]["p"].dtype == torch.float32
+    assert 0 < relative_l2(sides["recipe"]["dq"], full["dq"]) < 0.05
+
+
+def test_sixteen_bit_products_round_to_the_input_dtype():
+    q, k, v, _ = draw(tokens=64)
+    for dtype, low, high in ((torch.bfloat16, 1e-3, 1e-2), (torch.float16, 1e-4, 1e-3)):
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        o = reference.Emulator(*inputs, FULL, 0.125, Band.of(True)).forward()[0]
+        exact = reference.Emulator(*(x.double() for x in inputs), FULL, 0.125, Band.of(True)).forward()[0]
+        assert o.dtype == dtype
+        assert low < relative_l2(o, exact) < high
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper"])
+@pytest.mark.parametrize("position", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite_in_is_not_finite_out(recipe, position, bad):
+    inputs = dict(zip(("q", "k", "v", "do"), draw(heads=1, tokens=70, head_dim=16)))
+    inputs[position][0, 0, 33, 3] = bad
+    q, k, v, do = inputs.values()
+    emulator = reference.Emulator(q, k, v, Recipe.named(recipe), 0.25, Band.of(True))
+    o, lse, _ = emulator.forward()
+    dq, dk, dv = emulator.backward(do, o, lse)
+    finite = [bool(torch.isfinite(x).all()) for x in (dq, dk, dv)]
+    if position == "do":
+        assert not any(finite[:2])
+        assert not finite[2]
+    else:
+        assert not torch.isfinite(o).all()
+        assert not any(finite[:2])
