@@ -1,0 +1,366 @@
+"""Speed and memory of attention, end to end, against the best BF16 kernels on the same tensors.
+
+What is timed is what a training step pays: quantisation, smoothing, delta, conversions and allocation included.
+Contenders are interleaved in rounds and compared by the median. Before a shape is timed, one head of it is held
+against the recipe's emulator (forward and gradients); a shape that fails prints FAILED and no figure.
+
+TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their full count, nothing for recomputation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sagebwd.attention import sage_attention
+from sagebwd.band import Band
+from sagebwd.hardware import flops
+from sagebwd.metrics import rms
+from sagebwd.recipe import Recipe
+from sagebwd.reference import Emulator
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
+GRID_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+TOTAL_TOKENS = 16384
+MODEL_WIDTH = 2048
+ROUNDS = 10
+ROUND_MS = 8.0
+"""How long one contender runs in one round."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call: batch x heads x tokens x head_dim, query and key lengths equal."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    batch: int
+    tokens: int
+    is_causal: bool
+
+    def __str__(self) -> str:
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"D{self.head_dim} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'full'}"
+
+    def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gaussian q, k, v and do, the same for every contender."""
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return tuple(
+            torch.randn(self.batch, heads, self.tokens, self.head_dim, generator=generator, device=device, dtype=dtype)
+            for heads in sizes
+        )
+
+    def flops(self, direction: str) -> float:
+        """Useful operations of one direction."""
+        return flops(
+            self.batch, self.heads, self.tokens, self.tokens, self.head_dim,
+            is_causal=self.is_causal, direction=direction,
+        )  # fmt: skip
+
+
+def standard_grid(head_dims: Iterable[int] = (64, 128), tokens: Iterable[int] = GRID_TOKENS) -> list[Shape]:
+    """The standard grid: heads = 2048 / head_dim, batch x tokens = 16384 (batch 1 beyond), causal and not."""
+    return [
+        Shape(d, MODEL_WIDTH // d, MODEL_WIDTH // d, max(1, TOTAL_TOKENS // n), n, is_causal)
+        for d in head_dims
+        for is_causal in (False, True)
+        for n in tokens
+    ]
+
+
+def special_shapes() -> list[Shape]:
+    """Grouped heads of a language model, and a video transformer's block."""
+    grouped = [Shape(128, 32, 8, max(1, TOTAL_TOKENS // n), n, True) for n in (4096, 16384)]
+    return [*grouped, Shape(128, 24, 24, 1, 32760, False)]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the result file; times in ms, rates in TFLOPS, memory in bytes beyond the inputs."""
+
+    impl: str
+    recipe: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    batch: int
+    tokens: int
+    causal: bool
+    window: None
+    direction: str
+    scope: str
+    ms: float | None
+    tflops: float | None
+    peer: str | None
+    peer_ms: float | None
+    speedup: float | None
+    fa2_ms: float | None
+    cudnn_ms: float | None
+    gate: str
+    peak_bytes: int | None
+    kept_bytes: int | None
+
+
+def peers(shape: Shape, device: str) -> dict[str, Attention]:
+    """The full-precision kernels that run this shape here: cudnn, fa2 and, where installed, fa4; "sdpa" on a CPU."""
+
+    def sdpa(*backends: SDPBackend) -> Attention:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(list(backends)):
+                return F.scaled_dot_product_attention(
+                    q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads
+                )
+
+        return attention
+
+    if not device.startswith("cuda"):
+        return {"sdpa": sdpa(SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)}
+    candidates = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
+    fa4 = _flash_attention_4(shape)
+    if fa4 is not None:
+        candidates["fa4"] = fa4
+    return {name: attention for name, attention in candidates.items() if _runs(attention, shape, device)}
+
+
+def _flash_attention_4(shape: Shape) -> Attention | None:
+    try:
+        flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
+    except ImportError:
+        return None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attention
+
+
+def _runs(attention: Attention, shape: Shape, device: str) -> bool:
+    """Whether a kernel takes this shape, forward and backward, tried on one short batch."""
+    q, k, v, do = replace(shape, batch=1, tokens=min(shape.tokens, 1024)).inputs(device, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    try:
+        torch.autograd.grad(attention(*leaves), leaves, do)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def gate(shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...]) -> str:
+    """Whether one key head of the call is the recipe: "ok" or "FAILED".
+
+    Output and gradients may be at most twice as far from the FP64 emulator as the emulator in the inputs' dtype is.
+    """
+    q, k, v, do = inputs
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    gradients = torch.autograd.grad(out, leaves, do)
+    batch, kv_head = shape.batch - 1, shape.kv_heads - 1
+    groups = shape.heads // shape.kv_heads
+    query_heads, key_heads = slice(kv_head * groups, None), slice(kv_head, None)
+
+    def one_head(x: Tensor) -> Tensor:
+        return x.detach()[batch : batch + 1, query_heads if x.shape[1] == shape.heads else key_heads]
+
+    q, k, v, do = (one_head(x) for x in inputs)
+    actual = [one_head(out), one_head(gradients[0]), *(x[batch : batch + 1, key_heads] for x in gradients[1:])]
+    sides = []
+    for dtype in (q.dtype, torch.float64):
+        emulator = Emulator(
+            q.to(dtype), k.to(dtype), v.to(dtype), recipe, shape.head_dim**-0.5, Band.of(shape.is_causal)
+        )
+        o, lse, _ = emulator.forward()
+        sides.append((o, *emulator.backward(do.to(dtype), o, lse)))
+    eps = torch.finfo(q.dtype).eps
+    for kernel, low, high in zip(actual, *sides):
+        kernel, low = kernel.double(), low.double()
+        budget = 2 * ((low - high).abs().max() + eps * high.abs().max())
+        rms_budget = 2 * (rms(low - high) + eps * rms(high))
+        if not bool((kernel - high).abs().max() <= budget) or not rms(kernel - high) <= rms_budget:
+            return "FAILED"
+    return "ok"
+
+
+def _stopwatch(device: str) -> Callable[[Callable[[], object], int], float]:
+    """A function that runs another n times and returns ms a run."""
+
+    def cuda(run: Callable[[], object], n: int) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(n):
+            run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / n
+
+    def host(run: Callable[[], object], n: int) -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            run()
+        return (time.perf_counter() - start) * 1e3 / n
+
+    return cuda if device.startswith("cuda") else host
+
+
+def time_interleaved(runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
+    """Median ms of each run, all taking turns in every round so that clocks and heat fall on all alike."""
+    measure = _stopwatch(device)
+    for run in runs.values():
+        measure(run, 2)
+    repeats = {name: max(1, round(ROUND_MS / max(measure(run, 2), 1e-3))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(measure(run, repeats[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
+    """Bytes beyond the inputs: the peak of forward and backward, and what is kept in between, output included."""
+    q, k, v, do = inputs
+    if not q.is_cuda:
+        return None, None
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = attention(*leaves)
+    kept = torch.cuda.memory_allocated() - before
+    gradients = torch.autograd.grad(out, leaves, do)
+    peak = torch.cuda.max_memory_allocated() - before
+    del out, gradients
+    return peak, kept
+
+
+def measure_shape(
+    shape: Shape, recipes: Iterable[Recipe | str], impl: str, device: str = "cuda", rounds: int = ROUNDS
+) -> list[Measurement]:
+    """Every contender on one shape: rows for each recipe and each peer, in each direction.
+
+    Raises what `sage_attention` raises where the implementation does not take the shape.
+    """
+    dtype = torch.bfloat16
+    inputs = shape.inputs(device, dtype)
+    contenders: dict[tuple[str, str], Attention] = {}
+    gates: dict[tuple[str, str], str] = {}
+    for recipe in map(Recipe.parse, recipes):
+        key = (impl, str(recipe))
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe = recipe) -> Tensor:
+            return sage_attention(
+                q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
+            )
+
+        contenders[key] = attention
+        gates[key] = gate(shape, attention, recipe, inputs)
+    for name, attention in peers(shape, device).items():
+        contenders[(name, "bf16")] = attention
+        gates[(name, "bf16")] = "ok"
+    times = _time_contenders(contenders, gates, inputs, device, rounds)
+    used = {key: memory(attention, inputs) for key, attention in contenders.items()}
+    return [
+        _row(shape, key, direction, times, gates, used) for key in contenders for direction in DIRECTIONS
+    ]  # fmt: skip
+
+
+def _time_contenders(
+    contenders: dict[tuple[str, str], Attention],
+    gates: dict[tuple[str, str], str],
+    inputs: tuple[Tensor, ...],
+    device: str,
+    rounds: int,
+) -> dict[tuple[tuple[str, str], str], float]:
+    *tensors, do = inputs
+    forward, backward = {}, {}
+    for key, attention in contenders.items():
+        if gates[key] != "ok":
+            continue
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = attention(*leaves)
+        forward[key] = lambda attention=attention, leaves=leaves: attention(*leaves)
+        backward[key] = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, do, retain_graph=True)
+    forward, backward = (time_interleaved(runs, device, rounds) for runs in (forward, backward))
+    times = {}
+    for key in forward:
+        times[key, "fwd"], times[key, "bwd"] = forward[key], backward[key]
+        times[key, "fwd+bwd"] = forward[key] + backward[key]
+    return times
+
+
+def _row(shape: Shape, key: tuple[str, str], direction: str, times: dict, gates: dict, used: dict) -> Measurement:
+    impl, recipe = key
+    ms = times.get((key, direction))
+    peer_times = {
+        name: peer_ms for ((name, kind), way), peer_ms in times.items() if kind == "bf16" and way == direction
+    }
+    best = min(peer_times, key=peer_times.get) if peer_times else None
+    peak, kept = used[key]
+    return Measurement(
+        impl, recipe, shape.head_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens, shape.is_causal, None,
+        direction, "end_to_end", ms, None if ms is None else shape.flops(direction) / ms * 1e-9, best,
+        peer_times.get(best), None if ms is None or best is None else peer_times[best] / ms, peer_times.get("fa2"),
+        peer_times.get("cudnn"), gates[key], peak, kept,
+    )  # fmt: skip
+
+
+def environment(device: str, commit: str | None = None) -> dict[str, object]:
+    """What a result depends on: GPU, driver, versions, commit and whether the tree was clean.
+
+    ``commit`` names the commit where the code runs outside its git checkout; whether it was clean is then unknown.
+    """
+    import triton
+
+    cuda = device.startswith("cuda")
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
+        "dirty": None if commit else bool(_output("git", "status", "--porcelain")),
+        "date": date.today().isoformat(),
+    }
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def save(rows: list[Measurement], facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
+    """Write <name>_<gpu>_<date>_<commit>.json, ``facts`` from `environment` and the rows, and return its path."""
+    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
+    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def geometric_mean_speedup(rows: list[Measurement], impl: str, recipe: str, direction: str, over: str) -> float | None:
+    """Geometric mean of ``over``'s time ("peer", "fa2" or "cudnn") over ours; None where nothing was measured."""
+    ratios = [
+        getattr(row, f"{over}_ms") / row.ms
+        for row in rows
+        if (row.impl, row.recipe, row.direction) == (impl, recipe, direction)
+        and row.ms is not None
+        and getattr(row, f"{over}_ms") is not None
+    ]
+    return statistics.geometric_mean(ratios) if ratios else None

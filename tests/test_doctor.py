@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from sagebwd import Recipe, doctor, ops
+
+
+def test_facts_name_versions_and_gpu():
+    facts = doctor.facts()
+    assert facts["torch"] == torch.__version__
+    assert facts["triton"][0].isdigit()
+    assert any(name.startswith("GPU") for name in facts)
+
+
+def test_answers_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named("token"))}
+    assert set(answers) == set(ops.IMPLEMENTATIONS)
+    assert answers["reference"].chosen
+    assert not answers["triton"].takes
+    assert "needs a CUDA device" in answers["triton"].reason
+
+
+def test_answers_name_what_is_wrong_with_the_call():
+    answers = doctor.answers("cpu", torch.float32, 64, Recipe.named("token"))
+    assert "dtype float32 is not supported by impl='triton'" in answers[1].reason
+
+
+def test_self_test_compares_with_the_reference(monkeypatch):
+    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == 0
+    calls = []
+    real = doctor.sage_attention
+
+    def broken(*inputs, impl, **arguments):
+        calls.append(impl)
+        out = real(*inputs, impl="reference", **arguments)
+        return out if impl == "reference" else 1.1 * out
+
+    monkeypatch.setattr(doctor, "sage_attention", broken)
+    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == pytest.approx(0.1, rel=0.1)
+    assert calls == [None, "reference"]
