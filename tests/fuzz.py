@@ -1,0 +1,182 @@
+"""Random shapes and options against the emulator: `python -m tests.fuzz --cases 1000` (make fuzz-gpu).
+
+Every case follows from its seed, so a failure is reproduced by `--first SEED --cases 1`. Cases run in several
+processes on one GPU, because compiling the kernels' variants takes longer than running them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sagebwd import sage_attention, sage_attention_varlen
+from tests.inputs import KINDS, assert_is_recipe, draw, emulator_error
+
+RECIPES = (
+    "token", "token", "token", "paper", "paper", "full", "token(smooth_v=False)", "token(smooth_k=False)",
+    "token(s=16bit)", "token(o=16bit)", "token(dv=16bit)", "token(dq=16bit)", "token(dk=16bit)",
+    "token(smooth_q=True)", "paper(smooth_v=True)",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, drawn from a seed."""
+
+    seed: int
+    kind: str
+    dtype: torch.dtype
+    head_dim: int
+    heads: int
+    kv_heads: int
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    layout: str  # "dense", "padded" or "packed"
+    is_causal: bool
+    window: tuple[int, int] | None
+    scale: float
+    recipe: str
+
+    @classmethod
+    def drawn(cls, seed: int, longest: int) -> Case:
+        """The case of a seed, no sequence longer than ``longest``."""
+        rng = random.Random(seed)
+
+        def length() -> int:
+            return rng.choice([rng.randint(1, longest), rng.choice((1, 17, 63, 64, 65, 127, 128, 129)), longest])
+
+        layout = rng.choice(("dense", "dense", "padded", "packed"))
+        batch = rng.randint(1, 3)
+        kv_heads = rng.choice((1, 2, 3))
+        same = rng.random() < 0.5
+        lengths_q = tuple(length() for _ in range(batch)) if layout == "packed" else (length(),) * batch
+        lengths_k = lengths_q if same else tuple(length() for _ in range(batch))
+        if layout == "dense":
+            lengths_k = lengths_k[:1] * batch
+        head_dim = rng.choice((32, 64, 64, 64, 96, 128, 128, 128, 256, 40))
+        return cls(
+            seed=seed,
+            kind=rng.choice([kind for kind in KINDS if kind != "near-one-hot"]),
+            dtype=rng.choice((torch.bfloat16, torch.float16)),
+            head_dim=head_dim,
+            heads=kv_heads * rng.choice((1, 1, 2, 4)),
+            kv_heads=kv_heads,
+            lengths_q=lengths_q,
+            lengths_k=lengths_k,
+            layout=layout,
+            is_causal=rng.random() < 0.5,
+            window=None if rng.random() < 0.7 else (rng.choice((-1, 0, 7, 100)), rng.choice((-1, 0, 30))),
+            scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
+            recipe=rng.choice(RECIPES),
+        )
+
+    def inputs(self, device: str) -> list[Tensor]:
+        """q, k, v and do in the layout's shape, with strides that a fused projection leaves."""
+        tokens_q, tokens_k = max(self.lengths_q), max(self.lengths_k)
+        batch = len(self.lengths_q)
+        if self.layout == "packed":
+            tokens_q, tokens_k, batch = sum(self.lengths_q), sum(self.lengths_k), 1
+        drawn = draw(
+            self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, self.head_dim, self.seed, torch.float32
+        )
+        if self.kind == "huge" and self.dtype == torch.float16:
+            drawn = [x.clamp(-6e4, 6e4) for x in drawn]
+        # tokens before heads in memory, as after a projection
+        strided = [x.transpose(1, 2).contiguous().to(device, self.dtype).transpose(1, 2) for x in drawn]
+        return [x[0].transpose(0, 1) for x in strided] if self.layout == "packed" else strided
+
+
+def outcome(case: Case, inputs: list[Tensor], impl: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output, lse and the three gradients, computed from the inputs in ``dtype``."""
+    *leaves, do = (x.to(dtype) for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    shared = {
+        "is_causal": case.is_causal, "window": case.window, "scale": case.scale, "recipe": case.recipe, "impl": impl,
+        "return_lse": True,
+    }  # fmt: skip
+    if case.layout == "packed":
+        offsets = [
+            torch.tensor([0, *lengths], device=do.device).cumsum(0).int()
+            for lengths in (case.lengths_q, case.lengths_k)
+        ]
+        out, lse = sage_attention_varlen(*leaves, *offsets, max(case.lengths_q), max(case.lengths_k), **shared)
+    else:
+        mask = None
+        if case.layout == "padded":
+            keys = torch.arange(max(case.lengths_k), device=do.device)
+            mask = (keys < torch.tensor(case.lengths_k, device=do.device)[:, None])[:, None, None]
+        out, lse = sage_attention(*leaves, attn_mask=mask, enable_gqa=True, **shared)
+    gradients = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    return [out, torch.where(torch.isinf(lse), 0, lse), *gradients]
+
+
+def check(case: Case, impl: str, device: str) -> str | None:
+    """None if the kernels' results are the recipe's, else what is wrong."""
+    inputs = case.inputs(device)
+    actual = outcome(case, inputs, impl, case.dtype)
+    pairs = [
+        (outcome(other, drawn, "reference", case.dtype), outcome(other, drawn, "reference", torch.float64))
+        for other in (replace(case, seed=case.seed + draw_index * 1_000_000) for draw_index in range(3))
+        for drawn in [other.inputs(device)]
+    ]
+    eps = torch.finfo(case.dtype).eps
+    for index, name in enumerate(("o", "lse", "dq", "dk", "dv")):
+        (low, high), *others = [(low[index], high[index]) for low, high in pairs]
+        if not torch.isfinite(low).all():  # the 16-bit output overflows for the emulator too
+            continue
+        errors = [emulator_error(*other) for other in others]
+        try:
+            assert_is_recipe(name, actual[index], low, high, eps, [e for e in errors if math.isfinite(e[0])])
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
+def _run(seed: int, impl: str, device: str, longest: int) -> tuple[int, str | None]:
+    case = Case.drawn(seed, longest)
+    try:
+        problem = check(case, impl, device)
+    except Exception as error:  # a crash is a finding, with its case
+        problem = f"{type(error).__name__}: {error}"
+    return seed, None if problem is None else f"{problem}\n    {case}"
+
+
+def main() -> int:
+    """Run the cases; exit code 1 where any failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--impl", default="triton")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--longest", type=int, default=700, help="longest sequence, in tokens")
+    parser.add_argument("--processes", type=int, default=8)
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.cases)
+    start, failures = time.monotonic(), []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        tasks = [pool.submit(_run, seed, arguments.impl, arguments.device, arguments.longest) for seed in seeds]
+        for done, task in enumerate(tasks, 1):
+            seed, problem = task.result()
+            if problem is not None:
+                failures.append(seed)
+                print(f"seed {seed}: {problem}", flush=True)
+            if done % max(1, len(tasks) // 20) == 0:
+                print(
+                    f"{done}/{len(tasks)} cases, {len(failures)} failed, {time.monotonic() - start:.0f} s", flush=True
+                )
+    print(f"{len(tasks) - len(failures)} passed, {len(failures)} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
