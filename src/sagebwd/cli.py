@@ -1,0 +1,203 @@
+"""The command line: `sagebwd pretrain | compare | gaussian | bench | doctor`.
+
+Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
+when they run, so that `sagebwd --help` is quick and a missing extra is named.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:  # pragma: no cover - exercised in a subprocess
+    sys.exit(f"sagebwd: the command line needs {error.name}; install it with: pip install 'sagebwd[train]'")
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable INT8 attention."
+)
+WIDTH = None if sys.stdout.isatty() else 140
+console = Console(width=WIDTH)
+errors = Console(stderr=True, width=WIDTH)
+
+
+@app.command()
+def gaussian(
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    sigma: Annotated[
+        list[float] | None, typer.Option(help="Standard deviation of Q and K; repeat for several.")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="Inputs: plain (the paper's Table 1) or bias-and-sink.")] = "plain",
+    tokens: Annotated[int | None, typer.Option(help="Tokens [default: 4096; bias-and-sink 2048].")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension [default: 128; bias-and-sink 64].")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1; bias-and-sink 8].")] = None,
+    causal: Annotated[bool, typer.Option(help="Mask the future.")] = False,
+    impl: Annotated[str, typer.Option(help="reference (the emulator) or a kernel family.")] = "reference",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Also write the rows as JSON to this file.")] = None,
+) -> None:
+    """Error of recipes on random inputs, beside the paper's Table 1."""
+    from sagebwd.analysis import gaussian as study
+
+    biased = kind == "bias-and-sink"
+    recipes = recipe or (list(study.BIAS_AND_SINK) if biased else ["paper", "token"])
+    sigmas = sigma or ([1.0, 3.0] if biased else list(study.PAPER_TABLE_1))
+    with console.status("starting") as status:
+        rows = study.measure(
+            recipes, sigmas, kind=kind, tokens=tokens or (2048 if biased else 4096),
+            head_dim=head_dim or (64 if biased else 128), seeds=seeds or (8 if biased else 1), is_causal=causal,
+            impl=impl, device=device, progress=status.update,
+        )  # fmt: skip
+    published = "project's simulation" if biased else "paper"
+    table = Table(title=f"{kind} inputs: cosine / relative L2 against FP64, and the {published}'s figures below")
+    table.add_column("sigma_QK", justify="right")
+    table.add_column("recipe")
+    for name in study.TENSORS:
+        table.add_column(name)
+    by_line: dict[tuple[float, str], dict[str, study.Row]] = {}
+    for row in rows:
+        by_line.setdefault((row.sigma, row.recipe), {})[row.tensor] = row
+    for (line_sigma, name), cells in by_line.items():
+        ours = [f"{cells[t].cosine:.4f} / {cells[t].relative_l2:.4f}" for t in study.TENSORS]
+        table.add_row(f"{line_sigma:g}", name, *ours)
+        theirs = [_published(cells[t].expected_cosine, cells[t].expected_l2) for t in study.TENSORS]
+        if any(theirs):
+            table.add_row("", f"  [dim]{published}[/dim]", *(f"[dim]{cell}[/dim]" for cell in theirs))
+    console.print(table)
+    if output is not None:
+        import json
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {output}")
+
+
+def _published(cosine: float | None, relative_l2: float | None) -> str:
+    if relative_l2 is None:
+        return ""
+    return f"{relative_l2:.4f}" if cosine is None else f"{cosine:.4f} / {relative_l2:.4f}"
+
+
+@app.command()
+def bench(
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    impl: Annotated[str | None, typer.Option(help="Kernel family [default: the fastest here].")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Of the grid: 64, 128 or both.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
+    special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 10,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
+    import torch
+
+    from sagebwd.attention import choose_implementation
+    from sagebwd.benchmarks import attention as benchmark
+    from sagebwd.benchmarks.plot import plot_attention
+    from sagebwd.recipe import Recipe
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
+    if impl is None:
+        impl = choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)
+    shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
+    shapes += benchmark.special_shapes() if special else []
+    facts = benchmark.environment(device, commit)
+    rows: list[benchmark.Measurement] = []
+    for index, shape in enumerate(shapes, 1):
+        with console.status(f"{index}/{len(shapes)} {shape}"):
+            measured = benchmark.measure_shape(shape, recipes, impl, device, rounds)
+        rows += measured
+        console.print(_bench_table(str(shape), measured))
+    path = benchmark.save(rows, facts, output)
+    console.print(f"wrote {path}")
+    for text in map(str, recipes):
+        for over in ("peer", "fa2"):
+            means = {
+                direction: benchmark.geometric_mean_speedup(rows, impl, text, direction, over)
+                for direction in benchmark.DIRECTIONS
+            }
+            if None not in means.values():
+                line = ", ".join(f"{direction} {mean:.2f}x" for direction, mean in means.items())
+                console.print(
+                    f"{text} ({impl}) over {'the best peer' if over == 'peer' else 'FlashAttention-2'}: {line}"
+                )
+    if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
+        console.print(f"wrote {plot_attention(path)}")
+    if any(row.gate != "ok" for row in rows):
+        raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
+
+
+def _bench_table(title: str, rows: list) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("contender", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for start in range(0, len(rows), 3):
+        forward, backward, both = rows[start : start + 3]
+        if both.gate != "ok":
+            table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
+            continue
+        cells = [f"{row.ms:.3f} / {row.tflops:.0f}" for row in (forward, backward, both)]
+        over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
+        over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
+        used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
+        table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
+    return table
+
+
+@app.command()
+def doctor(
+    head_dim: Annotated[int, typer.Option(help="Of the call to ask about.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    recipe: Annotated[str, typer.Option(help="Recipe name or text.")] = "token",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
+) -> None:
+    """What runs here and why, and a self-test. Exit code 1 where no kernel runs."""
+    import torch
+
+    from sagebwd import doctor as examination
+    from sagebwd.recipe import Recipe
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in examination.facts().items():
+        console.print(f"{name:20} {value}", highlight=False)
+    parsed = Recipe.parse(recipe)
+    console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {parsed}, on {device}:")
+    found = examination.answers(device, getattr(torch, dtype), head_dim, parsed)
+    for answer in found:
+        mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
+        console.print(f"  {answer.impl:12} {mark}: {answer.reason}", highlight=False)
+    if any(answer.chosen for answer in found):
+        error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
+        passed = error < 0.03
+        console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
+        if not passed:
+            raise typer.Exit(1)
+    if not any(answer.chosen and answer.impl != "reference" for answer in found):
+        console.print("No kernel runs here: calls use the reference, which is right and slow.")
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: turns errors that a person can mend into one line."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        errors.print("sagebwd: stopped")
+        sys.exit(130)
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        errors.print(f"sagebwd: {error}", style="red", highlight=False, markup=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
