@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from sagebwd.kernels.triton.tile import (
     LOG2_E,
     TINY,
-    abs_max,
     block_range,
     dot_16bit,
+    exp2,
     interleave,
+    load_block,
     load_rows,
     load_transposed,
+    load_row_values,
     padded_block,
+    rows_of,
     sequence,
     to_int8,
     visible,
@@ -38,15 +40,32 @@ NO_SPECIALIZE = [
 
 
 @triton.jit
-def quantize_tile(x, PER_ROW: tl.constexpr):
-    """psi of a score tile: codes and scale, one a row or one for all of it."""
+def largest(x, PER_ROW: tl.constexpr):
+    """Largest magnitude of each row of a score tile, or of all of it; a lone NaN may be lost."""
     if PER_ROW:
-        amax = abs_max(x, 1)
-        codes = to_int8(x * (127.0 / tl.maximum(amax, TINY))[:, None])
+        return tl.max(tl.abs(x), 1)
     else:
-        amax = abs_max(abs_max(x, 1), 0)
-        codes = to_int8(x * (127.0 / tl.maximum(amax, TINY)))
-    return codes, amax * (1 / 127.0)
+        return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def largest_bits(p, PER_ROW: tl.constexpr):
+    """The same where nothing is negative; NaN wins, as its bits are the largest."""
+    bits = p.to(tl.int32, bitcast=True)
+    if PER_ROW:
+        return tl.max(bits, 1).to(tl.float32, bitcast=True)
+    else:
+        return tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes_of(x, amax, PER_ROW: tl.constexpr):
+    """psi's codes of a score tile."""
+    inverse = 127.0 / tl.maximum(amax, TINY)
+    if PER_ROW:
+        return to_int8(x * inverse[:, None])
+    else:
+        return to_int8(x * inverse)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -55,14 +74,12 @@ def dkdv_kernel(
     k,
     v,
     do,
-    q_scale,
     k_scale,
     do_scale,
     q_t,
     do_t,
     q_rows,
-    lse2,
-    delta,
+    row_values,
     q_mean,
     k_exact,
     k_mean,
@@ -114,6 +131,7 @@ def dkdv_kernel(
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,7 +139,7 @@ def dkdv_kernel(
     """One block of keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
 
     q, k: operands of S, codes or 16-bit rows. q_t, do_t: transposed codes, where dK and dV are INT8. q_rows: the 16-bit
-    operand of dK otherwise. lse2, delta: from `grad_out_kernel`, padded to blocks of BLOCK_Q.
+    operand of dK otherwise. row_values: from `grad_out_kernel`, padded to blocks of BLOCK_Q.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid
@@ -167,13 +185,12 @@ def dkdv_kernel(
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-    pitch = blocks_q * BLOCK_Q
     padded_q = padded_block(start_q, batch, BLOCK_Q, VARLEN)
     for member in tl.range(0, group):
         head = head_k * group + member
         z_q = head.to(tl.int64) if VARLEN else batch.to(tl.int64) * heads_k * group + head
-        q_head = q + batch_64 * q_b + head.to(tl.int64) * q_h + start_q.to(tl.int64) * q_n
-        do_head = do + batch_64 * do_b + head.to(tl.int64) * do_h + start_q.to(tl.int64) * do_n
+        q_head = rows_of(q, batch, head, start_q, q_b, q_h, q_n, TMA)
+        do_head = rows_of(do, batch, head, start_q, do_b, do_h, do_n, TMA)
         block_0 = z_q * blocks_q + padded_q
         for masked in tl.static_range(2):
             count = full_end - full_begin
@@ -185,50 +202,59 @@ def dkdv_kernel(
                 else:
                     block = full_begin + i
                 first_q = block * BLOCK_Q
-                first_64 = first_q.to(tl.int64)
                 left = length_q - first_q
-                q_tile = load_rows(q_head + first_64 * q_n, queries, columns, q_n, left, head_dim, not masked, EVEN)
-                at = (block_0 + block) * BLOCK_Q + queries
-                row_lse = tl.load(lse2 + at)
-                row_delta = tl.load(delta + at)
-                if INT8_S or (INT8_DK and Q_TOKEN):
-                    row = z_q * total_q + start_q + first_q + queries
-                    if masked:
-                        row_scale = tl.load(q_scale + row, mask=queries < left, other=0)
-                    else:
-                        row_scale = tl.load(q_scale + row)
+                q_tile = load_block(
+                    q_head, batch, head, start_q, first_q, length_q, q_n, head_dim, not masked,
+                    BLOCK_Q, BLOCK_D, VARLEN, TMA,
+                )  # fmt: skip
+                row_lse, row_delta, row_scale = load_row_values(row_values, block_0 + block, BLOCK_Q)
+                if not Q_TOKEN:
+                    block_scale = tl.max(row_scale, 0)
                 if INT8_S:
-                    s = tl.dot(k_tile, q_tile.T, out_dtype=tl.int32).to(tl.float32) * row_scale[None, :]
-                    if q_mean is None:
-                        s = s * key_scale[:, None] - row_lse[None, :]
+                    s = tl.dot(k_tile, q_tile.T, out_dtype=tl.int32).to(tl.float32)
+                    if Q_TOKEN:
+                        s = s * row_scale[None, :] * key_scale[:, None]
                     else:
-                        s = s * key_scale[:, None]
+                        s = s * (key_scale * block_scale)[:, None]
                 else:
                     s = dot_16bit(k_tile, q_tile.T) * scale_2
-                    if q_mean is None:
-                        s = s - row_lse[None, :]
                 if q_mean is not None:
                     mu = tl.load(q_mean + (block_0 + block) * head_dim + columns, mask=columns < head_dim, other=0)
                     exact = load_rows(k_exact, keys, columns, exact_n, left_k, head_dim, False, EVEN).to(tl.float32)
                     bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
-                    s = s + bias[:, None] - row_lse[None, :]
-                p = tl.exp2(s)
+                    s = s + bias[:, None]
+                p = exp2(s - row_lse[None, :])
                 if masked:
                     keep = visible(
                         (first_k + keys)[:, None] - (first_q + queries)[None, :], lower, upper, HAS_LOWER, HAS_UPPER
                     )
                     p = tl.where(keep & keep_key[:, None], p, 0.0)
-                do_tile = load_rows(
-                    do_head + first_64 * do_n, queries, columns, do_n, left, head_dim, not masked, EVEN
-                )
+                do_tile = load_block(
+                    do_head, batch, head, start_q, first_q, length_q, do_n, head_dim, not masked,
+                    BLOCK_Q, BLOCK_D, VARLEN, TMA,
+                )  # fmt: skip
                 dp = dot_16bit(v_tile, do_tile.T)
                 ds = p * (dp - row_delta[None, :])
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
-                at_t = z_q * head_dim * pitch + (padded_q + block) * BLOCK_Q
+                if q_mean is not None:
+                    acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
+                # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
+                p_max = largest_bits(p, P_PER_KEY)
                 if INT8_DV:
-                    p_codes, p_scale = quantize_tile(p, P_PER_KEY)
-                    operand = load_transposed(do_t + at_t, queries, columns, pitch, head_dim, EVEN)
+                    p_codes = codes_of(p, p_max, P_PER_KEY)
+                    p_scale = p_max * (1 / 127.0)
+                if INT8_DK:
+                    if Q_TOKEN:
+                        ds = ds * row_scale[None, :]
+                    ds_max = largest(ds, DS_PER_KEY)
+                    ds_codes = codes_of(ds, ds_max, DS_PER_KEY)
+                    # a NaN in any query's lse or delta shows in P, and must in dK
+                    ds_scale = ds_max * (1 / 127.0) + (p_max if P_PER_KEY == DS_PER_KEY else tl.max(p_max, 0)) * 0
+                    if not Q_TOKEN:
+                        ds_scale = ds_scale * block_scale
+                if INT8_DV:
+                    operand = load_transposed(do_t, z_q, blocks_q, padded_q + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = tl.dot(interleave(p_codes), operand, out_dtype=tl.int32).to(tl.float32)
                     if DO_CHANNEL:
                         channel = tl.load(
@@ -243,15 +269,8 @@ def dkdv_kernel(
                         acc_v += part * p_scale
                 else:
                     acc_v = dot_16bit(p.to(do_tile.dtype), do_tile, acc_v)
-                if q_mean is not None:
-                    acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
                 if INT8_DK:
-                    if Q_TOKEN:
-                        ds = ds * row_scale[None, :]
-                    ds_codes, ds_scale = quantize_tile(ds, DS_PER_KEY)
-                    if not Q_TOKEN:
-                        ds_scale = ds_scale * tl.load(q_scale + z_q * total_q + start_q + first_q)
-                    operand = load_transposed(q_t + at_t, queries, columns, pitch, head_dim, EVEN)
+                    operand = load_transposed(q_t, z_q, blocks_q, padded_q + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
                     if DS_PER_KEY:
                         acc_k += part * ds_scale[:, None]
@@ -276,12 +295,10 @@ def dq_kernel(
     k,
     v,
     do,
-    q_scale,
     k_scale,
     k_t,
     k_rows,
-    lse2,
-    delta,
+    row_values,
     q_mean,
     k_exact,
     k_mean,
@@ -330,12 +347,13 @@ def dq_kernel(
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
+    TMA: tl.constexpr,
     PAD_Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of queries of one head. BLOCK_K is the recipe's; PAD_Q is the block that lse2 and delta are padded to.
+    """One block of queries of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
     q, k: operands of S. k_t: transposed codes where dQ is INT8; k_rows: its 16-bit operand otherwise.
     """
@@ -369,19 +387,17 @@ def dq_kernel(
     q_tile = load_rows(q, queries, columns, q_n, left_q, head_dim, False, EVEN)
     do_tile = load_rows(do, queries, columns, do_n, left_q, head_dim, False, EVEN)
     padded_q = (z_q * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN)) * PAD_Q + first_q
-    row_lse = tl.load(lse2 + padded_q + queries, mask=inside, other=float("inf"))
-    row_delta = tl.load(delta + padded_q + queries, mask=inside, other=0)
+    row_lse = tl.load(row_values + (padded_q + queries) * 4, mask=inside, other=float("inf"))
+    row_delta = tl.load(row_values + (padded_q + queries) * 4 + 1, mask=inside, other=0)
     scale_2 = scale * LOG2_E
     if INT8_S:
-        row_scale = tl.load(q_scale + z_q * total_q + at_q + queries, mask=inside, other=0) * scale_2
-    k += batch_64 * k_b + head_k.to(tl.int64) * k_h + start_k.to(tl.int64) * k_n
-    v += batch_64 * v_b + head_k.to(tl.int64) * v_h + start_k.to(tl.int64) * v_n
+        row_scale = tl.load(row_values + (padded_q + queries) * 4 + 2, mask=inside, other=0) * scale_2
+    k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_n, TMA)
+    v = rows_of(v, batch, head_k, start_k, v_b, v_h, v_n, TMA)
+    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
     if INT8_S or INT8_DQ:
         k_scale += z_k * total_k + start_k
-    if INT8_DQ:
-        pitch = blocks_k * BLOCK_K
-        k_t += z_k * head_dim * pitch + padded_block(start_k, batch, BLOCK_K, VARLEN) * BLOCK_K
-    else:
+    if not INT8_DQ:
         k_rows += batch_64 * rows_b + head_k.to(tl.int64) * rows_h + start_k.to(tl.int64) * rows_n
     if q_mean is not None:
         mu_at = q_mean + (z_q * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN) + block_q) * head_dim
@@ -395,6 +411,8 @@ def dq_kernel(
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, BLOCK_Q, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
     )
+    # a NaN anywhere in a query's row is in its delta, and must be in its dQ
+    poison = row_delta * 0 if DS_PER_QUERY else tl.sum(row_delta * 0, 0)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for masked in tl.static_range(2):
         count = full_end - full_begin
@@ -408,27 +426,30 @@ def dq_kernel(
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
-            k_tile = load_rows(k + first_64 * k_n, keys, columns, k_n, left, head_dim, not masked, EVEN)
-            if INT8_S or (INT8_DQ and K_TOKEN):
-                if masked:
+            k_tile = load_block(
+                k, batch, head_k, start_k, first_k, length_k, k_n, head_dim, not masked,
+                BLOCK_K, BLOCK_D, VARLEN, TMA,
+            )  # fmt: skip
+            if INT8_S or INT8_DQ:
+                if not K_TOKEN:
+                    block_scale = tl.load(k_scale + first_k)
+                elif masked:
                     key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
                 else:
                     key_scale = tl.load(k_scale + first_k + keys)
             if INT8_S:
-                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32) * key_scale[None, :]
-                if q_mean is None:
-                    s = s * row_scale[:, None] - row_lse[:, None]
+                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
+                if K_TOKEN:
+                    s = s * key_scale[None, :] * row_scale[:, None]
                 else:
-                    s = s * row_scale[:, None]
+                    s = s * (row_scale * block_scale)[:, None]
             else:
                 s = dot_16bit(q_tile, k_tile.T) * scale_2
-                if q_mean is None:
-                    s = s - row_lse[:, None]
             if q_mean is not None:
                 exact = load_rows(k_exact + first_64 * exact_n, keys, columns, exact_n, left, head_dim, False, EVEN)
                 bias = tl.sum((exact.to(tl.float32) - shift[None, :]) * mu[None, :], 1) * scale_2
-                s = s + bias[None, :] - row_lse[:, None]
-            p = tl.exp2(s)
+                s = s + bias[None, :]
+            p = exp2(s - row_lse[:, None])
             if masked:
                 keep = (
                     visible(
@@ -439,18 +460,23 @@ def dq_kernel(
                 if key_mask is not None:
                     keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
                 p = tl.where(keep, p, 0.0)
-            v_tile = load_rows(v + first_64 * v_n, keys, columns, v_n, left, head_dim, not masked, EVEN)
+            v_tile = load_block(
+                v, batch, head_k, start_k, first_k, length_k, v_n, head_dim, not masked,
+                BLOCK_K, BLOCK_D, VARLEN, TMA,
+            )  # fmt: skip
             dp = dot_16bit(do_tile, v_tile.T)
             ds = p * (dp - row_delta[:, None])
-            if key_mask is not None:
+            if masked and key_mask is not None:
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
                 if K_TOKEN:
                     ds = ds * key_scale[None, :]
-                ds_codes, ds_scale = quantize_tile(ds, DS_PER_QUERY)
+                ds_max = largest(ds, DS_PER_QUERY)
+                ds_codes = codes_of(ds, ds_max, DS_PER_QUERY)
+                ds_scale = ds_max * (1 / 127.0) + poison
                 if not K_TOKEN:
-                    ds_scale = ds_scale * tl.load(k_scale + first_k)
-                operand = load_transposed(k_t + first_k, keys, columns, pitch, head_dim, EVEN)
+                    ds_scale = ds_scale * block_scale
+                operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
                 part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
                 if DS_PER_QUERY:
                     acc += part * ds_scale[:, None]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from sagebwd.kernels.triton.tile import (
     LN_2,
     LOG2_127,
     LOG2_E,
     block_range,
     dot_16bit,
+    exp2,
     interleave,
+    load_block,
     load_rows,
     load_transposed,
     padded_block,
+    rows_of,
     sequence,
     to_int8,
     visible,
@@ -84,10 +86,12 @@ def forward_kernel(
     head_dim: tl.constexpr,
     INT8_S: tl.constexpr,
     INT8_O: tl.constexpr,
+    K_TOKEN: tl.constexpr,
     V_CHANNEL: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -116,23 +120,22 @@ def forward_kernel(
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
-    block_k = z_k * blocks_k + padded_block(start_k, batch, BLOCK_K, VARLEN)
+    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
+    block_k = z_k * blocks_k + padded_k
 
     rows = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
     q += batch_64 * q_b + head.to(tl.int64) * q_h + (start_q + first_q).to(tl.int64) * q_t
-    k += batch_64 * k_b + head_k.to(tl.int64) * k_h + start_k.to(tl.int64) * k_t
+    k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_t, TMA)
     q_tile = load_rows(q, rows, columns, q_t, length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
     if INT8_S:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
         k_scale += z_k * total_k + start_k
-    if INT8_O:
-        v += z_k * head_dim * blocks_k * BLOCK_K + (block_k - z_k * blocks_k) * BLOCK_K
-    else:
-        v += batch_64 * v_b + head_k.to(tl.int64) * v_h + start_k.to(tl.int64) * v_t
+    if not INT8_O:
+        v = rows_of(v, batch, head_k, start_k, v_b, v_h, v_t, TMA)
     if q_mean is not None:
         mu_at = q_mean + (z_q * blocks_q + padded_block(start_q, batch, BLOCK_Q, VARLEN) + block_q) * head_dim
         mu = tl.load(mu_at + columns, mask=columns < head_dim, other=0)
@@ -160,13 +163,17 @@ def forward_kernel(
                 block = full_begin + i
             first_k = block * BLOCK_K
             left = length_k - first_k
-            k_tile = load_rows(k + first_k.to(tl.int64) * k_t, keys, columns, k_t, left, head_dim, not masked, EVEN)
+            k_tile = load_block(
+                k, batch, head_k, start_k, first_k, length_k, k_t, head_dim, not masked, BLOCK_K, BLOCK_D, VARLEN, TMA
+            )
             if INT8_S:
-                if masked:
-                    key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
+                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
+                if not K_TOKEN:
+                    s = s * (tl.load(k_scale + first_k) * scale_2)
+                elif masked:
+                    s = s * (tl.load(k_scale + first_k + keys, mask=keys < left, other=0) * scale_2)[None, :]
                 else:
-                    key_scale = tl.load(k_scale + first_k + keys)
-                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32) * (key_scale * scale_2)[None, :]
+                    s = s * (tl.load(k_scale + first_k + keys) * scale_2)[None, :]
             else:
                 s = dot_16bit(q_tile, k_tile.T) * scale_2
             if q_mean is not None:
@@ -190,19 +197,19 @@ def forward_kernel(
             if INT8_S and q_mean is None:
                 top = tl.where(top == float("-inf"), top, top * row_scale)
                 offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
-                p = tl.exp2(s * row_scale[:, None] - offset[:, None])
+                p = exp2(s * row_scale[:, None] - offset[:, None])
             else:
                 offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
-                p = tl.exp2(s - offset[:, None])
+                p = exp2(s - offset[:, None])
             m_new = tl.maximum(m, top)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            decay = tl.exp2(m - safe)
-            weight = tl.exp2(top - safe)
+            decay = exp2(m - safe)
+            weight = exp2(top - safe)
             l = l * decay + tl.sum(p, 1) * weight
             m = m_new
             # P, l and O all carry the same factor 127
             if INT8_O:
-                v_tile = load_transposed(v + first_k, keys, columns, blocks_k * BLOCK_K, head_dim, EVEN)
+                v_tile = load_transposed(v, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
                 part = tl.dot(interleave(to_int8(p)), v_tile, out_dtype=tl.int32).to(tl.float32)
                 if V_CHANNEL:
                     channel = tl.load(
@@ -213,8 +220,20 @@ def forward_kernel(
                     weight *= tl.load(v_scale + block_k + block)
                     acc = acc * decay[:, None] + part * weight[:, None]
             else:
-                v_tile = load_rows(
-                    v + first_k.to(tl.int64) * v_t, keys, columns, v_t, left, head_dim, not masked, EVEN
+                v_tile = load_block(
+                    v,
+                    batch,
+                    head_k,
+                    start_k,
+                    first_k,
+                    length_k,
+                    v_t,
+                    head_dim,
+                    not masked,
+                    BLOCK_K,
+                    BLOCK_D,
+                    VARLEN,
+                    TMA,
                 )
                 part = dot_16bit((p * (1 / 127.0)).to(v_tile.dtype), v_tile)
                 acc = acc * decay[:, None] + part * (weight * 127.0)[:, None]

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from sagebwd.kernels.triton.backward import dkdv_kernel, dq_kernel
 from sagebwd.kernels.triton.forward import forward_kernel
-from sagebwd.kernels.triton.launch import capability, choose, padded_head_dim
+from sagebwd.kernels.triton.launch import capability, choose, padded_head_dim, pass_warps
 from sagebwd.kernels.triton.quantize import grad_out_kernel, mean_kernel, quantize_kernel, transpose_kernel
 from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Tokens that one program averages: enough programs to fill a GPU at batch x heads = 16, few enough to sum quickly.
-MEAN_CHUNK = 512
+MEAN_CHUNK = 256
 BLOCK_SIZES = (32, 64, 128)
 
 
@@ -82,6 +83,30 @@ class Packing:
     def grid(self, block: int) -> int:
         """Blocks of the longest sequence."""
         return -(-self.tokens // block)
+
+    def view(self, x: Tensor) -> Tensor:
+        """x as (batch or 1, H, tokens, D), whichever packing."""
+        return x if self.cu_seqlens is None else x.transpose(0, 1).unsqueeze(0)
+
+
+def _fits_tma(x: Tensor) -> bool:
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1]) and min(x.shape) > 0
+
+
+def _described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:
+    """A TMA descriptor for each (tensor, block of its last two dimensions), or None if one has odd strides."""
+    if not all(_fits_tma(x) for x, _ in blocks.values()):
+        return None
+    return {
+        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - 2) + list(block))
+        for name, (x, block) in blocks.items()
+    }
+
+
+def _transposed_view(x: Tensor, head_dim: int) -> Tensor:
+    """A transposed copy as (heads, head_dim, padded tokens)."""
+    return x.view(x.shape[0], head_dim, -1)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -179,6 +204,7 @@ def launch_quantize(
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
         BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
     )
     return out
 
@@ -199,6 +225,7 @@ def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
         BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
     )
     return transposed
 
@@ -271,11 +298,18 @@ def forward(
     lse = queries.per_token(device)
     launch = choose("forward", head_dim, recipe, capability(device))
     grid = queries.grid(launch.rows)
+    block_d = padded_head_dim(head_dim)
+    v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
+    blocked = {"k": k_operand, "v": v_operand}
+    if launch.tma:
+        k_block = (recipe.block_k, block_d)
+        v_block = (_transposed_view(v_operand, head_dim), k_block[::-1]) if o_int8 else (keys.view(v_operand), k_block)
+        blocked = _described({"k": (keys.view(k_operand), k_block), "v": v_block}) or blocked
     if queries.rows:
         forward_kernel[(grid * queries.batch * queries.heads,)](
             q_operand,
-            k_operand,
-            v_operand,
+            blocked["k"],
+            blocked["v"],
             q_pass.token_scale,
             k_pass.token_scale,
             v_pass.block_scale,
@@ -290,7 +324,7 @@ def forward(
             cu_seqlens_k,
             *queries.strides(q_operand),
             *keys.strides(k_operand),
-            *(keys.strides(v_operand) if not o_int8 else (0, 0, 0)),
+            *v_strides,
             *queries.strides(o),
             *keys.strides(k),
             queries.heads,
@@ -307,13 +341,14 @@ def forward(
             head_dim=head_dim,
             INT8_S=s_int8,
             INT8_O=o_int8,
+            K_TOKEN=recipe.k_scale == "token",
             V_CHANNEL=recipe.v_scale == "channel",
             VARLEN=cu_seqlens_q is not None,
+            TMA=isinstance(blocked["k"], TensorDescriptor),
             BLOCK_Q=launch.rows,
             BLOCK_K=recipe.block_k,
-            BLOCK_D=padded_head_dim(head_dim),
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+            BLOCK_D=block_d,
+            **launch.options,
         )
     saved_q = (q_pass.codes, q_pass.token_scale) if q_int8 else _empty(device)
     saved_k = (k_pass.codes, k_pass.token_scale) if k_int8 else _empty(device)
@@ -376,7 +411,7 @@ def backward(
     q_t = launch_transpose(q_int8, queries, block_q) if dk_int8 else None
     k_t = launch_transpose(k_int8, keys, block_k) if dq_int8 else None
 
-    lse2, delta = (queries.padded(block_q, block_q, dtype=torch.float32, device=device) for _ in range(2))
+    row_values = queries.padded(block_q, block_q * 4, dtype=torch.float32, device=device)
     channels = (head_dim,) if recipe.do_scale == "channel" else ()
     do_scale = queries.padded(block_q, *channels, dtype=torch.float32, device=device)
     do_t = queries.padded(block_q, block_q * head_dim, dtype=torch.int8, device=device) if dv_int8 else None
@@ -386,10 +421,10 @@ def backward(
         lse,
         None if dlse is None else dlse.contiguous(),
         cu_seqlens_q,
+        q_scale if s_int8 or dk_int8 else None,
         do_t,
         do_scale,
-        lse2,
-        delta,
+        row_values,
         *queries.strides(do),
         *queries.strides(o),
         queries.heads,
@@ -401,6 +436,7 @@ def backward(
         VARLEN=varlen,
         BLOCK=block_q,
         BLOCK_D=block_d,
+        num_warps=pass_warps(block_q, head_dim),
     )
 
     band = _band(is_causal, window_left, window_right)
@@ -408,19 +444,26 @@ def backward(
     exact_strides = keys.strides(k_exact) if recipe.smooth_q else (0, 0, 0)
     launch = choose("dkdv", head_dim, recipe, arch)
     grid = keys.grid(launch.rows)
+    blocked = {"q": q_operand, "do": do, "q_t": q_t, "do_t": do_t}
+    if launch.tma:
+        rows = {name: (queries.view(blocked[name]), (block_q, block_d)) for name in ("q", "do")}
+        copies = {
+            name: (_transposed_view(blocked[name], head_dim), (block_d, block_q))
+            for name in ("q_t", "do_t")
+            if blocked[name] is not None
+        }
+        blocked |= _described(rows | copies) or {}
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
-        q_operand,
+        blocked["q"],
         k_operand,
         v,
-        do,
-        q_scale,
+        blocked["do"],
         k_scale,
         do_scale,
-        q_t,
-        do_t,
+        blocked["q_t"],
+        blocked["do_t"],
         None if dk_int8 else q_rows,
-        lse2,
-        delta,
+        row_values,
         q_mean,
         k_exact if recipe.smooth_q else None,
         k_mean if recipe.smooth_q else None,
@@ -455,25 +498,29 @@ def backward(
         P_PER_KEY=recipe.p_scale_dv == "key",
         DS_PER_KEY=recipe.ds_scale_dk == "key",
         VARLEN=varlen,
+        TMA=isinstance(blocked["q"], TensorDescriptor),
         BLOCK_Q=block_q,
         BLOCK_K=launch.rows,
         BLOCK_D=block_d,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **launch.options,
     )
     launch = choose("dq", head_dim, recipe, arch)
     grid = queries.grid(launch.rows)
+    blocked = {"k": k_operand, "v": v, "k_t": k_t}
+    if launch.tma:
+        views = {name: (keys.view(blocked[name]), (block_k, block_d)) for name in ("k", "v")}
+        if dq_int8:
+            views["k_t"] = _transposed_view(k_t, head_dim), (block_d, block_k)
+        blocked |= _described(views) or {}
     dq_kernel[(grid * queries.batch * queries.heads,)](
         q_operand,
-        k_operand,
-        v,
+        blocked["k"],
+        blocked["v"],
         do,
-        q_scale,
         k_scale,
-        k_t,
+        blocked["k_t"],
         None if dq_int8 else k_rows,
-        lse2,
-        delta,
+        row_values,
         q_mean,
         k_exact if recipe.smooth_q else None,
         k_mean if recipe.smooth_q else None,
@@ -505,11 +552,11 @@ def backward(
         K_TOKEN=recipe.k_scale == "token",
         DS_PER_QUERY=recipe.ds_scale_dq == "query",
         VARLEN=varlen,
+        TMA=isinstance(blocked["k"], TensorDescriptor),
         PAD_Q=block_q,
         BLOCK_Q=launch.rows,
         BLOCK_K=block_k,
         BLOCK_D=block_d,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **launch.options,
     )
     return dq, dk, dv

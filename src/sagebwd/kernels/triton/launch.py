@@ -6,6 +6,7 @@ choose is how many rows of the other axis a program takes, and that changes spee
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,11 +17,22 @@ from sagebwd.recipe import Recipe
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows``: tokens of the free axis a program takes; ``warps`` and ``stages``: Triton's num_warps, num_stages."""
+    """``rows``: tokens of the free axis a program takes; ``warps`` and ``stages``: Triton's num_warps, num_stages.
+
+    ``tma``: read blocks through TMA descriptors, where strides and addresses are multiples of 16 bytes.
+    ``registers``: a cap for each thread, so that more programs share an SM; None leaves it to the compiler.
+    """
 
     rows: int
     warps: int
     stages: int
+    tma: bool = False
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton takes at a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 # (kernel, head_dim padded to a power of two) -> launch; "hopper" has 227 KB of shared memory and wgmma.
@@ -63,12 +75,17 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
+def pass_warps(block: int, head_dim: int) -> int:
+    """Warps of a quantisation pass: 16 to 64 elements a thread."""
+    return max(4, block * padded_head_dim(head_dim) // 2048)
+
+
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
     """The launch of ``kernel`` ("forward", "dkdv" or "dq") under ``recipe``."""
     table = _HOPPER if arch == 90 else _PORTABLE
     launch = table[kernel, max(64, padded_head_dim(head_dim))]
     rows = _whole_groups(kernel, recipe)
-    return launch if rows is None else Launch(rows, launch.warps, launch.stages)
+    return launch if rows is None else dataclasses.replace(launch, rows=rows)
 
 
 def _whole_groups(kernel: str, recipe: Recipe) -> int | None:

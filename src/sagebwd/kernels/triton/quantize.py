@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from sagebwd.kernels.triton.tile import (
     INT8_MAX,
     LOG2_E,
     abs_max,
+    divide,
     interleave_rows,
     load_rows,
     padded_block,
@@ -141,17 +141,18 @@ def quantize_kernel(
     else:
         amax = abs_max(tile, 0)
     scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
+    inverse = tl.math.div_rn(1.0, scale)
     if GROUP == "token":
-        code = to_int8(tl.math.div_rn(tile, scale[:, None]))
+        code = to_int8(divide(tile, scale[:, None], inverse[:, None]))
         tl.store(token_scale + row, scale, mask=inside)
     elif GROUP == "block":
-        code = to_int8(tl.math.div_rn(tile, scale))
+        code = to_int8(divide(tile, scale, inverse))
         if token_scale is not None:
             tl.store(token_scale + row, tl.zeros((BLOCK,), tl.float32) + scale, mask=inside)
         if block_scale is not None:
             tl.store(block_scale + block, scale)
     else:
-        code = to_int8(tl.math.div_rn(tile, scale[None, :]))
+        code = to_int8(divide(tile, scale[None, :], inverse[None, :]))
         tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if codes is not None:
         tl.store(codes + out, code, mask=written)
@@ -207,10 +208,10 @@ def grad_out_kernel(
     lse,
     dlse,
     cu_seqlens,
+    q_scale,
     transposed,
     block_scale,
-    lse2,
-    delta,
+    rows,
     do_b,
     do_h,
     do_t,
@@ -227,9 +228,10 @@ def grad_out_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dO's codes and scale, delta = rowsum(dO * O) - dlse, and lse in base 2; all padded to whole blocks.
+    """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
 
-    lse2 is +inf where a query sees no key and in the padding, so that P comes out 0 there without a mask.
+    delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
+    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the padding, so that P comes out 0 there without a mask.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -253,19 +255,24 @@ def grad_out_kernel(
     if dlse is not None:
         row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
-    tl.store(delta + block * BLOCK + local, row_delta)
-    tl.store(lse2 + block * BLOCK + local, row_lse)
+    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
+    row_scale = row_delta * 0
+    if q_scale is not None:
+        row_scale = tl.load(q_scale + row, mask=inside, other=0)
+    packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
+    at = rows + block * BLOCK * 4 + tl.arange(0, BLOCK * 4)
+    tl.store(at, packed.reshape(BLOCK * 4))
 
     if GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)
         scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
-        code = to_int8(tl.math.div_rn(tile, scale))
+        code = to_int8(divide(tile, scale, tl.math.div_rn(1.0, scale)))
         tl.store(block_scale + block, scale)
     else:
         amax = abs_max(tile, 0)
         scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
-        code = to_int8(tl.math.div_rn(tile, scale[None, :]))
+        code = to_int8(divide(tile, scale[None, :], tl.math.div_rn(1.0, scale)[None, :]))
         tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)

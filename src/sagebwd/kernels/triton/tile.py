@@ -125,6 +125,27 @@ def dot_16bit(a, b, acc=None):
 
 
 @triton.jit
+def exp2(x):
+    """2**x, results under 2**-126 flushed to 0; without the flush each takes three instructions more."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def divide(x, scale, inverse):
+    """x / scale, rounded as IEEE division is; inverse is div_rn(1, scale). Two products cheaper than dividing."""
+    if INTERPRETED:
+        return x / scale
+    else:
+        quotient = x * inverse
+        return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+
+
+@triton.jit
 def abs_max(x, AXIS: tl.constexpr):
     """Largest magnitude along an axis (None: of all); NaN wins, as its bits are the largest."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
@@ -145,10 +166,62 @@ def load_rows(pointer, rows, columns, stride, tokens, head_dim, EVEN_ROWS: tl.co
 
 
 @triton.jit
-def load_transposed(pointer, rows, columns, pitch, head_dim, EVEN_COLUMNS: tl.constexpr):
-    """A (rows, columns) tile of a transposed copy."""
-    at = pointer + rows[:, None] + columns[None, :] * pitch
-    if EVEN_COLUMNS:
-        return tl.load(at)
+def rows_of(x, batch, head, start, stride_b, stride_h, stride_t, TMA: tl.constexpr):
+    """Where a sequence's rows begin; a TMA descriptor stays as it is."""
+    if TMA:
+        return x
     else:
-        return tl.load(at, mask=columns[None, :] < head_dim, other=0)
+        return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + start.to(tl.int64) * stride_t
+
+
+@triton.jit
+def load_block(
+    x,
+    batch,
+    head,
+    start,
+    first,
+    tokens,
+    stride_t,
+    head_dim,
+    EVEN_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VARLEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows [first, first + BLOCK) of a sequence. TMA reads past the end of a packed one: finite, and masked later."""
+    if TMA:
+        tile = x.load([0 if VARLEN else batch, head, start + first, 0])
+        return tile.reshape(BLOCK, BLOCK_D)
+    else:
+        columns = tl.arange(0, BLOCK_D)
+        x += first.to(tl.int64) * stride_t
+        EVEN: tl.constexpr = head_dim == BLOCK_D
+        return load_rows(x, tl.arange(0, BLOCK), columns, stride_t, tokens - first, head_dim, EVEN_ROWS, EVEN)
+
+
+@triton.jit
+def load_transposed(x, z, blocks, block, head_dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Block ``block`` of head ``z`` of a transposed copy, as (tokens, head_dim)."""
+    if TMA:
+        return x.load([z.to(tl.int32), 0, block * BLOCK]).reshape(BLOCK_D, BLOCK).T
+    else:
+        columns = tl.arange(0, BLOCK_D)
+        pitch = blocks * BLOCK
+        x += z.to(tl.int64) * head_dim * pitch + block * BLOCK
+        at = x + tl.arange(0, BLOCK)[:, None] + columns[None, :] * pitch
+        if head_dim == BLOCK_D:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=columns[None, :] < head_dim, other=0)
+
+
+@triton.jit
+def load_row_values(rows, block, BLOCK: tl.constexpr):
+    """lse in base 2, delta and q_scale of a block of queries, as `grad_out_kernel` packs them."""
+    packed = tl.load(rows + block * (BLOCK * 4) + tl.arange(0, BLOCK * 4)).reshape(BLOCK, 2, 2)
+    first, second = tl.split(packed)
+    lse, scale = tl.split(first)
+    delta, _ = tl.split(second)
+    return lse, delta, scale
