@@ -120,6 +120,8 @@ def _empty(device: torch.device) -> tuple[Tensor, Tensor]:
 def launch_means(x: Tensor, packing: Packing, key_mask: Tensor | None) -> Tensor:
     """(B, H, D) FP32 means over each sequence's valid tokens."""
     head_dim = x.shape[-1]
+    if key_mask is None and packing.cu_seqlens is None:
+        return x.mean(2, dtype=torch.float32)
     chunks = max(1, -(-packing.tokens // MEAN_CHUNK))
     heads = packing.batch * packing.heads
     partial = torch.empty(chunks, heads, head_dim, dtype=torch.float32, device=x.device)

@@ -35,29 +35,35 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-# (kernel, head_dim padded to a power of two) -> launch; "hopper" has 227 KB of shared memory and wgmma.
-_HOPPER: dict[tuple[str, int], Launch] = {
-    ("forward", 64): Launch(128, 8, 3),
-    ("forward", 128): Launch(128, 8, 3),
-    ("forward", 256): Launch(64, 4, 2),
-    ("dkdv", 64): Launch(64, 4, 2),
-    ("dkdv", 128): Launch(64, 4, 2),
-    ("dkdv", 256): Launch(64, 8, 1),
-    ("dq", 64): Launch(64, 4, 3),
-    ("dq", 128): Launch(64, 4, 2),
-    ("dq", 256): Launch(64, 8, 1),
+# (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> launch.
+# Measured on an H200, 4096 tokens, 2026-11-21 (docs/kernels.md); a missing block takes the row of the next smaller one.
+_HOPPER: dict[tuple[str, int, int], Launch] = {
+    # 128 rows halve K's and V's traffic at 4 warps; at head_dim 128 O alone would take all registers
+    ("forward", 64, 32): Launch(128, 4, 2, tma=True),
+    ("forward", 128, 32): Launch(64, 4, 2, tma=True, registers=168),
+    ("forward", 256, 32): Launch(64, 4, 1, tma=True),
+    # dK and dV in FP32 fill the registers: 4 warps, and at head_dim 64 a cap that lets three programs share an SM
+    ("dkdv", 64, 32): Launch(64, 4, 2, tma=True, registers=168),
+    ("dkdv", 64, 128): Launch(64, 4, 2, tma=True),
+    ("dkdv", 128, 32): Launch(64, 4, 2, tma=True),
+    ("dkdv", 128, 128): Launch(64, 8, 2, tma=True),
+    ("dkdv", 256, 32): Launch(64, 8, 1, tma=True),
+    # one stage at head_dim 128 leaves shared memory for a second program
+    ("dq", 64, 32): Launch(64, 4, 3, tma=True),
+    ("dq", 128, 32): Launch(64, 4, 1, tma=True),
+    ("dq", 256, 32): Launch(64, 8, 1, tma=True),
 }
-# 99 KB of shared memory a block on sm_86, 89 and 120
-_PORTABLE: dict[tuple[str, int], Launch] = {
-    ("forward", 64): Launch(64, 4, 2),
-    ("forward", 128): Launch(64, 4, 2),
-    ("forward", 256): Launch(64, 8, 1),
-    ("dkdv", 64): Launch(64, 4, 2),
-    ("dkdv", 128): Launch(64, 8, 1),
-    ("dkdv", 256): Launch(32, 8, 1),
-    ("dq", 64): Launch(64, 4, 2),
-    ("dq", 128): Launch(64, 4, 1),
-    ("dq", 256): Launch(64, 8, 1),
+# mma.sync and 99 KB of shared memory a program (sm_86, 89, 120): chosen from SASS, for no spills; never timed
+_PORTABLE: dict[tuple[str, int, int], Launch] = {
+    ("forward", 64, 32): Launch(64, 4, 2),
+    ("forward", 128, 32): Launch(64, 4, 2),
+    ("forward", 256, 32): Launch(64, 8, 1),
+    ("dkdv", 64, 32): Launch(64, 4, 2),
+    ("dkdv", 128, 32): Launch(64, 8, 1),
+    ("dkdv", 256, 32): Launch(32, 8, 1),
+    ("dq", 64, 32): Launch(64, 4, 2),
+    ("dq", 128, 32): Launch(64, 4, 1),
+    ("dq", 256, 32): Launch(64, 8, 1),
 }
 
 
@@ -83,7 +89,10 @@ def pass_warps(block: int, head_dim: int) -> int:
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
     """The launch of ``kernel`` ("forward", "dkdv" or "dq") under ``recipe``."""
     table = _HOPPER if arch == 90 else _PORTABLE
-    launch = table[kernel, max(64, padded_head_dim(head_dim))]
+    block = recipe.block_q if kernel == "dkdv" else recipe.block_k
+    width = max(64, padded_head_dim(head_dim))
+    row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
+    launch = table[row]
     rows = _whole_groups(kernel, recipe)
     return launch if rows is None else dataclasses.replace(launch, rows=rows)
 
