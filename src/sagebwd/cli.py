@@ -26,6 +26,57 @@ errors = Console(stderr=True, width=WIDTH)
 
 
 @app.command()
+def pretrain(
+    config: Annotated[Path, typer.Option(help="YAML file; those in configs/ are examples.")],
+    output: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/NAME].")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint.")] = False,
+) -> None:
+    """Pre-train a Llama (with QK-norm: a Qwen3) under one attention."""
+    from sagebwd.training.config import load
+
+    chosen = load(config, setting)
+    _quiet()
+    from sagebwd.training.pretrain import RESULT, run
+
+    folder = output or Path("runs") / chosen.name
+    run(chosen, folder, resume)
+    console.print(f"finished: {folder / RESULT}")
+
+
+@app.command()
+def compare(
+    config: Annotated[Path, typer.Option(help="YAML file with variants.")],
+    output: Annotated[Path | None, typer.Option(help="Folder of the comparison [default: runs/NAME].")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run these variants alone; repeat for several.")] = None,
+) -> None:
+    """Train a config's variants on the same data from the same weights, and report their losses side by side.
+
+    Variants that have finished are kept, one that was interrupted goes on where it stopped.
+    """
+    from sagebwd.training.config import load
+
+    chosen = load(config, setting)
+    _quiet()
+    from sagebwd.training import compare as comparison
+
+    folder = output or Path("runs") / chosen.name
+    outcomes = comparison.compare(chosen, folder, only)
+    console.print(comparison.table(outcomes))
+    console.print(f"report: {folder / 'report.html'}")
+
+
+def _quiet() -> None:
+    """Libraries' advice to programmers is noise to a person who trains."""
+    import logging
+    import warnings
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+@app.command()
 def gaussian(
     recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
     sigma: Annotated[

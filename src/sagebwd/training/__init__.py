@@ -1,0 +1,1 @@
+"""Training through Transformers: one run, and several compared."""

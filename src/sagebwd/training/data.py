@@ -1,0 +1,316 @@
+"""Text to tokens to batches.
+
+Sources: ``python-stdlib`` (the sources of the running Python and their documentation, read from disk), text files
+(.txt, .txt.xz, .txt.zst; documents end with a line ``<|endoftext|>``), and ``hf:NAME``, the ``text`` column of a
+dataset that `datasets` streams. Tokenisers: ``bytes``, ``bpe:SIZE`` trained on the source, or a tokenizer.json.
+
+Tokens are kept as files of 16- or 32-bit ids in a cache folder, made once for a source and tokeniser, and
+memory-mapped. The order of a run follows from its seed alone, so that every variant sees the same batches and a
+resumed run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import lzma
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from sagebwd.training.config import Config, Data
+
+END_OF_TEXT = "<|endoftext|>"
+STDLIB = "python-stdlib"
+BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
+BPE_TRAINING_CHARACTERS = 4_000_000
+_BATCH = 256  # documents tokenised at a time
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a source: memory-mapped arrays, and how many ids there are."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    vocabulary: int
+
+
+class Blocks(Dataset):
+    """``count`` sequences of ``context`` tokens, without repetition within an epoch, in an order set by ``seed``.
+
+    Raises ValueError where the tokens do not fill one sequence.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, count: int | None = None, seed: int | None = None) -> None:
+        self.tokens, self.context = tokens, context
+        self.available = len(tokens) // context
+        if self.available == 0:
+            raise ValueError(f"data: {len(tokens)} tokens do not fill one sequence of data.context={context}")
+        self.count = self.available if count is None else count
+        self.seed = seed
+        self._epoch, self._order = -1, np.arange(self.available)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sequence ``index`` as input_ids and labels, (context,) int64; the model shifts the labels."""
+        epoch, place = divmod(index, self.available)
+        if self.seed is not None and epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.available)
+        start = int(self._order[place]) * self.context
+        ids = torch.from_numpy(self.tokens[start : start + self.context].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def load(config: Config) -> Tokens:
+    """The tokens of a config's data, from the cache or made now.
+
+    Raises ValueError for a source or tokeniser that is missing, empty, unreadable or in the wrong encoding.
+    """
+    data = config.data
+    wanted = config.optimisation.tokens_per_step * config.optimisation.steps
+    folder = _cache_folder(data) / _key(data, wanted)
+    if not (folder / "meta.json").exists():
+        _tokenise(data, folder, wanted)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    train, held_out = (np.memmap(folder / f"{part}.bin", meta["dtype"], "r") for part in ("train", "held_out"))
+    return Tokens(train, held_out, meta["vocabulary"])
+
+
+def _cache_folder(data: Data) -> Path:
+    chosen = data.cache or os.environ.get("SAGEBWD_CACHE") or Path.home() / ".cache" / "sagebwd"
+    return Path(chosen).expanduser()
+
+
+def _key(data: Data, wanted: int) -> str:
+    """A hash of all that the tokens depend on: the settings, and the size and time of the files behind them."""
+    facts: dict[str, object] = {key: value for key, value in asdict(data).items() if key not in ("cache", "context")}
+    if data.source == STDLIB:
+        facts["python"] = sysconfig.get_python_version()
+        facts["files"] = len(_stdlib_files())
+    if data.source.startswith("hf:"):
+        facts["tokens"] = wanted
+    for path in (data.source, data.held_out, data.tokenizer):
+        if path and Path(path).is_file():
+            stat = Path(path).stat()
+            facts[f"file {path}"] = (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenise(data: Data, folder: Path, wanted: int) -> None:
+    """Write the token files beside their folder and move them there when whole."""
+    tokenizer = _tokenizer(data)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
+        counts = _write_parts(data, tokenizer, scratch, dtype, wanted)
+        for part, count in counts.items():
+            if count == 0:
+                raise ValueError(f"data.source={data.source!r}: no {part.replace('_', '-')} text in it")
+        meta = {"dtype": np.dtype(dtype).name, "vocabulary": tokenizer.vocabulary, **counts}
+        (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        if not folder.exists():
+            scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, wanted: int) -> dict[str, int]:
+    counts = {"train": 0, "held_out": 0}
+    limit = None if data.max_megabytes is None else data.max_megabytes * 1e6
+    characters = 0
+    with (
+        (scratch / "train.bin").open("wb") as train,
+        (scratch / "held_out.bin").open("wb") as held_out,
+        tqdm(desc="tokenising", unit=" tokens", unit_scale=True, leave=False) as progress,
+    ):
+        files = {"train": train, "held_out": held_out}
+        for batch in _batches(data):
+            encoded = tokenizer.encode([text for _, text in batch])
+            for (part, text), ids in zip(batch, encoded):
+                files[part].write(np.asarray(ids, dtype).tobytes())
+                counts[part] += len(ids)
+                characters += len(text) if part == "train" else 0
+                progress.update(len(ids))
+            if data.source.startswith("hf:") and counts["train"] >= wanted and counts["held_out"]:
+                break
+            if limit is not None and characters >= limit and counts["held_out"]:
+                break
+    return counts
+
+
+def _batches(data: Data) -> Iterator[tuple[tuple[str, str], ...]]:
+    parts = _parts(data)
+    while batch := tuple(itertools.islice(parts, _BATCH)):
+        yield batch
+
+
+def _parts(data: Data) -> Iterator[tuple[str, str]]:
+    """(part, document) of all; held out is a file of its own, or a share chosen by a hash of the text."""
+    if data.held_out is not None:
+        yield from (("held_out", text) for text in _documents(data.held_out))
+    for text in _documents(data.source):
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) / 2**32
+        yield ("held_out" if data.held_out is None and digest < data.held_out_share else "train"), text
+
+
+def _documents(source: str) -> Iterator[str]:
+    """The documents of a source. Raises ValueError where it cannot be read."""
+    if source == STDLIB:
+        return (path.read_text(encoding="utf-8", errors="ignore") for path in _stdlib_files())
+    if source.startswith("hf:"):
+        return _hub_documents(source.removeprefix("hf:"))
+    return _file_documents(Path(source).expanduser())
+
+
+def _stdlib_files() -> list[Path]:
+    """Python's own modules, without tests and installed packages, in a fixed order that mixes subjects."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+
+
+def _file_documents(path: Path) -> Iterator[str]:
+    if not path.is_file():
+        raise ValueError(f"data.source={str(path)!r}: there is no such file; accepted: {STDLIB}, a text file, hf:NAME")
+    if path.stat().st_size == 0:
+        raise ValueError(f"data.source={str(path)!r}: the file is empty")
+    lines: list[str] = []
+    try:
+        with _open_text(path) as file:
+            for line in file:
+                if line.rstrip("\n") == END_OF_TEXT:
+                    yield "".join(lines)
+                    lines = []
+                else:
+                    lines.append(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.source={str(path)!r}: not UTF-8 (byte {error.object[error.start]:#04x}); convert it with: "
+            f"iconv -t utf-8"
+        ) from None
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"data.source={str(path)!r}: broken or cut-off archive ({error})") from None
+    if "".join(lines).strip():
+        yield "".join(lines)
+
+
+def _open_text(path: Path) -> Iterable[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".txt":
+        return path.open(encoding="utf-8")
+    raise ValueError(f"data.source={str(path)!r}: accepted endings are .txt, .txt.xz and .txt.zst")
+
+
+def _hub_documents(name: str) -> Iterator[str]:
+    """The ``text`` column of a dataset's train split, streamed: a hub's name or a local folder."""
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split="train", streaming=True)
+    except (FileNotFoundError, ValueError, ConnectionError, OSError) as error:
+        raise ValueError(f"data.source='hf:{name}': cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+    for row in rows:
+        if "text" not in row:
+            raise ValueError(f"data.source='hf:{name}': no column 'text', only {', '.join(row)}")
+        yield row["text"]
+
+
+class _Tokenizer:
+    """``encode`` gives the ids of each document, the end-of-document id after it; ``vocabulary`` counts all ids."""
+
+    vocabulary: int
+
+    def encode(self, documents: list[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+
+class _Bytes(_Tokenizer):
+    vocabulary = BYTE_VOCABULARY
+
+    def encode(self, documents: list[str]) -> list[list[int]]:
+        return [[*text.encode("utf-8"), BYTE_VOCABULARY - 1] for text in documents]
+
+
+class _Subwords(_Tokenizer):
+    """A `tokenizers` tokeniser; the end of a document is ``<|endoftext|>``, which it must know."""
+
+    def __init__(self, tokenizer, origin: str) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, tokenizer.get_vocab_size()
+        self.end = tokenizer.token_to_id(END_OF_TEXT)
+        if self.end is None:
+            raise ValueError(f"data.tokenizer={origin!r}: it has no token {END_OF_TEXT}")
+
+    def encode(self, documents: list[str]) -> list[list[int]]:
+        return [[*encoding.ids, self.end] for encoding in self.tokenizer.encode_batch(documents)]
+
+
+def _tokenizer(data: Data) -> _Tokenizer:
+    """The tokeniser a config names. Raises ValueError where there is none such."""
+    name = data.tokenizer
+    if name == "bytes":
+        return _Bytes()
+    if name.startswith("bpe:"):
+        size = name.removeprefix("bpe:")
+        if not size.isdigit() or not 258 <= int(size) <= 1 << 20:
+            raise ValueError(f"data.tokenizer={name!r}: expected bpe:SIZE with a size of at least 258")
+        return _Subwords(_train_bpe(data, int(size)), name)
+    from tokenizers import Tokenizer
+
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"data.tokenizer={name!r}: there is no such file; accepted: bytes, bpe:SIZE, a tokenizer.json"
+        )
+    try:
+        return _Subwords(Tokenizer.from_file(str(path)), name)
+    except ValueError:
+        raise
+    except Exception as error:  # `tokenizers` raises bare Exception for a file that it cannot read
+        raise ValueError(f"data.tokenizer={name!r}: not a tokenizer.json ({error})") from None
+
+
+def _train_bpe(data: Data, size: int):
+    """A byte-level BPE of ``size`` ids, trained on the first few megabytes of the training text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def text() -> Iterator[str]:
+        left = BPE_TRAINING_CHARACTERS
+        for part, document in _parts(data):
+            if part == "train":
+                yield document[:left]
+                left -= len(document)
+                if left <= 0:
+                    return
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text(), trainer)
+    return tokenizer

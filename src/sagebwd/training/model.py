@@ -1,0 +1,42 @@
+"""The model of a run, from Transformers: Llama, or Qwen3 where q and k are normalised."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from sagebwd.integrations.transformers import NAME, register
+from sagebwd.training.config import SDPA, Config
+
+
+def build(config: Config, vocabulary: int) -> PreTrainedModel:
+    """A freshly initialised model; one seed gives one set of weights, whatever the attention.
+
+    Args: vocabulary, the number of token ids.
+    """
+    register()
+    model = config.model
+    shared = {
+        "vocab_size": vocabulary,
+        "hidden_size": model.width,
+        "intermediate_size": model.mlp_width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_dim or model.width // model.heads,
+        "max_position_embeddings": config.data.context,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "attention_bias": False,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if model.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    if config.attention.recipe == SDPA:
+        implementation = SDPA
+    else:
+        implementation = NAME
+        shared[NAME] = {"recipe": config.attention.recipe, "impl": config.attention.impl}
+    set_seed(config.seed)
+    return model_class._from_config(config_class(**shared), attn_implementation=implementation)

@@ -1,0 +1,366 @@
+"""One training run through Transformers' Trainer, in a folder that says all there is to know about it.
+
+The folder holds ``config.yaml``, ``metrics.jsonl`` (a line a logging step and a line an evaluation), TensorBoard's
+files, checkpoints, and, once the run has finished, ``result.json``. A checkpoint counts only when its marker file is
+there, which is written last, so a half-written one is never resumed from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from tqdm import tqdm
+from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingArguments
+from transformers.masking_utils import AttentionMaskInterface
+
+from sagebwd.nn import largest_logit
+from sagebwd.training import data as text
+from sagebwd.training.config import Config
+from sagebwd.training.model import build
+from sagebwd.version import __version__
+
+METRICS, RESULT, CONFIG = "metrics.jsonl", "result.json", "config.yaml"
+COMPLETE = "complete"
+"""The file that makes a checkpoint folder a checkpoint."""
+
+
+class TrainingStopped(ValueError):
+    """A run that cannot go on; the message says why and what is left."""
+
+
+def run(config: Config, output: Path, resume: bool = False) -> None:
+    """Train one model into ``output``.
+
+    With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped.
+
+    Raises ValueError where the folder holds another run, where there is nothing to resume, or where the loss is not
+    finite (the last good checkpoint stays); OSError where a checkpoint cannot be written.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    devices = max(1, int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count())
+    accumulation = config.accumulation(devices)
+    checkpoint = _open_folder(config, output, resume)
+    tokens = text.load(config)
+    model = build(config, tokens.vocabulary)
+    settings, optimisation = config.logging, config.optimisation
+    if optimisation.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    sequences = optimisation.tokens_per_step * optimisation.steps // config.data.context
+    train = text.Blocks(tokens.train, config.data.context, sequences, seed=config.seed)
+    held_out = text.Blocks(tokens.held_out, config.data.context)
+    held_out.count = min(held_out.available, settings.evaluate_sequences)
+    record = _Record(config, output, held_out)
+    trainer = _Trainer(
+        model=model,
+        args=_arguments(config, output, accumulation),
+        train_dataset=train,
+        eval_dataset=held_out,
+        callbacks=[record, _Progress(optimisation.tokens_per_step)],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    record.trainer = trainer
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if not trainer.is_world_process_zero():
+        return
+    model.save_pretrained(output / "model")
+    _write_whole(output / RESULT, json.dumps(_result(config, output, model, time.monotonic() - start), indent=1))
+
+
+def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArguments:
+    optimisation, settings = config.optimisation, config.logging
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(output / "tensorboard")
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=optimisation.steps,
+        per_device_train_batch_size=optimisation.micro_batch,
+        per_device_eval_batch_size=optimisation.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=optimisation.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=optimisation.warmup_steps,
+        weight_decay=optimisation.weight_decay,
+        adam_beta1=optimisation.beta1,
+        adam_beta2=optimisation.beta2,
+        max_grad_norm=optimisation.clip_norm,
+        bf16=optimisation.precision == "bf16",
+        torch_compile=optimisation.compile,
+        logging_steps=settings.every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.evaluate_every,
+        save_strategy="steps",
+        save_steps=settings.checkpoint_every,
+        save_total_limit=settings.keep_checkpoints,
+        seed=config.seed,
+        data_seed=config.seed,
+        disable_tqdm=True,
+        report_to="tensorboard",
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        prediction_loss_only=True,
+    )
+
+
+class _Trainer(Trainer):
+    """Trainer with the data in its own order, and checkpoints that are whole or not there."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
+            raise TrainingStopped(_not_finite("a weight", self.state.global_step, Path(self.args.output_dir)))
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                (folder / COMPLETE).touch()
+        except (OSError, RuntimeError) as error:
+            # safetensors and torch.save report a full disk as their own RuntimeErrors
+            if isinstance(error, RuntimeError) and not _is_write_error(error):
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"checkpoint {folder} could not be written: {error}. Free some space or choose another --output; "
+                "the checkpoints before it are whole, go on with --resume"
+            ) from error
+
+
+def _is_write_error(error: RuntimeError) -> bool:
+    return any(
+        word in str(error) for word in ("No space left", "I/O error", "file write failed", "PytorchStreamWriter")
+    )
+
+
+class _Record(TrainerCallback):
+    """Writes metrics.jsonl, and stops a run whose loss is not finite."""
+
+    def __init__(self, config: Config, output: Path, held_out: text.Blocks) -> None:
+        self.config, self.output, self.held_out = config, output, held_out
+        self.trainer: Trainer | None = None
+        self.clock = time.monotonic()
+        self.seen_step = 0
+        self.seconds = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Forget what was written after the checkpoint that the run goes on from."""
+        path = self.output / METRICS
+        kept = [line for line in read_metrics(self.output) if line["step"] <= state.global_step]
+        if state.global_step == 0:
+            kept = []
+        _write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.seconds = max((line.get("seconds", 0.0) for line in kept), default=0.0)
+        self.clock, self.seen_step = time.monotonic(), state.global_step
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """One line: training metrics, or an evaluation's."""
+        step, logs = state.global_step, logs or {}
+        tokens = step * self.config.optimisation.tokens_per_step
+        if "eval_loss" in logs:
+            logit = self._largest_logit()
+            self._write({"step": step, "tokens": tokens, "held_out_loss": logs["eval_loss"], "largest_logit": logit})
+        elif "loss" in logs:
+            elapsed = time.monotonic() - self.clock
+            new_tokens = (step - self.seen_step) * self.config.optimisation.tokens_per_step
+            self.seconds += elapsed
+            loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+            self._write(
+                {
+                    "step": step,
+                    "tokens": tokens,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "learning_rate": logs.get("learning_rate"),
+                    "tokens_per_s": new_tokens / elapsed if elapsed else 0.0,
+                    "seconds": self.seconds,
+                }
+            )
+            self.seen_step = step
+            if not math.isfinite(loss):
+                raise TrainingStopped(_not_finite(f"the loss ({loss})", step, self.output))
+        self.clock = time.monotonic()
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self.trainer is None or self.trainer.is_world_process_zero():
+            with (self.output / METRICS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _largest_logit(self) -> float:
+        """The largest attention logit, over all layers, on the first held-out sequence."""
+        model = self.trainer.model
+        ids = self.held_out[0]["input_ids"][None].to(model.device)
+        with logits_observed(model) as seen, torch.no_grad(), self.trainer.autocast_smart_context_manager():
+            model(input_ids=ids)
+        return max(seen)
+
+
+@contextmanager
+def logits_observed(model: transformers.PreTrainedModel) -> Iterator[list[float]]:
+    """While it is open, each attention layer's largest |logit| is appended to the list, its result unchanged."""
+    before = model.config._attn_implementation
+    inner, seen = AttentionInterface()[before], []
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object):
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        seen.append(largest_logit(query, key, is_causal=causal, scale=kwargs.get("scaling")))
+        return inner(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("observed", attention)
+    AttentionMaskInterface.register("observed", AttentionMaskInterface()[before])
+    model.config._attn_implementation = "observed"
+    try:
+        yield seen
+    finally:
+        model.config._attn_implementation = before
+
+
+class _Progress(TrainerCallback):
+    """A bar with loss, tokens/s and the time left."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.bar: tqdm | None = None
+        self.shown: dict[str, str] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar where the run begins."""
+        if state.is_world_process_zero:
+            name = Path(args.output_dir).name
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=name, unit="step", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Advance."""
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Show the newest losses."""
+        if self.bar is None or not logs:
+            return
+        for name, value in (("loss", logs.get("loss")), ("held-out", logs.get("eval_loss"))):
+            if value is not None:
+                self.shown[name] = f"{float(value):.3f}"
+        rate = self.bar.format_dict["rate"]
+        if rate:
+            self.shown["tokens/s"] = f"{rate * self.tokens_per_step:,.0f}"
+        self.bar.set_postfix(self.shown, refresh=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def read_metrics(output: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    path = output / METRICS
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in output.glob("checkpoint-*") if (path / COMPLETE).exists()]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def _open_folder(config: Config, output: Path, resume: bool) -> Path | None:
+    """Make or check the run's folder; returns the checkpoint to go on from."""
+    known = output / CONFIG
+    whole = checkpoints(output)
+    if known.exists():
+        before = yaml.safe_load(known.read_text(encoding="utf-8"))
+        if before["digest"] != config.digest():
+            raise ValueError(f"{output} holds a run of another config; choose another --output, or delete the folder")
+        if (output / RESULT).exists():
+            raise ValueError(f"{output} holds this run, finished; choose another --output, or delete the folder")
+        if whole and not resume:
+            raise ValueError(f"{output} holds this run, unfinished; go on with --resume, or choose another --output")
+    if resume and not whole:
+        raise ValueError(f"{output} holds no whole checkpoint to resume from; start without --resume")
+    output.mkdir(parents=True, exist_ok=True)
+    for path in set(output.glob("checkpoint-*")) - set(whole):
+        shutil.rmtree(path)
+    _write_whole(known, yaml.safe_dump({"digest": config.digest(), **config.as_dict()}, sort_keys=False))
+    return whole[-1] if whole else None
+
+
+def _write_whole(path: Path, content: str) -> None:
+    """Write a file so that it is there in full or not at all."""
+    scratch = path.with_name(f".{path.name}.writing")
+    scratch.write_text(content, encoding="utf-8")
+    scratch.replace(path)
+
+
+def _not_finite(what: str, step: int, output: Path) -> str:
+    whole = checkpoints(output)
+    kept = f"the last good checkpoint is {whole[-1]}" if whole else "no checkpoint had been written yet"
+    return (
+        f"{what} is not finite at step {step}; stopped, {kept}. Lower optimisation.learning_rate, "
+        "set model.qk_norm=true, or use a finer attention.recipe"
+    )
+
+
+def _result(config: Config, output: Path, model: nn.Module, seconds: float) -> dict[str, object]:
+    lines = read_metrics(output)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "held_out_loss" in line]
+    last = losses[-max(1, len(losses) // 10) :]
+    tokens = config.optimisation.steps * config.optimisation.tokens_per_step
+    trained = [line for line in lines if "seconds" in line]
+    return {
+        "digest": config.digest(),
+        "held_out_loss": evaluations[-1]["held_out_loss"],
+        "train_loss": sum(last) / len(last),
+        "largest_logit": max(line["largest_logit"] for line in evaluations),
+        "steps": config.optimisation.steps,
+        "tokens": tokens,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "seconds": seconds,
+        "tokens_per_s": tokens / trained[-1]["seconds"] if trained and trained[-1]["seconds"] else 0.0,
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str | None]:
+    """The versions and hardware a run depends on."""
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": triton.__version__,
+        "sagebwd": __version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "commit": commit.stdout.strip() or None,
+    }
