@@ -35,7 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 STDLIB = "python-stdlib"
 BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 BPE_TRAINING_CHARACTERS = 4_000_000
-_BATCH = 256  # documents tokenised at a time
+_BATCH = 32  # documents tokenised at a time
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,259 @@
+"""Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.masking_utils import AttentionMaskInterface
+
+from sagebwd.integrations import transformers as integration
+from sagebwd.metrics import cosine, relative_l2
+
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+# relative L2 of logits and of all gradients of a two-layer model against SDPA: measured 2026-11-21, with a margin
+FLOORS = {"full": (1e-5, 1e-4), "token": (0.01, 0.03), "paper": (0.015, 0.08)}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+def build(name, recipe="sdpa", **changes):
+    config_class, model_class = MODELS[name]
+    config = config_class(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if recipe == "sdpa":
+        return model_class._from_config(config, attn_implementation="sdpa")
+    config.sagebwd = {"recipe": recipe}
+    return model_class._from_config(config, attn_implementation="sagebwd")
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded_batch(side):
+    """Lengths 100 and 61."""
+    ids, mask = tokens(2, 100), torch.ones(2, 100, dtype=torch.long)
+    hidden = slice(61, None) if side == "right" else slice(0, 39)
+    mask[1, hidden], ids[1, hidden] = 0, 0
+    return ids, mask
+
+
+def run(model, ids, mask):
+    """Logits, zero at padding, and all gradients as one vector."""
+    labels = ids.masked_fill(mask == 0, -100)
+    outcome = model(input_ids=ids, attention_mask=mask, labels=labels)
+    model.zero_grad()
+    outcome.loss.backward()
+    gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    return outcome.logits.detach() * mask[..., None], gradients
+
+
+def test_registered_with_a_mask_function():
+    assert AttentionInterface()["sagebwd"] is integration.attention
+    assert "sagebwd" in AttentionMaskInterface._global_mapping
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", FLOORS)
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_swapping_sdpa_changes_no_more_than_the_recipe_does(name, recipe, side):
+    ids, mask = padded_batch(side) if side != "none" else (tokens(2, 100), torch.ones(2, 100, dtype=torch.long))
+    expected, actual = (run(build(name, choice), ids, mask) for choice in ("sdpa", recipe))
+    for a, e, floor in zip(actual, expected, FLOORS[recipe]):
+        assert relative_l2(a, e) < floor
+    if recipe != "full":
+        assert not torch.equal(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_stands_in_padding_does_not_matter(side):
+    ids, mask = padded_batch(side)
+    other = torch.where(mask == 0, 33, ids)
+    model = build("qwen3", "token")
+    with torch.no_grad():
+        first, second = (model(input_ids=x, attention_mask=mask).logits[mask == 1] for x in (ids, other))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_rows_are_their_unpadded_runs(name, side):
+    ids, mask = padded_batch(side)
+    model = build(name, "token")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        together = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        for row in range(2):
+            real = mask[row] == 1
+            alone = model(input_ids=ids[row : row + 1, real]).logits[0]
+            assert relative_l2(together[row, real], alone) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("given", ["offsets", "position_ids"])
+def test_packed_documents_are_their_separate_runs(name, given):
+    documents = [tokens(n, seed=n) for n in (40, 7, 65)]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=given == "offsets", return_tensors="pt")(
+        [{"input_ids": document.tolist()} for document in documents]
+    )
+    batch.pop("labels")
+    model = build(name, "token")
+    packed = model(**batch).logits[0]
+    start = 0
+    for document in documents:
+        alone = model(input_ids=document[None]).logits[0]
+        assert relative_l2(packed[start : start + len(document)], alone) < 1e-5
+        start += len(document)
+
+
+def test_packed_neighbours_do_not_reach_each_other():
+    first, second = tokens(30, seed=1), tokens(50, seed=2)
+    model = build("qwen3", "token")
+    outcomes = []
+    for neighbour in (first, tokens(30, seed=3)):
+        ids = torch.cat((neighbour, second))[None]
+        positions = torch.cat((torch.arange(30), torch.arange(50)))[None]
+        logits = model(input_ids=ids, position_ids=positions).logits[0, 30:]
+        (gradient,) = torch.autograd.grad(logits.square().sum(), model.model.layers[0].self_attn.q_norm.weight)
+        outcomes.append((logits, gradient))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def test_ordinary_position_ids_are_not_packing():
+    ids = tokens(2, 50)
+    model = build("llama", "token")
+    with torch.no_grad():
+        assert torch.equal(
+            model(input_ids=ids).logits, model(input_ids=ids, position_ids=torch.arange(50).expand(2, -1)).logits
+        )
+
+
+def test_sliding_window():
+    ids = tokens(2, 100)
+    mask = torch.ones_like(ids)
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
+    expected, actual = (run(build("qwen3", choice, **window), ids, mask) for choice in ("sdpa", "full"))
+    assert relative_l2(actual[0], expected[0]) < 1e-5
+    assert relative_l2(actual[0], run(build("qwen3", "full"), ids, mask)[0]) > 0.01
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_leaves_q_and_k_in_fp32_and_v_in_bf16(name):
+    """The trap of Trainer(bf16=True): three dtypes reach the attention function."""
+    model, seen = build(name, "token"), []
+    real = integration.sage_attention
+
+    def spy(query, key, value, **arguments):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return real(query, key, value, **arguments)
+
+    ids = tokens(2, 40)
+    integration.sage_attention = spy
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    finally:
+        integration.sage_attention = real
+    loss.backward()
+    assert seen == [{torch.bfloat16}] * 2
+    for projection in ("q_proj", "k_proj", "v_proj"):
+        gradient = getattr(model.model.layers[0].self_attn, projection).weight.grad
+        assert gradient.abs().sum() > 0
+        assert torch.isfinite(gradient).all()
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    ids = tokens(2, 70)
+    mask = torch.ones_like(ids)
+    plain = build("qwen3", "token", use_cache=False).train()
+    recomputed = copy.deepcopy(plain)
+    recomputed.gradient_checkpointing_enable({"use_reentrant": False})
+    for a, e in zip(run(recomputed, ids, mask), run(plain, ids, mask)):
+        assert torch.equal(a, e)
+
+
+def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
+    ids = tokens(1, 40)
+    outcomes = []
+    for recipe in ("sdpa", "full"):
+        model = build("qwen3", recipe).eval()
+        arguments = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        if recipe == "sdpa":
+            outcomes.append(model.generate(ids, **arguments))
+        else:
+            with pytest.warns(UserWarning, match="decoding with a KV cache"):
+                outcomes.append(model.generate(ids, **arguments))
+    assert torch.equal(*outcomes)
+
+
+def test_settings_survive_saving_and_override_by_layer(tmp_path):
+    model = build("qwen3", "paper")
+    model.config.sagebwd = {"recipe": "paper", "layers": {"1": {"recipe": "full"}}}
+    model.save_pretrained(tmp_path)
+    again = Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")
+    assert integration.settings(again.config, 0) == {"recipe": "paper", "impl": None}
+    assert integration.settings(again.config, 1) == {"recipe": "full", "impl": None}
+    ids = tokens(1, 80)
+    with torch.no_grad():
+        mixed = again(input_ids=ids).logits
+        pure = build("qwen3", "paper")(input_ids=ids).logits
+    assert not torch.equal(mixed, pure)
+    assert cosine(mixed, pure) > 0.99
+
+
+def test_set_attn_implementation_on_a_running_model():
+    model, ids = build("llama"), tokens(1, 50)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        model.set_attn_implementation("sagebwd")
+        after = model(input_ids=ids).logits
+    assert not torch.equal(before, after)
+    assert relative_l2(after, before) < FLOORS["token"][0]
+
+
+def test_unknown_setting_raises():
+    model = build("llama", "token")
+    model.config.sagebwd = {"recip": "token"}
+    with pytest.raises(ValueError, match="'recip' is not known; accepted: recipe, impl, layers"):
+        model(input_ids=tokens(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout": 0.1}, r"attention dropout 0\.1"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"attention_mask": torch.zeros(1, 1, 8, 8)}, r"attention_mask of shape \(1, 1, 8, 8\)"),
+    ],
+)
+def test_refused(arguments, message):
+    module = build("llama", "token").model.layers[0].self_attn
+    inputs = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    with pytest.raises(NotImplementedError, match=message):
+        integration.attention(module, *inputs, **({"attention_mask": None} | arguments))
+
+
+def test_attention_dropout_in_a_config_is_refused_when_it_trains():
+    model = build("llama", "token", attention_dropout=0.1)
+    with torch.no_grad():
+        model.eval()(input_ids=tokens(1, 8))
+    with pytest.raises(NotImplementedError, match="attention dropout"):
+        model.train()(input_ids=tokens(1, 8))

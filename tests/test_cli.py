@@ -1,0 +1,146 @@
+"""Commands as a person runs them: what they print, and one line and an exit code where something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def sagebwd(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "sagebwd.cli", *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | environment,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("Some words to learn from.\n<|endoftext|>\n" * 500, encoding="utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"""
+model: {{layers: 1, width: 32, heads: 2, mlp_width: 32}}
+data: {{source: {corpus}, held_out: {corpus}, context: 32, cache: {tmp_path / "cache"}}}
+optimisation: {{tokens_per_step: 128, micro_batch: 4, steps: 4, warmup_steps: 1}}
+logging: {{every: 1, evaluate_every: 2, evaluate_sequences: 4, checkpoint_every: 2}}
+variants:
+  full precision: {{attention.recipe: sdpa}}
+  token: {{attention.recipe: token}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_help_lists_the_commands_quickly():
+    start = time.perf_counter()
+    outcome = sagebwd("--help")
+    assert outcome.returncode == 0
+    assert all(name in outcome.stdout for name in ("pretrain", "compare", "gaussian", "bench", "doctor"))
+    assert time.perf_counter() - start < 20
+
+
+def test_gaussian_prints_and_saves(tmp_path):
+    outcome = sagebwd(
+        "gaussian",
+        "--recipe",
+        "token",
+        "--sigma",
+        5,
+        "--tokens",
+        128,
+        "--head-dim",
+        16,
+        "--output",
+        tmp_path / "t.json",
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "0.2014" in outcome.stdout  # the paper's dQ
+    rows = json.loads((tmp_path / "t.json").read_text())
+    assert [row["tensor"] for row in rows] == ["o", "dq", "dk", "dv"]
+    assert f"{rows[1]['relative_l2']:.4f}" in outcome.stdout
+
+
+def test_doctor_on_a_cpu_says_why_there_is_no_kernel():
+    outcome = sagebwd("doctor")
+    assert outcome.returncode == 1
+    assert "needs a CUDA device" in outcome.stdout
+    assert "self-test PASS" in outcome.stdout
+    assert "Traceback" not in outcome.stderr
+
+
+def test_pretrain_and_its_second_run(config, tmp_path):
+    outcome = sagebwd("pretrain", "--config", config, "--output", tmp_path / "run")
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / "run" / "result.json").exists()
+    again = sagebwd("pretrain", "--config", config, "--output", tmp_path / "run")
+    assert again.returncode == 2
+    assert "holds this run, finished" in again.stderr
+
+
+def test_compare_writes_its_report(config, tmp_path):
+    outcome = sagebwd("compare", "--config", config, "--output", tmp_path / "both")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "full precision" in outcome.stdout
+    assert (tmp_path / "both" / "report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pretrain", "--config", "missing.yaml"), "there is no such file"),
+        (("pretrain", "--config", "CONFIG", "--set", "model.widht=3"), "did you mean model.width"),
+        (("pretrain", "--config", "CONFIG", "--set", "data.source=none.txt"), "there is no such file"),
+        (("pretrain", "--config", "CONFIG", "--resume"), "no whole checkpoint to resume from"),
+        (("pretrain", "--config", "CONFIG", "--set", "optimisation.micro_batch=3"), "is not a multiple of"),
+        (("compare", "--config", "CONFIG", "--only", "nothing"), "nothing"),
+        (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
+        (("bench",), "torch sees no GPU"),
+        (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, arguments, message):
+    arguments = [str(config) if argument == "CONFIG" else argument for argument in arguments]
+    if arguments[0] in ("pretrain", "compare"):
+        arguments += ["--output", str(tmp_path / "out")]
+    outcome = sagebwd(*arguments)
+    assert outcome.returncode == 2
+    assert "Traceback" not in outcome.stderr
+    assert message in " ".join(outcome.stderr.split())
+
+
+def test_ctrl_c_is_exit_code_130(config, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(config), "--set",
+         "optimisation.steps=100000", "--output", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run").glob("checkpoint-*/complete")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "stopped" in stderr
+
+
+def test_a_missing_extra_is_named():
+    program = "import sys; sys.modules['typer'] = None; import sagebwd.cli"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert outcome.returncode == 1
+    assert "pip install 'sagebwd[train]'" in outcome.stderr

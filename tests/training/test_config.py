@@ -1,0 +1,87 @@
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sagebwd.recipe import Recipe
+from sagebwd.training.config import SDPA, Config, load
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+def write(path, content):
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load_with_all_their_variants(path):
+    config = load(path)
+    for overrides in ({}, *config.variants.values()):
+        variant = config.replace(overrides)
+        assert variant.attention.recipe == SDPA or Recipe.parse(variant.attention.recipe)
+        assert variant.accumulation(devices=1) >= 1
+
+
+def test_settings_change_keys_with_their_types(tmp_path):
+    path = write(tmp_path / "run.yaml", "optimisation: {learning_rate: 1e-3, steps: 5}\nmodel: {qk_norm: false}\n")
+    config = load(path, ["optimisation.steps=7", "attention.recipe=token(smooth_k=False)", "model.kv_heads=1"])
+    assert config.name == "run"
+    assert config.optimisation.learning_rate == 1e-3
+    assert config.optimisation.steps == 7
+    assert config.attention.recipe == "token(smooth_k=False)"
+    assert config.model.kv_heads == 1
+    assert not config.model.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ("optimization: {}", [], "there is no key optimization; did you mean optimisation"),
+        ("optimisation: {step: 5}", [], "there is no key optimisation.step; did you mean optimisation.steps"),
+        ("optimisation: {steps: many}", [], "optimisation.steps='many' has the wrong type; expected int"),
+        ("optimisation: {steps: true}", [], "optimisation.steps=True has the wrong type"),
+        ("model: 5", [], "model must hold keys, got 5"),
+        ("- 1", [], "expected sections and keys, got list"),
+        ("a: [", [], "not readable as YAML"),
+        ("{}", ["optimisation.steps"], "expected section.key=value"),
+        ("{}", ["optimisation.stepz=5"], "did you mean optimisation.steps"),
+        ("{}", ["training.steps=5"], "there is no section 'training'"),
+        ("{}", ["attention.recipe=fp8"], "none called 'fp8'"),
+        ("{}", ["optimisation.precision=fp16"], "accepted: fp32, bf16"),
+        ("{}", ["optimisation.steps=0"], "must be at least 1"),
+        ("{}", ["model.heads=3"], "model.width=128 is not a multiple of model.heads=3"),
+        ("{}", ["model.kv_heads=3", "model.heads=4"], "model.kv_heads=3 does not divide"),
+    ],
+)
+def test_bad_configs_are_one_clear_line(tmp_path, content, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(write(tmp_path / "run.yaml", content), settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_tokens_per_step_is_the_setting():
+    config = Config("x").replace({"optimisation.tokens_per_step": 16384, "optimisation.micro_batch": 8})
+    assert [config.accumulation(devices) for devices in (1, 2, 4)] == [8, 4, 2]
+    with pytest.raises(ValueError, match="16384 is not a multiple of"):
+        config.accumulation(3)
+
+
+def test_digest_sees_what_changes_numbers_and_nothing_else():
+    config = Config("x")
+    assert config.digest() == Config("y", variants={"a": {}}).digest()
+    assert config.digest() == config.replace({"data.cache": "/elsewhere"}).digest()
+    for change in ({"seed": 1}, {"attention.recipe": "paper"}, {"optimisation.steps": 7}, {"data.context": 128}):
+        assert config.replace(change).digest() != config.digest()
+
+
+def test_as_dict_reads_back(tmp_path):
+    config = Config("x", variants={"a": {"attention.recipe": "paper"}})
+    path = write(tmp_path / "x.yaml", yaml.safe_dump(config.as_dict()))
+    assert load(path) == config
