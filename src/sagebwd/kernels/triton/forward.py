@@ -6,8 +6,13 @@ hand scores out (`tile.interleave`).
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
+from sagebwd.kernels.triton.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.triton.launch import Launch
 from sagebwd.kernels.triton.tile import (
     LN_2,
     LOG2_127,
@@ -25,6 +30,9 @@ from sagebwd.kernels.triton.tile import (
     to_int8,
     visible,
 )
+from sagebwd.kernels.triton.tune import run_best
+from sagebwd.recipe import INT8
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit(
@@ -98,8 +106,9 @@ def forward_kernel(
 ):
     """One block of queries of one head.
 
-    q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks, D),
-    k_exact (rows) and k_mean put back what Q-smoothing took from S. BLOCK_K is the recipe's.
+    q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks,
+    D), k_exact (rows) and k_mean put back what Q-smoothing took from S. BLOCK_K is the recipe's. TMA: k and v are
+    descriptors.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid_q
@@ -249,3 +258,76 @@ def forward_kernel(
     tl.store(o + rows[:, None] * o_t + columns[None, :], acc.to(o.dtype.element_ty), mask=written)
     log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l) - LOG2_127) * LN_2)
     tl.store(lse + row, log, mask=inside)
+
+
+def launch_forward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    v_mean: Tensor | None,
+    smooth_q: SmoothQ,
+) -> tuple[Tensor, Tensor]:
+    """o and lse; the operands as `forward_kernel` takes them."""
+    recipe, queries, keys = call.recipe, call.queries, call.keys
+    o = torch.empty(q.shape, dtype=call.dtype, device=q.device)
+    lse = queries.per_token(q.device)
+    o_int8 = recipe.o == INT8
+
+    def run(launch: Launch) -> None:
+        blocked = {"k": k, "v": v}
+        if launch.tma:
+            block = (recipe.block_k, call.block_d)
+            v_view = (transposed_view(v, call.head_dim), block[::-1]) if o_int8 else (keys.view(v), block)
+            blocked = described({"k": (keys.view(k), block), "v": v_view}) or blocked
+        grid = queries.grid(launch.rows)
+        forward_kernel[(grid * queries.batch * queries.heads,)](
+            q,
+            blocked["k"],
+            blocked["v"],
+            q_scale,
+            k_scale,
+            v_scale,
+            v_mean,
+            smooth_q.q_mean,
+            smooth_q.k,
+            smooth_q.k_mean,
+            o,
+            lse,
+            call.key_mask,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            *queries.strides(q),
+            *keys.strides(k),
+            *((0, 0, 0) if o_int8 else keys.strides(v)),
+            *queries.strides(o),
+            *((0, 0, 0) if smooth_q.k is None else keys.strides(smooth_q.k)),
+            queries.heads,
+            call.group,
+            queries.tokens,
+            keys.tokens,
+            queries.total,
+            keys.total,
+            queries.blocks(recipe.block_q),
+            keys.blocks(recipe.block_k),
+            grid,
+            **call.band,
+            scale=call.scale,
+            head_dim=call.head_dim,
+            INT8_S=recipe.s == INT8,
+            INT8_O=o_int8,
+            K_TOKEN=recipe.k_scale == "token",
+            V_CHANNEL=recipe.v_scale == "channel",
+            VARLEN=call.varlen,
+            TMA=isinstance(blocked["k"], TensorDescriptor),
+            BLOCK_Q=launch.rows,
+            BLOCK_K=recipe.block_k,
+            BLOCK_D=call.block_d,
+            **launch.options,
+        )
+
+    run_best("forward", call, run)
+    return o, lse

@@ -36,7 +36,7 @@ class Launch:
 
 
 # (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> launch.
-# Measured on an H200, 4096 tokens, 2026-11-21 (docs/kernels.md); a missing block takes the row of the next smaller one.
+# Measured on an H200, 4096 tokens, 2026-11-21 (docs/kernels.md); a missing block takes the next smaller one's row.
 _HOPPER: dict[tuple[str, int, int], Launch] = {
     # 128 rows halve K's and V's traffic at 4 warps; at head_dim 128 O alone would take all registers
     ("forward", 64, 32): Launch(128, 4, 2, tma=True),
@@ -53,17 +53,23 @@ _HOPPER: dict[tuple[str, int, int], Launch] = {
     ("dq", 128, 32): Launch(64, 4, 1, tma=True),
     ("dq", 256, 32): Launch(64, 8, 1, tma=True),
 }
-# mma.sync and 99 KB of shared memory a program (sm_86, 89, 120): chosen from SASS, for no spills; never timed
+# mma.sync and 99 KB of shared memory a program (sm_86, 89, 120): chosen from SASS, for no spills; never timed.
 _PORTABLE: dict[tuple[str, int, int], Launch] = {
     ("forward", 64, 32): Launch(64, 4, 2),
     ("forward", 128, 32): Launch(64, 4, 2),
+    # S, P and O of 64 rows spill at 4 warps once a block holds 128 keys
+    ("forward", 128, 128): Launch(64, 8, 2),
     ("forward", 256, 32): Launch(64, 8, 1),
     ("dkdv", 64, 32): Launch(64, 4, 2),
+    # dK and dV alone are 128 registers a thread at 4 warps
     ("dkdv", 128, 32): Launch(64, 8, 1),
     ("dkdv", 256, 32): Launch(32, 8, 1),
     ("dq", 64, 32): Launch(64, 4, 2),
-    ("dq", 128, 32): Launch(64, 4, 1),
-    ("dq", 256, 32): Launch(64, 8, 1),
+    ("dq", 64, 128): Launch(64, 4, 3),
+    ("dq", 128, 32): Launch(64, 8, 2),
+    # a second stage would not fit beside 128 keys
+    ("dq", 128, 128): Launch(64, 8, 1),
+    ("dq", 256, 32): Launch(32, 8, 1),
 }
 
 
@@ -94,7 +100,12 @@ def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
     launch = table[row]
     rows = _whole_groups(kernel, recipe)
-    return launch if rows is None else dataclasses.replace(launch, rows=rows)
+    if rows is None or rows == launch.rows:
+        return launch
+    # the table's warps, stages and register cap are for its own rows
+    return dataclasses.replace(
+        launch, rows=rows, warps=8 if rows > 64 else 4, stages=max(2, launch.stages), registers=None
+    )
 
 
 def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
@@ -106,3 +117,13 @@ def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
     if kernel in ("forward", "dq") and recipe.smooth_q:
         return recipe.block_q
     return None
+
+
+def candidates(launch: Launch) -> list[Launch]:
+    """What autotune tries: the table's launch and its neighbours, rows untouched."""
+    registers = {launch.registers, None, 168}
+    stages = {max(1, launch.stages + step) for step in (-1, 0, 1)}
+    warps = {4, 8}
+    return [
+        dataclasses.replace(launch, warps=w, stages=s, registers=r) for w in warps for s in stages for r in registers
+    ]

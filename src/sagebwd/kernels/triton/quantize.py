@@ -19,7 +19,7 @@ from sagebwd.kernels.triton.tile import (
     to_int8,
 )
 
-NO_SPECIALIZE = ["tokens", "blocks", "chunk"]
+NO_SPECIALIZE = ["tokens", "total", "blocks", "chunk"]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -231,7 +231,8 @@ def grad_out_kernel(
     """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
 
     delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
-    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the padding, so that P comes out 0 there without a mask.
+    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the
+    padding, so that P comes out 0 there without a mask.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -152,6 +152,35 @@ def abs_max(x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def largest(x, PER_ROW: tl.constexpr):
+    """Largest magnitude of each row of a score tile, or of all of it; a lone NaN may be lost."""
+    if PER_ROW:
+        return tl.max(tl.abs(x), 1)
+    else:
+        return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def largest_bits(p, PER_ROW: tl.constexpr):
+    """The same where nothing is negative; NaN wins, as its bits are the largest."""
+    bits = p.to(tl.int32, bitcast=True)
+    if PER_ROW:
+        return tl.max(bits, 1).to(tl.float32, bitcast=True)
+    else:
+        return tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes_of(x, amax, PER_ROW: tl.constexpr):
+    """psi's codes of a score tile."""
+    inverse = 127.0 / tl.maximum(amax, TINY)
+    if PER_ROW:
+        return to_int8(x * inverse[:, None])
+    else:
+        return to_int8(x * inverse)
+
+
+@triton.jit
 def load_rows(pointer, rows, columns, stride, tokens, head_dim, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr):
     """A (rows, columns) tile; what lies outside is 0."""
     at = pointer + rows[:, None] * stride + columns[None, :]

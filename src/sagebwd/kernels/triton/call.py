@@ -1,0 +1,140 @@
+"""One attention call as the kernels see it: packing of tokens, mask, TMA descriptors.
+
+Dense and packed calls differ in strides and sequence bounds alone: `Packing` hides which one it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagebwd.kernels.triton.launch import padded_head_dim
+from sagebwd.recipe import Recipe
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the tokens of one side (queries or keys) lie: (B, H, N, D), or (total, H, D) with ``cu_seqlens``."""
+
+    batch: int
+    heads: int
+    tokens: int  # of the longest sequence
+    total: int  # tokens of one head, over all sequences if packed
+    cu_seqlens: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Packing:
+        """The packing of x, (B, H, N, D) or (total, H, D)."""
+        if cu_seqlens is None:
+            return cls(x.shape[0], x.shape[1], x.shape[2], x.shape[2], None)
+        return cls(cu_seqlens.numel() - 1, x.shape[1], max_seqlen, x.shape[0], cu_seqlens)
+
+    @property
+    def rows(self) -> int:
+        """(head, token) rows."""
+        return self.heads * self.total * (1 if self.cu_seqlens is not None else self.batch)
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Strides of batch, head and token."""
+        if self.cu_seqlens is None:
+            return x.stride(0), x.stride(1), x.stride(2)
+        return 0, x.stride(1), x.stride(0)
+
+    def blocks(self, block: int) -> int:
+        """Blocks of one head in a padded layout, where every sequence begins a block of its own."""
+        if self.cu_seqlens is None:
+            return -(-self.total // block)
+        return self.total // block + self.batch
+
+    def padded(self, block: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense."""
+        heads = self.heads if self.cu_seqlens is not None else self.batch * self.heads
+        return torch.empty(heads, self.blocks(block), *shape, dtype=dtype, device=device)
+
+    def per_token(self, device: torch.device) -> Tensor:
+        """Uninitialised FP32, one value a row: (B, H, N) or (H, total)."""
+        shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
+        return torch.empty(*shape, self.total, dtype=torch.float32, device=device)
+
+    def grid(self, block: int) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.tokens // block)
+
+    def view(self, x: Tensor) -> Tensor:
+        """x as (batch or 1, H, tokens, D), whichever packing."""
+        return x if self.cu_seqlens is None else x.transpose(0, 1).unsqueeze(0)
+
+
+def fits_tma(x: Tensor) -> bool:
+    """TMA wants addresses and strides in multiples of 16 bytes."""
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1]) and min(x.shape) > 0
+
+
+def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:
+    """A TMA descriptor for each (tensor, block of its last two dimensions), or None if one has odd strides."""
+    if not all(fits_tma(x) for x, _ in blocks.values()):
+        return None
+    return {
+        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - 2) + list(block))
+        for name, (x, block) in blocks.items()
+    }
+
+
+def transposed_view(x: Tensor, head_dim: int) -> Tensor:
+    """A transposed copy as (heads, head_dim, padded tokens)."""
+    return x.view(x.shape[0], head_dim, -1)
+
+
+@dataclass(frozen=True)
+class SmoothQ:
+    """What puts back into S and dK what Q-smoothing took out; all None without it."""
+
+    q_mean: Tensor | None = None  # (heads, blocks, D): the mean of each query block
+    k: Tensor | None = None
+    k_mean: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: what its three kernels have in common."""
+
+    recipe: Recipe
+    scale: float
+    dtype: torch.dtype
+    head_dim: int
+    queries: Packing
+    keys: Packing
+    key_mask: Tensor | None
+    is_causal: bool
+    window_left: int
+    window_right: int
+    arch: int
+
+    @property
+    def varlen(self) -> bool:
+        """Packed sequences."""
+        return self.queries.cu_seqlens is not None
+
+    @property
+    def block_d(self) -> int:
+        """Columns of a tile: the power of two that holds head_dim; INT8 products reduce over at least 32."""
+        return padded_head_dim(self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads that a key head serves."""
+        return self.queries.heads // self.keys.heads
+
+    @property
+    def band(self) -> dict[str, int | bool]:
+        """Bounds on key - query, before a packed sequence's offset."""
+        return {
+            "lower": -self.window_left,
+            "upper": 0 if self.is_causal else self.window_right,
+            "HAS_LOWER": self.window_left >= 0,
+            "HAS_UPPER": self.is_causal or self.window_right >= 0,
+        }

@@ -1,0 +1,168 @@
+"""Launchers of the quantisation passes: they allocate what a pass writes and run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagebwd.kernels.triton.call import Call, Packing
+from sagebwd.kernels.triton.launch import padded_head_dim, pass_warps
+from sagebwd.kernels.triton.quantize import grad_out_kernel, mean_kernel, quantize_kernel, transpose_kernel
+from sagebwd.recipe import INT8
+
+# Tokens that one program averages: enough programs to fill a GPU at batch x heads = 16, few enough to sum quickly.
+MEAN_CHUNK = 256
+
+
+def launch_means(x: Tensor, packing: Packing, key_mask: Tensor | None) -> Tensor:
+    """(B, H, D) FP32 means over each sequence's valid tokens."""
+    head_dim = x.shape[-1]
+    if key_mask is None and packing.cu_seqlens is None:
+        return x.mean(2, dtype=torch.float32)
+    chunks = max(1, -(-packing.tokens // MEAN_CHUNK))
+    heads = packing.batch * packing.heads
+    partial = torch.empty(chunks, heads, head_dim, dtype=torch.float32, device=x.device)
+    mean_kernel[(heads, chunks)](
+        x,
+        partial,
+        key_mask,
+        packing.cu_seqlens,
+        *packing.strides(x),
+        packing.heads,
+        packing.tokens,
+        MEAN_CHUNK,
+        head_dim=head_dim,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=64,
+        BLOCK_D=padded_head_dim(head_dim),
+    )
+    return partial.sum(0).view(packing.batch, packing.heads, head_dim)
+
+
+@dataclass
+class Quantized:
+    """What one quantisation pass wrote; see `quantize_kernel`."""
+
+    codes: Tensor | None = None
+    token_scale: Tensor | None = None
+    block_scale: Tensor | None = None
+    transposed: Tensor | None = None
+    smoothed: Tensor | None = None
+    block_mean: Tensor | None = None
+
+
+def launch_quantize(
+    x: Tensor,
+    packing: Packing,
+    group: str,
+    block: int,
+    mean: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    *,
+    codes: bool = False,
+    transposed: bool = False,
+    smoothed: bool = False,
+    block_mean: bool = False,
+) -> Quantized:
+    """Smooth x and write the asked-for outputs."""
+    head_dim, device = x.shape[-1], x.device
+    out = Quantized()
+    if codes:
+        out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)
+    if codes or group == "token":
+        out.token_scale = packing.per_token(device)
+    if smoothed:
+        out.smoothed = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if transposed:
+        out.transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=device)
+    if group == "channel" or (transposed and group == "block"):
+        channels = (head_dim,) if group == "channel" else ()
+        out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
+    if block_mean:
+        out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
+    rows = out.codes if codes else out.smoothed if smoothed else x
+    quantize_kernel[(packing.grid(block), packing.batch * packing.heads)](
+        x,
+        mean,
+        key_mask,
+        packing.cu_seqlens,
+        out.block_mean,
+        out.codes,
+        out.token_scale,
+        out.block_scale,
+        out.transposed,
+        out.smoothed,
+        *packing.strides(x),
+        *packing.strides(rows),
+        packing.heads,
+        packing.tokens,
+        packing.total,
+        packing.blocks(block),
+        head_dim=head_dim,
+        GROUP=group,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+    )
+    return out
+
+
+def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
+    """The transposed copy of saved codes."""
+    head_dim = codes.shape[-1]
+    transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
+    transpose_kernel[(packing.grid(block), packing.batch * packing.heads)](
+        codes,
+        packing.cu_seqlens,
+        transposed,
+        *packing.strides(codes),
+        packing.heads,
+        packing.tokens,
+        packing.blocks(block),
+        head_dim=head_dim,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+    )
+    return transposed
+
+
+def launch_grad_out(
+    call: Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, q_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """row_values, dO's scale and, where dV is INT8, its transposed codes; see `grad_out_kernel`."""
+    recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
+    channels = (call.head_dim,) if recipe.do_scale == "channel" else ()
+    row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
+    scale = queries.padded(block, *channels, dtype=torch.float32, device=do.device)
+    transposed = None
+    if recipe.dv == INT8:
+        transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+    grad_out_kernel[(queries.grid(block), queries.batch * queries.heads)](
+        do,
+        o,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        queries.cu_seqlens,
+        q_scale,
+        transposed,
+        scale,
+        row_values,
+        *queries.strides(do),
+        *queries.strides(o),
+        queries.heads,
+        queries.tokens,
+        queries.total,
+        queries.blocks(block),
+        head_dim=call.head_dim,
+        GROUP=recipe.do_scale,
+        VARLEN=call.varlen,
+        BLOCK=block,
+        BLOCK_D=call.block_d,
+        num_warps=pass_warps(block, call.head_dim),
+    )
+    return row_values, scale, transposed

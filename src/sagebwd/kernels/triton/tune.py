@@ -1,0 +1,57 @@
+"""Autotune: off unless SAGEBWD_AUTOTUNE=1. Times a few launches of a kernel once and keeps the best on disk.
+
+Every candidate gives the same numbers up to the order of FP32 additions inside a tensor-core product: scale groups
+belong to the recipe. A key holds no sequence length, so that a new length never tunes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import triton
+from sagebwd.kernels.triton.call import Call
+from sagebwd.kernels.triton.launch import Launch, candidates, choose
+
+CACHE = Path(os.environ.get("SAGEBWD_CACHE_DIR", "~/.cache/sagebwd")).expanduser() / "launch.json"
+
+
+def run_best(kernel: str, call: Call, run: Callable[[Launch], None]) -> None:
+    """Run a kernel with the table's launch, or with the tuned one where autotune is on."""
+    launch = choose(kernel, call.head_dim, call.recipe, call.arch)
+    if os.environ.get("SAGEBWD_AUTOTUNE") == "1" and call.arch:
+        launch = _tuned(kernel, call, run, launch)
+    run(launch)
+
+
+def _tuned(kernel: str, call: Call, run: Callable[[Launch], None], default: Launch) -> Launch:
+    key = f"{torch.cuda.get_device_name()} triton {triton.__version__} {kernel} {call.head_dim} {call.recipe}"
+    known = _read()
+    if key not in known:
+        times = {launch: _time(run, launch) for launch in candidates(default)}
+        known[key] = dataclasses.asdict(min(times, key=times.get))
+        CACHE.parent.mkdir(parents=True, exist_ok=True)
+        temporary = CACHE.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(CACHE)
+    return Launch(**known[key])
+
+
+@cache
+def _read() -> dict[str, dict]:
+    """The cache file, read once; what this process tunes is added to it."""
+    return json.loads(CACHE.read_text()) if CACHE.exists() else {}
+
+
+def _time(run: Callable[[Launch], None], launch: Launch) -> float:
+    """Milliseconds; infinite for a launch that does not fit this GPU."""
+    try:
+        return triton.testing.do_bench(lambda: run(launch), warmup=5, rep=20, return_mode="median")
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
