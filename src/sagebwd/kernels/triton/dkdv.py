@@ -29,6 +29,7 @@ from sagebwd.kernels.triton.tile import (
     padded_block,
     rows_of,
     sequence,
+    to_16bit,
     visible,
 )
 from sagebwd.kernels.triton.tune import run_best
@@ -236,7 +237,7 @@ def dkdv_kernel(
                     else:
                         acc_v += part * p_scale
                 else:
-                    acc_v = dot_16bit(p.to(do_tile.dtype), do_tile, acc_v)
+                    acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)
                 if INT8_DK:
                     operand = load_transposed(q_t, z_q, blocks_q, padded_q + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
@@ -248,13 +249,13 @@ def dkdv_kernel(
                     rows_at = q_rows + batch_64 * rows_b + head.to(tl.int64) * rows_h
                     rows_at += (start_q + first_q).to(tl.int64) * rows_n
                     operand = load_rows(rows_at, queries, columns, rows_n, left, head_dim, not masked, EVEN)
-                    acc_k = dot_16bit(ds.to(operand.dtype), operand, acc_k)
+                    acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)
 
     out = batch_64 * dk_b + head_k.to(tl.int64) * dk_h + at_k * dk_n
     out = out + keys[:, None] * dk_n + columns[None, :]
     written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)
-    tl.store(dk + out, (acc_k * scale).to(dk.dtype.element_ty), mask=written)
-    tl.store(dv + out, acc_v.to(dv.dtype.element_ty), mask=written)
+    tl.store(dk + out, to_16bit(acc_k * scale, dk.dtype.element_ty), mask=written)
+    tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
 
 
 def launch_dkdv(

@@ -27,6 +27,7 @@ from sagebwd.kernels.triton.tile import (
     padded_block,
     rows_of,
     sequence,
+    to_16bit,
     visible,
 )
 from sagebwd.kernels.triton.tune import run_best
@@ -231,11 +232,11 @@ def dq_kernel(
                 operand = load_rows(
                     k_rows + first_64 * rows_n, keys, columns, rows_n, left, head_dim, not masked, EVEN
                 )
-                acc = dot_16bit(ds.to(operand.dtype), operand, acc)
+                acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
 
     out = dq + batch_64 * dq_b + head.to(tl.int64) * dq_h + at_q * dq_n
     out = out + queries[:, None] * dq_n + columns[None, :]
-    tl.store(out, (acc * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < head_dim))
+    tl.store(out, to_16bit(acc * scale, dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < head_dim))
 
 
 def launch_dq(

@@ -27,6 +27,7 @@ from sagebwd.kernels.triton.tile import (
     padded_block,
     rows_of,
     sequence,
+    to_16bit,
     to_int8,
     visible,
 )
@@ -244,7 +245,7 @@ def forward_kernel(
                     VARLEN,
                     TMA,
                 )
-                part = dot_16bit((p * (1 / 127.0)).to(v_tile.dtype), v_tile)
+                part = dot_16bit(to_16bit(p * (1 / 127.0), v_tile.dtype), v_tile)
                 acc = acc * decay[:, None] + part * (weight * 127.0)[:, None]
 
     acc = acc / l[:, None]
@@ -255,7 +256,7 @@ def forward_kernel(
     acc = tl.where((empty & (l == 0))[:, None], 0.0, acc)
     o += batch_64 * o_b + head.to(tl.int64) * o_h + (start_q + first_q).to(tl.int64) * o_t
     written = inside[:, None] & (columns[None, :] < head_dim)
-    tl.store(o + rows[:, None] * o_t + columns[None, :], acc.to(o.dtype.element_ty), mask=written)
+    tl.store(o + rows[:, None] * o_t + columns[None, :], to_16bit(acc, o.dtype.element_ty), mask=written)
     log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l) - LOG2_127) * LN_2)
     tl.store(lse + row, log, mask=inside)
 

@@ -16,6 +16,7 @@ from sagebwd.kernels.triton.tile import (
     load_rows,
     padded_block,
     sequence,
+    to_16bit,
     to_int8,
 )
 
@@ -133,7 +134,7 @@ def quantize_kernel(
     out = out + tl.arange(0, BLOCK)[:, None] * out_t + columns[None, :]
     written = inside[:, None] & (columns[None, :] < head_dim)
     if smoothed is not None:
-        tl.store(smoothed + out, tile.to(smoothed.dtype.element_ty), mask=written)
+        tl.store(smoothed + out, to_16bit(tile, smoothed.dtype.element_ty), mask=written)
     if GROUP == "token":
         amax = abs_max(tile, 1)
     elif GROUP == "block":

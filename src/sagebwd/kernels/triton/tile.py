@@ -116,6 +116,15 @@ def interleave_rows(x):
 
 
 @triton.jit
+def to_16bit(x, dtype: tl.constexpr):
+    """FP32 rounded to even; the interpreter cuts bf16 off instead."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def dot_16bit(a, b, acc=None):
     """a b + acc in FP32; the interpreter keeps bf16 as raw bits, which its own dot would multiply as integers."""
     if INTERPRETED:
@@ -162,7 +171,9 @@ def largest(x, PER_ROW: tl.constexpr):
 
 @triton.jit
 def largest_bits(p, PER_ROW: tl.constexpr):
-    """The same where nothing is negative; NaN wins, as its bits are the largest."""
+    """The same where nothing is negative; NaN wins, as its bits are the largest (a GPU's NaN has no sign)."""
+    if INTERPRETED:
+        p = tl.abs(p)
     bits = p.to(tl.int32, bitcast=True)
     if PER_ROW:
         return tl.max(bits, 1).to(tl.float32, bitcast=True)

@@ -1,0 +1,102 @@
+"""One kernel call and the emulator's two answers to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sagebwd import reference
+from sagebwd.recipe import SIXTEEN_BIT, Recipe
+from tests.inputs import assert_is_recipe
+
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass
+class KernelCall:
+    """Shapes and options of a call; lengths_q and lengths_k make it a packed one."""
+
+    recipe: str = "token"
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    tokens_q: int = 65
+    tokens_k: int = 130
+    head_dim: int = 64
+    is_causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    masked: bool = False
+    with_dlse: bool = False
+    lengths_q: list[int] = field(default_factory=list)
+    lengths_k: list[int] = field(default_factory=list)
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    seed: int = 0
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v, do, dlse or None, drawn in BF16; k and v have a mean over tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(heads: int, tokens: int, *, mean: bool = False) -> Tensor:
+            packed = bool(self.lengths_q)
+            shape = (tokens, heads, self.head_dim) if packed else (self.batch, heads, tokens, self.head_dim)
+            x = torch.randn(shape, generator=generator)
+            if mean:
+                x = x + 2 * torch.randn(self.head_dim, generator=generator)
+            return x.bfloat16().to(self.dtype).to(self.device)
+
+        tokens_q, tokens_k = sum(self.lengths_q) or self.tokens_q, sum(self.lengths_k) or self.tokens_k
+        q, do = draw(self.heads, tokens_q), draw(self.heads, tokens_q)
+        k, v = draw(self.kv_heads, tokens_k, mean=True), draw(self.kv_heads, tokens_k, mean=True)
+        dlse = None
+        if self.with_dlse:
+            shape = (self.heads, tokens_q) if self.lengths_q else (self.batch, self.heads, tokens_q)
+            dlse = torch.randn(shape, generator=generator).to(self.device)
+        return q, k, v, do, dlse
+
+    def settings(self) -> tuple:
+        """The arguments of forward and backward that are no inputs."""
+        mask, packing, longest = None, (None, None), (self.tokens_q, self.tokens_k)
+        if self.masked:
+            generator = torch.Generator().manual_seed(self.seed + 1)
+            mask = torch.rand(self.batch, self.tokens_k, generator=generator) > 0.3
+            mask[:, -self.tokens_k // 4 :] = False
+            mask = mask.to(self.device)
+        if self.lengths_q:
+            packing = tuple(
+                torch.tensor([0, *lengths], device=self.device).cumsum(0, dtype=torch.int32)
+                for lengths in (self.lengths_q, self.lengths_k)
+            )
+            longest = max(self.lengths_q), max(self.lengths_k)
+        return mask, *packing, *longest, self.is_causal, *self.window, self.head_dim**-0.5, Recipe.parse(self.recipe)
+
+    def run(self, implementation, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Outputs, gradients and saved tensors of an implementation; q and k are kept as `sagebwd.ops` does."""
+        q, k, v, do, dlse = inputs
+        settings = self.settings()
+        recipe = settings[-1]
+        o, lse, *saved = implementation.forward(q, k, v, *settings)
+        if implementation is not reference:
+            always = recipe.s == SIXTEEN_BIT or recipe.smooth_q
+            q = q if always or recipe.dk == SIXTEEN_BIT else None
+            k = k if always or recipe.dq == SIXTEEN_BIT else None
+        dq, dk, dv = implementation.backward(do, dlse, q, k, v, o, lse, *saved, *settings, True)
+        names = ("q_int8", "q_scale", "k_int8", "k_scale", "k_mean")
+        return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **dict(zip(names, saved))}
+
+    def check(self, implementation) -> dict[str, Tensor]:
+        """Assert that the kernels compute the recipe; returns what they computed."""
+        inputs = self.inputs()
+        actual = self.run(implementation, inputs)
+        low = self.run(reference, inputs)
+        high = self.run(reference, tuple(None if x is None else x.double() for x in inputs))
+        seen = high["lse"].isfinite()
+        assert torch.equal(actual["lse"].isfinite(), seen), "lse is -inf where, and only where, a query sees no key"
+        for result in (actual, low, high):
+            result["lse"] = result["lse"][seen]
+        for name in ("o", "lse", "k_mean", "dq", "dk", "dv"):
+            eps = EPS[self.dtype] if actual[name].dtype == self.dtype else 2.0**-20
+            assert_is_recipe(name, actual[name], low[name], high[name], eps)
+        return actual
