@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sagebwd import cli
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,6 +22,20 @@ def sagebwd(*arguments, **environment):
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         | environment,
     )  # fmt: skip
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command in this process: exit code, stdout and stderr on one line each."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sagebwd", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stop.value.code, " ".join(out.split()), " ".join(err.split())
+
+    return run
 
 
 @pytest.fixture
@@ -50,8 +66,8 @@ def test_help_lists_the_commands_quickly():
     assert time.perf_counter() - start < 20
 
 
-def test_gaussian_prints_and_saves(tmp_path):
-    outcome = sagebwd(
+def test_gaussian_prints_and_saves(command, tmp_path):
+    code, out, _ = command(
         "gaussian",
         "--recipe",
         "token",
@@ -64,34 +80,45 @@ def test_gaussian_prints_and_saves(tmp_path):
         "--output",
         tmp_path / "t.json",
     )
-    assert outcome.returncode == 0, outcome.stderr
-    assert "0.2014" in outcome.stdout  # the paper's dQ
+    assert code == 0
+    assert "0.2014" in out  # the paper's dQ
     rows = json.loads((tmp_path / "t.json").read_text())
     assert [row["tensor"] for row in rows] == ["o", "dq", "dk", "dv"]
-    assert f"{rows[1]['relative_l2']:.4f}" in outcome.stdout
+    assert f"{rows[1]['relative_l2']:.4f}" in out
 
 
-def test_doctor_on_a_cpu_says_why_there_is_no_kernel():
-    outcome = sagebwd("doctor")
-    assert outcome.returncode == 1
-    assert "needs a CUDA device" in outcome.stdout
-    assert "self-test PASS" in outcome.stdout
-    assert "Traceback" not in outcome.stderr
+def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, out, _ = command("doctor", "--device", "cpu")
+    assert code == 1
+    assert "needs a CUDA device" in out
+    assert "self-test PASS" in out
 
 
-def test_pretrain_and_its_second_run(config, tmp_path):
-    outcome = sagebwd("pretrain", "--config", config, "--output", tmp_path / "run")
-    assert outcome.returncode == 0, outcome.stderr
+def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("sagebwd.benchmarks.attention.TOTAL_TOKENS", 32)
+    code, out, _ = command(
+        "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--recipe", "token",
+        "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "reference token" in out
+    assert "over the best peer" in out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+
+
+def test_pretrain_and_its_second_run(command, config, tmp_path):
+    assert command("pretrain", "--config", config, "--output", tmp_path / "run")[0] == 0
     assert (tmp_path / "run" / "result.json").exists()
-    again = sagebwd("pretrain", "--config", config, "--output", tmp_path / "run")
-    assert again.returncode == 2
-    assert "holds this run, finished" in again.stderr
+    code, _, err = command("pretrain", "--config", config, "--output", tmp_path / "run")
+    assert code == 2
+    assert "holds this run, finished" in err
 
 
-def test_compare_writes_its_report(config, tmp_path):
-    outcome = sagebwd("compare", "--config", config, "--output", tmp_path / "both")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "full precision" in outcome.stdout
+def test_compare_writes_its_report(command, config, tmp_path):
+    code, out, _ = command("compare", "--config", config, "--output", tmp_path / "both")
+    assert code == 0
+    assert "full precision" in out
     assert (tmp_path / "both" / "report.html").stat().st_size > 1000
 
 
@@ -103,20 +130,26 @@ def test_compare_writes_its_report(config, tmp_path):
         (("pretrain", "--config", "CONFIG", "--set", "data.source=none.txt"), "there is no such file"),
         (("pretrain", "--config", "CONFIG", "--resume"), "no whole checkpoint to resume from"),
         (("pretrain", "--config", "CONFIG", "--set", "optimisation.micro_batch=3"), "is not a multiple of"),
-        (("compare", "--config", "CONFIG", "--only", "nothing"), "nothing"),
+        (("compare", "--config", "CONFIG", "--only", "nothing"), "there is no variant 'nothing'"),
         (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
-        (("bench",), "torch sees no GPU"),
+        (("gaussian", "--kind", "uniform"), "kind='uniform' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, arguments, message):
-    arguments = [str(config) if argument == "CONFIG" else argument for argument in arguments]
+def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):
+    arguments = [config if argument == "CONFIG" else argument for argument in arguments]
     if arguments[0] in ("pretrain", "compare"):
-        arguments += ["--output", str(tmp_path / "out")]
-    outcome = sagebwd(*arguments)
+        arguments += ["--output", tmp_path / "out"]
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_mistake_shows_no_traceback():
+    outcome = sagebwd("bench")
     assert outcome.returncode == 2
+    assert "torch sees no GPU" in outcome.stderr
     assert "Traceback" not in outcome.stderr
-    assert message in " ".join(outcome.stderr.split())
 
 
 def test_ctrl_c_is_exit_code_130(config, tmp_path):
@@ -133,7 +166,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert "stopped" in stderr
+    assert "stopped; checkpoints written so far are whole, go on with --resume" in " ".join(stderr.split())
 
 
 def test_a_missing_extra_is_named():

@@ -7,6 +7,8 @@ when they run, so that `sagebwd --help` is quick and a missing extra is named.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +42,8 @@ def pretrain(
     from sagebwd.training.pretrain import RESULT, run
 
     folder = output or Path("runs") / chosen.name
-    run(chosen, folder, resume)
+    with _interruptible("go on with --resume"):
+        run(chosen, folder, resume)
     console.print(f"finished: {folder / RESULT}")
 
 
@@ -62,9 +65,20 @@ def compare(
     from sagebwd.training import compare as comparison
 
     folder = output or Path("runs") / chosen.name
-    outcomes = comparison.compare(chosen, folder, only)
+    with _interruptible("the same command goes on from there"):
+        outcomes = comparison.compare(chosen, folder, only)
     console.print(comparison.table(outcomes))
     console.print(f"report: {folder / 'report.html'}")
+
+
+@contextmanager
+def _interruptible(hint: str) -> Iterator[None]:
+    """Ctrl-C as one line that says what is left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print(f"\nsagebwd: stopped; checkpoints written so far are whole, {hint}")
+        raise typer.Exit(130) from None
 
 
 def _quiet() -> None:
@@ -103,8 +117,8 @@ def gaussian(
             head_dim=head_dim or (64 if biased else 128), seeds=seeds or (8 if biased else 1), is_causal=causal,
             impl=impl, device=device, progress=status.update,
         )  # fmt: skip
-    published = "project's simulation" if biased else "paper"
-    table = Table(title=f"{kind} inputs: cosine / relative L2 against FP64, and the {published}'s figures below")
+    published = "first simulation" if biased else "published"
+    table = Table(title=f"{kind} inputs: cosine / relative L2 against FP64; in grey the {published} figures")
     table.add_column("sigma_QK", justify="right")
     table.add_column("recipe")
     for name in study.TENSORS:
@@ -242,9 +256,6 @@ def main() -> None:
     """Entry point: turns errors that a person can mend into one line."""
     try:
         app()
-    except KeyboardInterrupt:
-        errors.print("sagebwd: stopped")
-        sys.exit(130)
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         errors.print(f"sagebwd: {error}", style="red", highlight=False, markup=False)
         sys.exit(2)

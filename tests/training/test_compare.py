@@ -1,0 +1,137 @@
+import json
+
+import pytest
+from rich.console import Console
+
+from sagebwd.training import compare as comparison
+from sagebwd.training import pretrain
+
+LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
+
+
+@pytest.fixture
+def config(tiny):
+    return tiny.replace(
+        {
+            "variants": {
+                "full precision": {"attention.recipe": "sdpa"},
+                "token": {},
+                "paper": {"attention.recipe": "paper"},
+            }
+        }
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Instead of training: write what a run writes, and note the calls."""
+    calls = []
+
+    def run(config, output, resume=False):
+        calls.append((output.name, resume))
+        output.mkdir(parents=True, exist_ok=True)
+        loss = LOSSES[config.attention.recipe]
+        lines = [
+            {"step": 1, "tokens": 256, "loss": loss + 1, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 5.0,
+             "seconds": 1.0},
+            {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
+        ]  # fmt: skip
+        (output / pretrain.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = {
+            "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0,
+            "steps": 8, "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0,
+            "environment": {"torch": "x", "device": "<somewhere> & elsewhere"},
+        }  # fmt: skip
+        (output / pretrain.RESULT).write_text(json.dumps(result))
+
+    monkeypatch.setattr(pretrain, "run", run)
+    return calls
+
+
+def test_outcomes_and_files(config, tmp_path, calls):
+    outcomes = comparison.compare(config, tmp_path / "out")
+    assert calls == [("full precision", False), ("token", False), ("paper", False)]
+    assert [outcome.recipe for outcome in outcomes] == ["sdpa", "token", "paper"]
+    assert [outcome.gap for outcome in outcomes] == pytest.approx([0, 0.001, 0.01])
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [row["variant"] for row in content["outcomes"]] == list(config.variants)
+    assert "| token | token | 2.0010 | +0.0010 |" in (tmp_path / "out" / "comparison.md").read_text()
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    console = Console(record=True, width=120)
+    console.print(comparison.table(outcomes))
+    assert "+0.0100" in console.export_text()
+
+
+def test_the_report_is_one_file_and_escapes_what_it_shows(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "http" not in page
+    assert all(name in page for name in config.variants)
+    assert "&lt;somewhere&gt; &amp; elsewhere" in page
+    assert "<somewhere>" not in page
+    assert "tokens_per_step: 256" in page
+
+
+def test_finished_variants_are_kept(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out", only=["full precision", "token"])
+    first = list(calls)
+    comparison.compare(config, tmp_path / "out")
+    assert calls[len(first) :] == [("paper", False)]
+
+
+def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
+    real = pretrain.run
+
+    def interrupted(variant, output, resume=False):
+        if output.name == "token" and not resume:
+            (output / "checkpoint-2").mkdir(parents=True)
+            (output / "checkpoint-2" / pretrain.COMPLETE).touch()
+            raise KeyboardInterrupt
+        real(variant, output, resume)
+
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(config, tmp_path / "out")
+    comparison.compare(config, tmp_path / "out")
+    assert calls == [("full precision", False), ("token", True), ("paper", False)]
+
+
+def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path, monkeypatch):
+    config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
+    whole = comparison.compare(config, tmp_path / "whole")
+    real = pretrain._Record.on_log
+
+    def on_log(self, args, state, control, **kwargs):
+        real(self, args, state, control, **kwargs)
+        if state.global_step == 5 and self.config.attention.recipe == "token":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain._Record, "on_log", on_log)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(config, tmp_path / "broken")
+    monkeypatch.undo()
+    resumed = comparison.compare(config, tmp_path / "broken")
+    assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]
+    assert 0 < abs(whole[1].gap) < 0.05
+
+
+def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out")
+    with pytest.raises(ValueError, match="full precision holds a run of other settings"):
+        comparison.compare(config.replace({"seed": 3}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("variants", "only", "message"),
+    [
+        ({}, None, "no variants to compare"),
+        ({"a": {}}, ["b"], "there is no variant 'b'; variants: a"),
+        ({"../a": {}}, None, "'../a' cannot name a folder"),
+        ({"a": {}, "b": {"model.widht": 3}}, None, "did you mean model.width"),
+    ],
+)
+def test_bad_variants(tiny, tmp_path, calls, variants, only, message):
+    with pytest.raises(ValueError, match=message):
+        comparison.compare(tiny.replace({"variants": variants}), tmp_path / "out", only)
+    assert calls == []

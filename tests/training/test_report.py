@@ -1,0 +1,34 @@
+import math
+
+import pytest
+
+from sagebwd.training.report import Run, _gap, _smoothed, write_curves
+
+
+def run(name, held_out, losses=(3.0, 2.0)):
+    metrics = [{"step": i, "tokens": 10 * i, "loss": loss, "grad_norm": 1.0} for i, loss in enumerate(losses)]
+    metrics += [
+        {"step": i, "tokens": t, "held_out_loss": loss, "largest_logit": 2.0} for i, (t, loss) in enumerate(held_out)
+    ]
+    return Run(name, {}, "token", metrics, {})
+
+
+def test_gap_is_taken_where_both_were_measured():
+    tokens, gaps = _gap(run("b", [(10, 2.5), (20, 2.0), (30, 1.9)]), run("a", [(10, 2.4), (30, 2.0)]))
+    assert tokens == [10, 30]
+    assert [round(gap, 6) for gap in gaps] == [0.1, -0.1]
+
+
+def test_series_leave_out_what_is_not_finite():
+    assert run("a", [(10, math.nan), (20, 2.0)]).series("held_out_loss") == ([20], [2.0])
+
+
+def test_smoothing_keeps_length_and_range():
+    assert _smoothed([1.0, 2.0, 2.0]) == pytest.approx([1.0, 1.2, 1.36])
+    assert _smoothed([]) == []
+
+
+def test_curves_of_unequal_and_broken_runs(tmp_path):
+    runs = [run("a", [(10, 2.0)]), run("b", [(10, 2.1), (20, math.nan)], losses=(3.0, math.nan, 1.0)), run("c", [])]
+    write_curves(runs, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
