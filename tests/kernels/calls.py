@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from sagebwd import reference
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
-from tests.inputs import assert_is_recipe
+from tests.inputs import assert_is_recipe, emulator_error
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -90,13 +91,19 @@ class KernelCall:
         """Assert that the kernels compute the recipe; returns what they computed."""
         inputs = self.inputs()
         actual = self.run(implementation, inputs)
-        low = self.run(reference, inputs)
-        high = self.run(reference, tuple(None if x is None else x.double() for x in inputs))
+        low, high = self._emulators(inputs)
+        others = [self._emulators(dataclasses.replace(self, seed=self.seed + step).inputs()) for step in (1000, 2000)]
         seen = high["lse"].isfinite()
         assert torch.equal(actual["lse"].isfinite(), seen), "lse is -inf where, and only where, a query sees no key"
         for result in (actual, low, high):
             result["lse"] = result["lse"][seen]
         for name in ("o", "lse", "k_mean", "dq", "dk", "dv"):
             eps = EPS[self.dtype] if actual[name].dtype == self.dtype else 2.0**-20
-            assert_is_recipe(name, actual[name], low[name], high[name], eps)
+            errors = [emulator_error(a[name][a[name].isfinite()], b[name][a[name].isfinite()]) for a, b in others]
+            assert_is_recipe(name, actual[name], low[name], high[name], eps, errors)
         return actual
+
+    def _emulators(self, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The emulator at the kernel's precision and in FP64."""
+        high = tuple(None if x is None else x.double() for x in inputs)
+        return self.run(reference, inputs), self.run(reference, high)

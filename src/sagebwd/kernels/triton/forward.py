@@ -15,7 +15,6 @@ from sagebwd.kernels.triton.call import Call, SmoothQ, described, transposed_vie
 from sagebwd.kernels.triton.launch import Launch
 from sagebwd.kernels.triton.tile import (
     LN_2,
-    LOG2_127,
     LOG2_E,
     block_range,
     dot_16bit,
@@ -206,10 +205,10 @@ def forward_kernel(
             top = tl.max(s, 1)
             if INT8_S and q_mean is None:
                 top = tl.where(top == float("-inf"), top, top * row_scale)
-                offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
+                offset = tl.where(top == float("-inf"), 0.0, top)
                 p = exp2(s * row_scale[:, None] - offset[:, None])
             else:
-                offset = tl.where(top == float("-inf"), 0.0, top) - LOG2_127
+                offset = tl.where(top == float("-inf"), 0.0, top)
                 p = exp2(s - offset[:, None])
             m_new = tl.maximum(m, top)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -217,17 +216,16 @@ def forward_kernel(
             weight = exp2(top - safe)
             l = l * decay + tl.sum(p, 1) * weight
             m = m_new
-            # P, l and O all carry the same factor 127
             if INT8_O:
                 v_tile = load_transposed(v, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
-                part = tl.dot(interleave(to_int8(p)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
                 if V_CHANNEL:
                     channel = tl.load(
                         v_scale + (block_k + block) * head_dim + columns, mask=columns < head_dim, other=0
                     )
-                    acc = acc * decay[:, None] + part * channel[None, :] * weight[:, None]
+                    acc = acc * decay[:, None] + part * channel[None, :] * (weight * (1 / 127.0))[:, None]
                 else:
-                    weight *= tl.load(v_scale + block_k + block)
+                    weight *= tl.load(v_scale + block_k + block) * (1 / 127.0)
                     acc = acc * decay[:, None] + part * weight[:, None]
             else:
                 v_tile = load_block(
@@ -245,8 +243,8 @@ def forward_kernel(
                     VARLEN,
                     TMA,
                 )
-                part = dot_16bit(to_16bit(p * (1 / 127.0), v_tile.dtype), v_tile)
-                acc = acc * decay[:, None] + part * (weight * 127.0)[:, None]
+                part = dot_16bit(to_16bit(p, v_tile.dtype), v_tile)
+                acc = acc * decay[:, None] + part * weight[:, None]
 
     acc = acc / l[:, None]
     if v_mean is not None:
@@ -257,7 +255,7 @@ def forward_kernel(
     o += batch_64 * o_b + head.to(tl.int64) * o_h + (start_q + first_q).to(tl.int64) * o_t
     written = inside[:, None] & (columns[None, :] < head_dim)
     tl.store(o + rows[:, None] * o_t + columns[None, :], to_16bit(acc, o.dtype.element_ty), mask=written)
-    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l) - LOG2_127) * LN_2)
+    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)
     tl.store(lse + row, log, mask=inside)
 
 

@@ -12,7 +12,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_127 = tl.constexpr(6.988684686772166)
 INT8_MAX = tl.constexpr(127.0)
 # Adding 1.5 * 2**23 leaves an fp32's nearest integer, ties to even, in its low mantissa bits.
 ROUND = tl.constexpr(12582912.0)

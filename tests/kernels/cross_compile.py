@@ -1,0 +1,134 @@
+"""Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
+
+`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE` prints one JSON line a kernel. It runs in a process of its
+own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sagebwd.kernels.triton import call, host
+from tests.kernels.calls import KernelCall
+
+TYPES = {torch.int8: "i8", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
+
+
+def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.CompiledKernel:
+    """What ``fn[grid](*args, **kwargs)`` would compile to on an sm_``arch`` GPU."""
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    values = dict(zip(fn.arg_names, args)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(fn.params):
+        value = values[parameter.name]
+        kind = None
+        if isinstance(value, Tensor):
+            kind = "*" + TYPES[value.dtype]
+        elif isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, float):
+            kind = "fp32"
+        elif isinstance(value, int) and not parameter.is_constexpr and (parameter.do_not_specialize or value != 1):
+            kind = "i32"
+        signature[parameter.name] = kind or "constexpr"
+        if kind is None:
+            constants[(index,)] = value
+        elif kind.startswith("*") or (kind == "i32" and not parameter.do_not_specialize and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
+    """Lines of disassembly."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run(
+            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+
+def count(lines: list[str]) -> Counter:
+    """Instructions by opcode."""
+    return Counter(match.group(1) for match in map(INSTRUCTION.match, lines) if match)
+
+
+def matrix_loops(lines: list[str]) -> list[list[str]]:
+    """Bodies of the innermost loops that hold tensor-core instructions."""
+    labels, loops = {}, []
+    for number, line in enumerate(lines):
+        if label := re.match(r"^(\.L_\w+):", line):
+            labels[label.group(1)] = number
+        branch = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        if branch and branch.group(1) in labels:
+            loops.append((labels[branch.group(1)], number))
+    inner = [
+        a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] and _matrix(lines, b) for b in loops)
+    ]
+    return [lines[start:stop] for start, stop in inner if _matrix(lines, (start, stop))]
+
+
+def _matrix(lines: list[str], loop: tuple[int, int]) -> bool:
+    return any(MATRIX.search(line) for line in lines[loop[0] : loop[1]])
+
+
+def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
+    """Tensor-core products by operand type, shared memory, and local-memory traffic of a compiled kernel."""
+    lines = sass(kernel)
+    total, loops = count(lines), [count(loop) for loop in matrix_loops(lines)]
+    products = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*->.*x([if])32", kernel.asm["ttgir"])
+    return {
+        "kernel": fn.__name__,
+        "int8_products": products.count("i"),
+        "float_products": products.count("f") + len(re.findall(r"ttng\.tc_gen5_mma\b", kernel.asm["ttgir"])),
+        "opcodes": {name: n for name, n in total.items() if MATRIX.fullmatch(name)},
+        "shared_bytes": kernel.metadata.shared,
+        "spills": total["STL"] + total["LDL"],
+        "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
+        "instructions_in_loops": sum(loop.total() for loop in loops),
+    }
+
+
+def launches(arch: int, kernel_call: KernelCall) -> list[dict]:
+    """Every kernel that forward and backward launch, as sm_``arch`` would get it."""
+    found = []
+
+    def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
+        found.append(describe(fn, compiled(fn, arch, *args, **kwargs)))
+
+    host.capability = lambda device: arch
+    call.fits_tma = lambda x: True
+    JITFunction.run = record
+    inputs = kernel_call.inputs()
+    settings = kernel_call.settings()
+    o, lse, *saved = host.forward(*inputs[:3], *settings)
+    host.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
+    return found
+
+
+if __name__ == "__main__":
+    arch, head_dim, recipe = sys.argv[1:]
+    shape = KernelCall(
+        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2, tokens_q=256, tokens_k=256, is_causal=True
+    )
+    for row in launches(int(arch), shape):
+        print(json.dumps(row))
