@@ -257,3 +257,29 @@ def test_attention_dropout_in_a_config_is_refused_when_it_trains():
         model.eval()(input_ids=tokens(1, 8))
     with pytest.raises(NotImplementedError, match="attention dropout"):
         model.train()(input_ids=tokens(1, 8))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_compiles_without_a_graph_break(name):
+    torch._dynamo.reset()
+    model, ids = build(name, "token", use_cache=False), tokens(2, 64)
+    mask = torch.ones_like(ids)
+    expected = run(model, ids, mask)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(input_ids=ids, labels=ids).loss
+    model.zero_grad()
+    loss.backward()
+    gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    assert relative_l2(gradients, expected[1]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_compiles_on_a_gpu(name):
+    torch._dynamo.reset()
+    model, ids = build(name, "token", use_cache=False).to("cuda", torch.bfloat16), tokens(2, 200).cuda()
+    eager = model(input_ids=ids, labels=ids).loss
+    compiled = torch.compile(model, fullgraph=True)(input_ids=ids, labels=ids).loss
+    compiled.backward()
+    assert abs(compiled.item() - eager.item()) < 0.02
+    assert all(torch.isfinite(weight.grad).all() and weight.grad.abs().sum() > 0 for weight in model.parameters())
