@@ -55,6 +55,8 @@ def test_outcomes_and_files(config, tmp_path, calls):
     assert [outcome.gap for outcome in outcomes] == pytest.approx([0, 0.001, 0.01])
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [row["variant"] for row in content["outcomes"]] == list(config.variants)
+    digests = [config.replace(overrides).digest() for overrides in config.variants.values()]
+    assert [row["digest"] for row in content["outcomes"]] == digests
     assert "| token | token | 2.0010 | +0.0010 |" in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     console = Console(record=True, width=120)
@@ -73,11 +75,19 @@ def test_the_report_is_one_file_and_escapes_what_it_shows(config, tmp_path, call
     assert "tokens_per_step: 256" in page
 
 
-def test_finished_variants_are_kept(config, tmp_path, calls):
+def test_finished_variants_are_kept(config, tmp_path, calls, capsys):
     comparison.compare(config, tmp_path / "out", only=["full precision", "token"])
     first = list(calls)
     comparison.compare(config, tmp_path / "out")
     assert calls[len(first) :] == [("paper", False)]
+    assert "token: finished before, kept" in capsys.readouterr().err
+
+
+def test_the_gap_is_to_the_first_variant_of_the_config(config, tmp_path, calls):
+    (alone,) = comparison.compare(config, tmp_path / "out", only=["paper"])
+    assert alone.gap is None
+    outcomes = comparison.compare(config, tmp_path / "out", only=["full precision"])
+    assert [(x.variant, x.gap) for x in outcomes] == [("full precision", 0), ("paper", pytest.approx(0.01))]
 
 
 def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
@@ -116,6 +126,14 @@ def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path,
     assert 0 < abs(whole[1].gap) < 0.05
 
 
+def test_a_later_folder_of_other_settings_is_refused_before_training(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out", only=["paper"])
+    changed = config.variants | {"paper": {"attention.recipe": "paper", "seed": 3}}
+    with pytest.raises(ValueError, match="paper holds a run of other settings; choose another --output"):
+        comparison.compare(config.replace({"variants": changed}), tmp_path / "out")
+    assert calls == [("paper", False)]
+
+
 def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
     comparison.compare(config, tmp_path / "out")
     with pytest.raises(ValueError, match="full precision holds a run of other settings"):
@@ -128,6 +146,9 @@ def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
         ({}, None, "no variants to compare"),
         ({"a": {}}, ["b"], "there is no variant 'b'; variants: a"),
         ({"../a": {}}, None, "'../a' cannot name a folder"),
+        ({1: {}}, None, "1 cannot name a folder"),
+        ({"a": "token"}, None, "a must map keys to values, .*; got 'token'"),
+        ({"a": {1: 2}}, None, "a must map keys to values"),
         ({"a": {}, "b": {"model.widht": 3}}, None, "did you mean model.width"),
     ],
 )

@@ -23,12 +23,21 @@ def test_series_leave_out_what_is_not_finite():
     assert run("a", [(10, math.nan), (20, 2.0)]).series("held_out_loss") == ([20], [2.0])
 
 
-def test_smoothing_keeps_length_and_range():
-    assert _smoothed([1.0, 2.0, 2.0]) == pytest.approx([1.0, 1.2, 1.36])
+def test_no_gap_without_a_baseline():
+    assert _gap(run("b", [(10, 2.5)]), None) == ([], [])
+
+
+def test_smoothing_neither_lags_nor_shortens():
+    slope = [float(x) for x in range(100)]
+    assert _smoothed(slope) == pytest.approx(slope)
+    noisy = [(-1.0) ** x for x in range(100)]
+    assert max(map(abs, _smoothed(noisy)[5:-5])) < 0.3
     assert _smoothed([]) == []
+    assert _smoothed([2.0]) == [2.0]
 
 
-def test_curves_of_unequal_and_broken_runs(tmp_path):
+@pytest.mark.parametrize("with_baseline", [True, False])
+def test_curves_of_unequal_and_broken_runs(tmp_path, with_baseline):
     runs = [run("a", [(10, 2.0)]), run("b", [(10, 2.1), (20, math.nan)], losses=(3.0, math.nan, 1.0)), run("c", [])]
-    write_curves(runs, tmp_path / "curves.png")
+    write_curves(runs, runs[0] if with_baseline else None, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000

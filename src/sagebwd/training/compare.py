@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import yaml
 from rich.table import Table
 
 from sagebwd.training import pretrain
@@ -16,12 +18,15 @@ from sagebwd.training.report import Run, write_curves, write_report
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one variant came to; losses and the gap to the first variant in nats a token."""
+    """What one variant came to; losses in nats a token.
+
+    ``gap`` is the held-out loss minus the config's first variant's, None while that one has not finished.
+    """
 
     variant: str
     recipe: str
     held_out_loss: float
-    gap: float
+    gap: float | None
     train_loss: float
     largest_logit: float
     tokens_per_s: float
@@ -29,27 +34,35 @@ class Outcome:
 
 
 def compare(config: Config, output: Path, only: list[str] | None = None) -> list[Outcome]:
-    """Train each variant into a folder of its own under ``output``, then write the comparison and its report.
+    """Train each variant, or those in ``only``, into a folder of its own under ``output``; then compare and report.
 
-    A variant that has finished is kept, one that was interrupted goes on from its newest checkpoint. The first of
-    those run is what the others are held against. Writes comparison.json, comparison.md, curves.png and report.html.
+    A variant that has finished is kept, one that was interrupted goes on from its newest checkpoint. The config's
+    first variant is the baseline; every variant that has finished is compared, whether it ran now or before. Writes
+    comparison.json, comparison.md, curves.png and report.html.
 
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
-    folder's, or a folder holds a run of other settings.
+    folder's, or a folder holds a run of other settings: all of it before the first variant trains.
     """
-    chosen = _chosen(config, only)
-    runs = []
-    for name, overrides in chosen.items():
-        variant = config.replace({**overrides, "variants": {}})
-        folder = output / name
-        _train(variant, folder)
-        result = json.loads((folder / pretrain.RESULT).read_text(encoding="utf-8"))
-        runs.append(Run(name, overrides, variant.attention.recipe, pretrain.read_metrics(folder), result))
-    outcomes = [_outcome(run, runs[0]) for run in runs]
-    content = {"outcomes": [asdict(x) for x in outcomes], "environment": runs[-1].result["environment"]}
+    variants = _variants(config)
+    unknown = [name for name in only or [] if name not in variants]
+    if unknown:
+        raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
+    chosen = {name: variant for name, variant in variants.items() if not only or name in only}
+    for name, variant in chosen.items():
+        if _digest(output / name) not in (None, variant.digest()):
+            raise ValueError(f"{output / name} holds a run of other settings; choose another --output, or delete it")
+    for name, variant in chosen.items():
+        _train(variant, output / name)
+    runs = [
+        _read(config, name, output / name) for name, variant in variants.items() if _finished(variant, output / name)
+    ]
+    baseline = next((run for run in runs if run.name == next(iter(variants))), None)
+    outcomes = [_outcome(run, baseline) for run in runs]
+    rows = [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
+    content = {"outcomes": rows, "environment": runs[-1].result["environment"]}
     (output / "comparison.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (output / "comparison.md").write_text(_markdown(config, outcomes), encoding="utf-8")
-    write_curves(runs, output / "curves.png")
+    write_curves(runs, baseline, output / "curves.png")
     write_report(config, runs, _rows(outcomes), output)
     return outcomes
 
@@ -65,36 +78,57 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def _chosen(config: Config, only: list[str] | None) -> dict[str, dict[str, object]]:
+def _variants(config: Config) -> dict[str, Config]:
+    """Each variant as a config of its own, so that a mistake in the last one shows before the first has run."""
     if not config.variants:
         raise ValueError(f"config {config.name}: it has no variants to compare; `sagebwd pretrain` trains one run")
-    unknown = [name for name in only or [] if name not in config.variants]
-    if unknown:
-        raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(config.variants)}")
+    variants = {}
     for name, overrides in config.variants.items():
-        if not re.fullmatch(r"[\w][\w .()=,-]*", name):
-            raise ValueError(f"variants: {name!r} cannot name a folder; use letters, digits, spaces and .()=,-")
-        config.replace(dict(overrides or {}))  # a mistake in the last variant shows before the first has run
-    return {name: overrides or {} for name, overrides in config.variants.items() if not only or name in only}
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w .()=,-]*", name):
+            raise ValueError(f"variants: {name!r} cannot name a folder; use a text of letters, digits, spaces, .()=,-")
+        if not isinstance(overrides or {}, dict) or not all(isinstance(key, str) for key in overrides or {}):
+            raise ValueError(
+                f"variants: {name} must map keys to values, as attention.recipe: paper; got {overrides!r}"
+            )
+        variants[name] = config.replace({**(overrides or {}), "variants": {}})
+    return variants
+
+
+def _digest(folder: Path) -> str | None:
+    """The digest of the run in a folder, finished or not; None where there is none."""
+    for name in (pretrain.RESULT, pretrain.CONFIG):
+        if (folder / name).exists():
+            return yaml.safe_load((folder / name).read_text(encoding="utf-8"))["digest"]
+    return None
+
+
+def _finished(variant: Config, folder: Path) -> bool:
+    return (folder / pretrain.RESULT).exists() and _digest(folder) == variant.digest()
 
 
 def _train(variant: Config, folder: Path) -> None:
-    """Run a variant unless its folder says that it has finished."""
-    finished = folder / pretrain.RESULT
-    if finished.exists():
-        if json.loads(finished.read_text(encoding="utf-8"))["digest"] != variant.digest():
-            raise ValueError(f"{folder} holds a run of other settings; choose another --output, or delete the folder")
+    """Run a variant unless it has finished."""
+    if _finished(variant, folder):
+        print(f"{folder.name}: finished before, kept", file=sys.stderr)
         return
     pretrain.run(variant, folder, resume=bool(pretrain.checkpoints(folder)))
 
 
-def _outcome(run: Run, baseline: Run) -> Outcome:
+def _read(config: Config, name: str, folder: Path) -> Run:
+    """A finished variant from its folder."""
+    overrides = config.variants[name] or {}
+    result = json.loads((folder / pretrain.RESULT).read_text(encoding="utf-8"))
+    recipe = config.replace(overrides).attention.recipe
+    return Run(name, overrides, recipe, pretrain.read_metrics(folder), result)
+
+
+def _outcome(run: Run, baseline: Run | None) -> Outcome:
     result = run.result
     return Outcome(
         run.name,
         run.recipe,
         result["held_out_loss"],
-        result["held_out_loss"] - baseline.result["held_out_loss"],
+        None if baseline is None else result["held_out_loss"] - baseline.result["held_out_loss"],
         result["train_loss"],
         result["largest_logit"],
         result["tokens_per_s"],
@@ -110,7 +144,7 @@ def _rows(outcomes: list[Outcome]) -> list[list[str]]:
             outcome.variant,
             outcome.recipe,
             f"{outcome.held_out_loss:.4f}",
-            f"{outcome.gap:+.4f}",
+            "" if outcome.gap is None else f"{outcome.gap:+.4f}",
             f"{outcome.train_loss:.4f}",
             f"{outcome.largest_logit:.1f}",
             f"{outcome.tokens_per_s:,.0f}",
