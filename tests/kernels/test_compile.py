@@ -1,0 +1,62 @@
+"""Machine code of every kernel on every architecture: INT8 tensor cores, shared memory, no spills. Needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# shared memory that one program may use
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+INT8_OPCODE = {90: "IGMMA"}
+# instructions in a thousand that may move registers to local memory inside the loops; a register saved once beside
+# a loop costs nothing
+SPILLS = 20
+# capped at 168 registers so that three programs share an SM: faster than two without spills (docs/kernels.md)
+SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
+# each product appears twice: in the loop over whole blocks and in the loop over masked ones
+PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}
+
+
+def launches(arch, head_dim, recipe):
+    """What `tests.kernels.cross_compile` prints, by kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "tests.kernels.cross_compile", str(arch), str(head_dim), recipe]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_token_on(arch, head_dim):
+    rows = launches(arch, head_dim, "token(block_k=128)")
+    attention = {row["kernel"]: row for row in rows if row["kernel"] in PRODUCTS}
+    assert attention.keys() == PRODUCTS.keys()
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_BYTES[arch], row
+    for name, (int8, floating) in PRODUCTS.items():
+        row = attention[name]
+        assert (row["int8_products"], row["float_products"]) == (int8, floating), row
+        assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
+        allowed = SPILLS_ON_PURPOSE.get((arch, head_dim, name), SPILLS)
+        assert 1000 * row["spills_in_loops"] <= allowed * row["instructions_in_loops"], row
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [(89, 128), (90, 64)])
+def test_paper_on(arch, head_dim):
+    rows = launches(arch, head_dim, "paper")
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_BYTES[arch], row
+        if row["kernel"] in PRODUCTS:
+            assert (row["int8_products"], row["float_products"]) == PRODUCTS[row["kernel"]], row
+            assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
+
+
+def test_full_uses_no_int8():
+    for row in launches(80, 64, "full"):
+        assert row["int8_products"] == 0, row
