@@ -1,5 +1,6 @@
 """The operators among PyTorch's own machinery: opcheck, compile, checkpointing, autocast, a graph used twice."""
 
+import os
 import subprocess
 import sys
 
@@ -87,6 +88,30 @@ def test_compile_packed():
         torch.compile(attend_packed, fullgraph=True, backend="aot_eager")(q, k, v), attend_packed(q, k, v)
     ):
         assert torch.equal(a, e)
+
+
+def test_compile_with_a_kernel_family_and_what_it_refuses():
+    """Regression: importing the family broke the graph, on GPUs alone, where it is the default."""
+    program = """
+import torch
+from sagebwd import sage_attention
+q = torch.randn(1, 2, 40, 32, dtype=torch.bfloat16, requires_grad=True)
+attend = lambda x, **k: sage_attention(x, x, x, impl="triton", **k)
+compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+assert torch.equal(compiled(q), attend(q))
+compiled(q).sum().backward()
+try:
+    compiled(q, recipe="token(dp=int8)")
+except NotImplementedError as error:
+    assert "dp='int8'" in str(error)
+else:
+    raise AssertionError("not refused")
+"""
+    outcome = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr
 
 
 def test_compile_checks_arguments():

@@ -164,9 +164,8 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
                 f"impl='triton' needs a CUDA device, got {query.device}; "
                 "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
             )
-        reason = ops.implementation(chosen).unsupported(recipe, query.shape[-1], query.dtype)
-        if reason is not None:
-            raise NotImplementedError(f"impl='triton' does not support this call: {reason}; impl='reference' does")
+        if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
+            ops.check_supported(chosen, recipe, query.shape[-1], query.dtype)
     return chosen
 
 

@@ -31,6 +31,15 @@ def implementation(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
+def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
+    """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
+    if impl == "reference":
+        return
+    reason = implementation(impl).unsupported(recipe, head_dim, dtype)
+    if reason is not None:
+        raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
+
+
 def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
     """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
     always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
@@ -90,10 +99,12 @@ def attention(
     if q.numel() == 0 or k.numel() == 0:
         o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
+    parsed = Recipe.parse(recipe)
+    check_supported(impl, parsed, q.shape[-1], q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         return implementation(impl).forward(
             q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-            window_right, scale, Recipe.parse(recipe),
+            window_right, scale, parsed,
         )  # fmt: skip
 
 
