@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := src tests benchmarks
+SOURCES := src tests
 
 .PHONY: demo test test-gpu fuzz-gpu bench lint format clean
 
