@@ -202,8 +202,12 @@ def dkdv_kernel(
                     do_head, batch, head, start_q, first_q, length_q, do_n, head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN, TMA,
                 )  # fmt: skip
-                dp = dot_16bit(v_tile, do_tile.T)
-                ds = p * (dp - row_delta[None, :])
+                if BLOCK_D > 64:
+                    # adding up from -delta keeps one vector less in registers; slower where they are not short
+                    dp = dot_16bit(v_tile, do_tile.T, tl.zeros((BLOCK_K, BLOCK_Q), tl.float32) - row_delta[None, :])
+                else:
+                    dp = dot_16bit(v_tile, do_tile.T) - row_delta[None, :]
+                ds = p * dp
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
                 if q_mean is not None:
