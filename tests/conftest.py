@@ -1,9 +1,13 @@
 """Fixtures of every test: few threads, and memory that sagebwd allocates is poisoned before it is written."""
 
+import os
 import sys
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # chosen once, before anything imports triton
 
 POISON_INT8 = -128  # never a code: psi gives -127 to 127
 

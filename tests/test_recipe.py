@@ -18,6 +18,7 @@ def test_named_recipes_are_the_specification():
     assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "block", "block")
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
     assert token.smooth_v
+    assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)
     assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
     assert {full.smooth_q, full.smooth_k, full.smooth_v} == {False}
 
@@ -31,6 +32,7 @@ def test_every_single_change_of_every_recipe_reads_back():
     changes = [
         *((field, value) for field, values in _CHOICES.items() for value in values),
         *itertools.product(("block_q", "block_k"), (16, 32, 64, 128, 256)),
+        *itertools.product(("p_levels",), (127, 254)),
         *itertools.product(("smooth_q", "smooth_k", "smooth_v"), (True, False)),
     ]
     for name, (field, value) in itertools.product(RECIPES, changes):
@@ -55,6 +57,7 @@ def test_text_form_is_stable():
         ("token(s=int4)", "s='int4' is not supported; accepted: int8, 16bit"),
         ("token(block_q=48)", "block_q=48"),
         ("token(block_q=True)", "block_q"),
+        ("token(p_levels=255)", "p_levels=255 is not supported; accepted: 127, 254"),
     ],
 )
 def test_bad_text_raises(text, message):

@@ -50,7 +50,9 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
             block = list(block)
             if s[i, block].max() > -math.inf:
                 top = s[i, block].max()
-                o[i] += torch.round(127 * torch.exp(s[i, block] - top)) / 127 * torch.exp(top - lse[i]) @ v_hat[block]
+                steps = recipe.p_levels
+                p_hat = torch.round(steps * torch.exp(s[i, block] - top)) / steps
+                o[i] += p_hat * torch.exp(top - lse[i]) @ v_hat[block]
     o = o + v_mean
     p = torch.exp(s - lse[:, None])
     ds = p * (do @ v.T - (do * o).sum(-1, keepdim=True))

@@ -31,6 +31,7 @@ SIXTEEN_BIT = "16bit"
 
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+P_LEVELS = (127, 254)
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCTS, (INT8, SIXTEEN_BIT)),
@@ -57,7 +58,9 @@ class Recipe:
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
-    - P in forward has one scale per query row of each key block in every recipe: it follows from the row maximum.
+    - ``p_levels``: steps of P in forward, 127, or 254: codes 0 to 254, held in INT8 as code - 127; the product is put
+      right by 127 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
+      addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
     ``smooth_q`` the mean of each query block.
@@ -78,8 +81,9 @@ class Recipe:
     p_scale_dv: str = "key"
     ds_scale_dq: str = "query"
     ds_scale_dk: str = "key"
+    p_levels: int = 254
     block_q: int = 64
-    block_k: int = 64
+    block_k: int = 128
     smooth_q: bool = False
     smooth_k: bool = True
     smooth_v: bool = True
@@ -89,11 +93,11 @@ class Recipe:
             value = getattr(self, name)
             if value not in accepted:
                 raise ValueError(f"recipe: {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
-        for name in ("block_q", "block_k"):
+        for name, accepted in (("block_q", BLOCK_SIZES), ("block_k", BLOCK_SIZES), ("p_levels", P_LEVELS)):
             value = getattr(self, name)
-            if value not in BLOCK_SIZES:
+            if value not in accepted:
                 raise ValueError(
-                    f"recipe: {name}={value!r} is not supported; accepted: {', '.join(map(str, BLOCK_SIZES))}"
+                    f"recipe: {name}={value!r} is not supported; accepted: {', '.join(map(str, accepted))}"
                 )
         for name in ("smooth_q", "smooth_k", "smooth_v"):
             value = getattr(self, name)
@@ -176,6 +180,7 @@ RECIPES: dict[str, Recipe] = {
         p_scale_dv="tile",
         ds_scale_dq="tile",
         ds_scale_dk="tile",
+        p_levels=127,
         block_q=128,
         block_k=64,
         smooth_v=False,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.band import Band
-from sagebwd.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 from sagebwd.recipe import INT8, Recipe
 
 # Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
@@ -164,7 +164,7 @@ class Emulator:
             weight = torch.exp(block_max - row_max)
             total = (p.sum(-1, keepdim=True) * weight).sum(-2)
             if recipe.o == INT8:
-                p = torch.round(p * INT8_MAX) * (weight / INT8_MAX)
+                p = torch.round(p * recipe.p_levels) * (weight / recipe.p_levels)
             else:
                 p = self.sixteen_bit(p * weight)
             o_rows = p.flatten(-2) @ v_operand[..., keys, :] / total + v_mean

@@ -5,6 +5,7 @@ import torch
 
 from sagebwd.analysis.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measure
 from sagebwd.metrics import rms
+from sagebwd.recipe import Recipe
 
 
 def by_tensor(rows, recipe, sigma):
@@ -22,10 +23,20 @@ def test_table_1_at_sigma_5():
         assert token[name].expected_l2 == published
 
 
+def test_the_default_recipe_is_within_a_seventh_of_table_1_at_sigma_1():
+    for row in measure(["token"], [1]):
+        assert row.relative_l2 <= 1.15 * row.expected_l2
+
+
+def test_expected_figures_are_found_by_the_recipes_own_text():
+    assert all(str(Recipe.parse(text)) == text for text in BIAS_AND_SINK)
+
+
 def test_bias_and_sink_shows_what_v_smoothing_does():
     rows = measure(BIAS_AND_SINK, [1], kind="bias-and-sink", tokens=1024, head_dim=64)
     error = {recipe: by_tensor(rows, recipe, 1)["dq"].relative_l2 for recipe in BIAS_AND_SINK}
-    assert error["token"] < 0.4 * error["token(smooth_v=False)"]
+    token = "token(p_levels=127, block_k=64)"
+    assert error[token] < 0.4 * error[token.replace(")", ", smooth_v=False)")]
     assert error["paper(block_q=64, smooth_v=True)"] < 0.7 * error["paper(block_q=64)"]
 
 

@@ -232,7 +232,11 @@ def time_interleaved(runs: dict[str, Callable[[], object]], device: str, rounds:
 
 
 def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
-    """Bytes beyond the inputs: the peak of forward and backward, and what is kept in between, output included."""
+    """Bytes of forward and backward at their peak, beyond the inputs, and bytes that backward keeps alive in between.
+
+    Kept are the output and all that autograd saves, inputs among it: q and k are freed by a training step unless
+    attention holds on to them.
+    """
     q, k, v, do = inputs
     if not q.is_cuda:
         return None, None
@@ -240,12 +244,19 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = attention(*leaves)
-    kept = torch.cuda.memory_allocated() - before
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = attention(*leaves)
+    note(out)
     gradients = torch.autograd.grad(out, leaves, do)
     peak = torch.cuda.max_memory_allocated() - before
     del out, gradients
-    return peak, kept
+    return peak, sum(kept.values())
 
 
 def measure_shape(

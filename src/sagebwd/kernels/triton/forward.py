@@ -55,6 +55,7 @@ def forward_kernel(
     q_scale,
     k_scale,
     v_scale,
+    v_sum,
     v_mean,
     q_mean,
     k_exact,
@@ -107,8 +108,8 @@ def forward_kernel(
     """One block of queries of one head.
 
     q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks,
-    D), k_exact (rows) and k_mean put back what Q-smoothing took from S. BLOCK_K is the recipe's. TMA: k and v are
-    descriptors.
+    D), k_exact (rows) and k_mean put back what Q-smoothing took from S. v_sum: 127 times the column sums of V's codes,
+    where P has 254 levels. BLOCK_K is the recipe's. TMA: k and v are descriptors.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid_q
@@ -172,6 +173,9 @@ def forward_kernel(
                 block = full_begin + i
             first_k = block * BLOCK_K
             left = length_k - first_k
+            if v_sum is not None:  # long before it is needed, or every block waits for memory
+                at = v_sum + (block_k + block) * head_dim + columns
+                column_sum = tl.load(at, mask=columns < head_dim, other=0)
             k_tile = load_block(
                 k, batch, head_k, start_k, first_k, length_k, k_t, head_dim, not masked, BLOCK_K, BLOCK_D, VARLEN, TMA
             )
@@ -218,14 +222,21 @@ def forward_kernel(
             m = m_new
             if INT8_O:
                 v_tile = load_transposed(v, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
-                part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                if v_sum is None:
+                    LEVELS: tl.constexpr = 127.0
+                    part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                else:
+                    # sum of (code - 127) V, and 127 times V's sum; a masked key's -127 and 127 cancel
+                    LEVELS: tl.constexpr = 254.0
+                    part = tl.dot(interleave(to_int8(p * 254.0 - 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                    part += column_sum[None, :]
                 if V_CHANNEL:
                     channel = tl.load(
                         v_scale + (block_k + block) * head_dim + columns, mask=columns < head_dim, other=0
                     )
-                    acc = acc * decay[:, None] + part * channel[None, :] * (weight * (1 / 127.0))[:, None]
+                    acc = acc * decay[:, None] + part * channel[None, :] * (weight * (1 / LEVELS))[:, None]
                 else:
-                    weight *= tl.load(v_scale + block_k + block) * (1 / 127.0)
+                    weight *= tl.load(v_scale + block_k + block) * (1 / LEVELS)
                     acc = acc * decay[:, None] + part * weight[:, None]
             else:
                 v_tile = load_block(
@@ -267,6 +278,7 @@ def launch_forward(
     q_scale: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    v_sum: Tensor | None,
     v_mean: Tensor | None,
     smooth_q: SmoothQ,
 ) -> tuple[Tensor, Tensor]:
@@ -290,6 +302,7 @@ def launch_forward(
             q_scale,
             k_scale,
             v_scale,
+            v_sum,
             v_mean,
             smooth_q.q_mean,
             smooth_q.k,

@@ -82,8 +82,9 @@ def forward(
     v_smoothed = not o_int8 and (recipe.smooth_v or key_mask is not None)
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
-            v, keys, recipe.v_scale, recipe.block_k, v_mean, key_mask, transposed=o_int8, smoothed=v_smoothed
-        )
+            v, keys, recipe.v_scale, recipe.block_k, v_mean, key_mask,
+            transposed=o_int8, column_sum=o_int8 and recipe.p_levels > 127, smoothed=v_smoothed,
+        )  # fmt: skip
     if k_mean is None:
         k_mean = torch.zeros(keys.batch, keys.heads, q.shape[-1], dtype=torch.float32, device=q.device)
 
@@ -95,6 +96,7 @@ def forward(
         q_pass.token_scale,
         k_pass.token_scale,
         v_pass.block_scale,
+        v_pass.column_sum,
         v_mean,
         SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
     )

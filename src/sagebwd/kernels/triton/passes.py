@@ -49,6 +49,7 @@ class Quantized:
     token_scale: Tensor | None = None
     block_scale: Tensor | None = None
     transposed: Tensor | None = None
+    column_sum: Tensor | None = None
     smoothed: Tensor | None = None
     block_mean: Tensor | None = None
 
@@ -63,6 +64,7 @@ def launch_quantize(
     *,
     codes: bool = False,
     transposed: bool = False,
+    column_sum: bool = False,
     smoothed: bool = False,
     block_mean: bool = False,
 ) -> Quantized:
@@ -80,6 +82,8 @@ def launch_quantize(
     if group == "channel" or (transposed and group == "block"):
         channels = (head_dim,) if group == "channel" else ()
         out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
+    if column_sum:
+        out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     rows = out.codes if codes else out.smoothed if smoothed else x
@@ -93,6 +97,7 @@ def launch_quantize(
         out.token_scale,
         out.block_scale,
         out.transposed,
+        out.column_sum,
         out.smoothed,
         *packing.strides(x),
         *packing.strides(rows),

@@ -80,6 +80,7 @@ def quantize_kernel(
     token_scale,
     block_scale,
     transposed,
+    column_sum,
     smoothed,
     stride_b,
     stride_h,
@@ -101,7 +102,7 @@ def quantize_kernel(
 
     x: rows. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own mean, subtracted and
     written. codes, smoothed: rows, contiguous. token_scale: one a token. block_scale: one a block, or one a channel
-    of it. transposed: INT8, see `tile`.
+    of it. transposed: INT8, see `tile`. column_sum: 127 times the sum of a block's codes, by column, exact in FP32.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -159,6 +160,9 @@ def quantize_kernel(
         tl.store(codes + out, code, mask=written)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+    if column_sum is not None:
+        total = tl.sum(code.to(tl.int32), 0) * 127
+        tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
 
 
 @triton.jit
