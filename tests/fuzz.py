@@ -129,11 +129,15 @@ def check(case: Case, impl: str, device: str) -> str | None:
         for drawn in [other.inputs(device)]
     ]
     eps = torch.finfo(case.dtype).eps
+    q, k, v, do = (x.abs().max().item() for x in inputs)
+    cancelling = 2.0**-23 * case.head_dim**0.5 * do * v * max(q, k) * case.scale
     for index, name in enumerate(("o", "lse", "dq", "dk", "dv")):
         (low, high), *others = [(low[index], high[index]) for low, high in pairs]
         if not torch.isfinite(low).all():  # the 16-bit output overflows for the emulator too
             continue
-        errors = [emulator_error(*other) for other in others]
+        # gradients that vanish in exact arithmetic (one visible key) are FP32 noise of the terms that cancel
+        noise = [(cancelling, cancelling)] if name in ("dq", "dk") else []
+        errors = noise + [emulator_error(*other) for other in others]
         try:
             assert_is_recipe(name, actual[index], low, high, eps, [e for e in errors if math.isfinite(e[0])])
         except AssertionError as error:

@@ -109,7 +109,7 @@ def gaussian(
     from sagebwd.analysis import gaussian as study
 
     biased = kind == "bias-and-sink"
-    recipes = recipe or (list(study.BIAS_AND_SINK) if biased else ["paper", "token"])
+    recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token"])
     sigmas = sigma or ([1.0, 3.0] if biased else list(study.PAPER_TABLE_1))
     with console.status("starting") as status:
         rows = study.measure(

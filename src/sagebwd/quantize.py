@@ -21,7 +21,8 @@ def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     Args: x, any floating dtype and shape; dims, the dimensions that share a scale.
     Returns: codes, integers in x's dtype and shape; scale, x's dtype, with ``dims`` kept at size 1.
     """
-    scale = x.abs().amax(dims, keepdim=True) / INT8_MAX
+    largest = x.abs().amax(dims, keepdim=True)
+    scale = largest / torch.full_like(largest, INT8_MAX)  # by a number, CUDA would multiply by 1/127 instead
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.round(x / scale), scale
 

@@ -120,6 +120,18 @@ def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
     return None
 
 
+def smaller(launch: Launch, kernel: str, recipe: Recipe) -> list[Launch]:
+    """Launches that need less and less shared memory, for recipes and head_dims the table's does not fit.
+
+    Fewer stages; one stage without TMA, which is wrong with a single one; then fewer rows, where groups allow.
+    """
+    fewer = [dataclasses.replace(launch, stages=stages) for stages in range(launch.stages - 1, 1, -1)]
+    fewer.append(dataclasses.replace(launch, stages=1, tma=False))
+    if launch.rows > 32 and _whole_groups(kernel, recipe) is None:
+        fewer.append(dataclasses.replace(launch, rows=launch.rows // 2, stages=1, tma=False))
+    return fewer
+
+
 def candidates(launch: Launch) -> list[Launch]:
     """What autotune tries: the table's launch and its neighbours, rows untouched."""
     registers = {launch.registers, None, 168}

@@ -17,17 +17,37 @@ import torch
 
 import triton
 from sagebwd.kernels.triton.call import Call
-from sagebwd.kernels.triton.launch import Launch, candidates, choose
+from sagebwd.kernels.triton.launch import Launch, candidates, choose, smaller
+from triton.runtime.errors import OutOfResources
 
 CACHE = Path(os.environ.get("SAGEBWD_CACHE_DIR", "~/.cache/sagebwd")).expanduser() / "launch.json"
 
+_FITTING: dict[tuple, Launch] = {}
+"""What was found to fit where the table's launch does not."""
+
 
 def run_best(kernel: str, call: Call, run: Callable[[Launch], None]) -> None:
-    """Run a kernel with the table's launch, or with the tuned one where autotune is on."""
+    """Run a kernel with the table's launch, or with the tuned one where autotune is on.
+
+    Raises NotImplementedError where no launch fits this GPU's shared memory.
+    """
     launch = choose(kernel, call.head_dim, call.recipe, call.arch)
     if os.environ.get("SAGEBWD_AUTOTUNE") == "1" and call.arch:
         launch = _tuned(kernel, call, run, launch)
-    run(launch)
+    key = (kernel, call.head_dim, call.recipe, call.dtype, call.arch)
+    launch = _FITTING.get(key, launch)
+    for fitting in (launch, *smaller(launch, kernel, call.recipe)):
+        try:
+            run(fitting)
+        except OutOfResources:
+            continue
+        if fitting != launch:
+            _FITTING[key] = fitting
+        return
+    raise NotImplementedError(
+        f"impl='triton': head_dim {call.head_dim} with recipe {call.recipe} needs more shared memory than this GPU "
+        f"has; use recipe {call.recipe.replace(block_k=64)!s}, or impl='reference'"
+    )
 
 
 def _tuned(kernel: str, call: Call, run: Callable[[Launch], None], default: Launch) -> Launch:
@@ -53,5 +73,5 @@ def _time(run: Callable[[Launch], None], launch: Launch) -> float:
     """Milliseconds; infinite for a launch that does not fit this GPU."""
     try:
         return triton.testing.do_bench(lambda: run(launch), warmup=5, rep=20, return_mode="median")
-    except triton.runtime.errors.OutOfResources:
+    except OutOfResources:
         return float("inf")

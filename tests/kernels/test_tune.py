@@ -1,0 +1,52 @@
+"""Choosing a launch: what happens where the table's does not fit the GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sagebwd.kernels.triton import tune
+from sagebwd.kernels.triton.launch import Launch, choose, smaller
+from sagebwd.recipe import Recipe
+
+TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
+
+
+@pytest.fixture
+def call(monkeypatch):
+    monkeypatch.setattr(tune, "_FITTING", {})
+    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, arch=90)
+
+
+def test_smaller_launches_never_combine_tma_with_one_stage_nor_split_a_group():
+    launch = Launch(64, 4, 3, tma=True)
+    found = smaller(launch, "dkdv", TOKEN)
+    assert [(x.rows, x.stages, x.tma) for x in found] == [(64, 2, True), (64, 1, False), (32, 1, False)]
+    assert {x.rows for x in smaller(launch, "dkdv", PAPER)} == {64}
+
+
+def test_a_launch_that_does_not_fit_is_shrunk_once(call):
+    """Regression: token at head_dim 256 with key blocks of 128 ran out of shared memory on an H200."""
+    tried = []
+
+    def run(launch):
+        tried.append(launch)
+        if launch.stages > 1:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    tune.run_best("forward", call, run)
+    first = len(tried)
+    assert tried[0] == choose("forward", 256, TOKEN, 90)
+    assert tried[-1].stages == 1
+    assert not tried[-1].tma
+    tune.run_best("forward", call, run)
+    assert len(tried) == first + 1
+
+
+def test_where_nothing_fits_the_message_names_a_way_out(call):
+    def run(launch):
+        raise OutOfResources(300_000, 101_376, "shared memory")
+
+    with pytest.raises(NotImplementedError, match=r"use recipe token\(block_k=64\), or impl='reference'"):
+        tune.run_best("dq", call, run)
