@@ -22,6 +22,11 @@ MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3
 FLOORS = {"full": (1e-5, 1e-4), "token": (0.01, 0.03), "paper": (0.015, 0.08)}
 
 
+# how near a row is to its run alone: other shapes round otherwise, and a code at a tie may then fall on the other side;
+# a token that leaks is a hundred times more
+ALONE = {"full": 1e-5, "token": 1e-3}
+
+
 @pytest.fixture(autouse=True)
 def registered():
     integration.register()
@@ -91,33 +96,35 @@ def test_what_stands_in_padding_does_not_matter(side):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ALONE)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padded_rows_are_their_unpadded_runs(name, side):
+def test_padded_rows_are_their_unpadded_runs(name, recipe, side):
     ids, mask = padded_batch(side)
-    model = build(name, "token")
+    model = build(name, recipe)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         together = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
         for row in range(2):
             real = mask[row] == 1
             alone = model(input_ids=ids[row : row + 1, real]).logits[0]
-            assert relative_l2(together[row, real], alone) < 1e-5
+            assert relative_l2(together[row, real], alone) < ALONE[recipe]
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ALONE)
 @pytest.mark.parametrize("given", ["offsets", "position_ids"])
-def test_packed_documents_are_their_separate_runs(name, given):
+def test_packed_documents_are_their_separate_runs(name, recipe, given):
     documents = [tokens(n, seed=n) for n in (40, 7, 65)]
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=given == "offsets", return_tensors="pt")(
         [{"input_ids": document.tolist()} for document in documents]
     )
     batch.pop("labels")
-    model = build(name, "token")
+    model = build(name, recipe)
     packed = model(**batch).logits[0]
     start = 0
     for document in documents:
         alone = model(input_ids=document[None]).logits[0]
-        assert relative_l2(packed[start : start + len(document)], alone) < 1e-5
+        assert relative_l2(packed[start : start + len(document)], alone) < ALONE[recipe]
         start += len(document)
 
 
