@@ -115,10 +115,11 @@ def test_key_padding_is_as_if_the_keys_were_not_there(recipe):
     for index, length in enumerate(lengths):
         row = slice(index, index + 1)
         expected = call(q[row], k[row, :, :length], v[row, :, :length], do=do[row], recipe=recipe)
+        near = 1e-5 if recipe == "full" else 1e-3  # a code at a tie may fall on the other side
         for a, e in zip(actual[:2], expected[:2]):
-            assert_close(a[row], e, rtol=1e-5, atol=1e-5)
+            assert relative_l2(a[row], e) < near
         for a, e in zip(actual[2:], expected[2:]):
-            assert_close(a[row, :, :length], e, rtol=1e-5, atol=1e-5)
+            assert relative_l2(a[row, :, :length], e) < near
             assert a[row, :, length:].abs().max() == 0 if length < 70 else True
 
 

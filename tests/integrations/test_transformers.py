@@ -22,8 +22,8 @@ MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3
 FLOORS = {"full": (1e-5, 1e-4), "token": (0.01, 0.03), "paper": (0.015, 0.08)}
 
 
-# how near a row is to its run alone: other shapes round otherwise, and a code at a tie may then fall on the other side;
-# a token that leaks is a hundred times more
+# how near a row is to its run alone: other shapes round otherwise, and a code at a tie may then fall on the other
+# side; a token that leaks is a hundred times more
 ALONE = {"full": 1e-5, "token": 1e-3}
 
 
