@@ -1,6 +1,6 @@
 import pytest
 
-from sagebwd.hardware import flops, peak_rates
+from sagebwd.hardware import command_output, flops, peak_rates
 
 
 def test_flops_by_hand():
@@ -20,3 +20,10 @@ def test_peak_rates_by_device_name():
     assert peak_rates("NVIDIA H200").memory_tb_per_s == 4.8
     assert peak_rates("NVIDIA A100-SXM4-80GB").int8_tops == 624
     assert peak_rates("Some other card") is None
+
+
+def test_a_command_that_is_missing_or_fails_is_none():
+    """Regression: a machine without git lost the result of a finished training run."""
+    assert command_output("echo", "here") == "here"
+    assert command_output("no-such-command-at-all") is None
+    assert command_output("false") is None

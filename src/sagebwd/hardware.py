@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 
 from sagebwd.band import Band
@@ -60,3 +61,11 @@ def peak_rates(device_name: str) -> PeakRates | None:
     """The peaks of a GPU by the name that CUDA reports, or None where we know none."""
     matches = [name for name in PEAK_RATES if device_name.startswith(name)]
     return PEAK_RATES[max(matches, key=len)] if matches else None
+
+
+def command_output(*command: str) -> str | None:
+    """What a command prints, or None where it is not there or fails: for facts that a record can do without."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

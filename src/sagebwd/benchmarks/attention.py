@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd.attention import sage_attention
 from sagebwd.band import Band
-from sagebwd.hardware import flops
+from sagebwd.hardware import command_output, flops
 from sagebwd.metrics import rms
 from sagebwd.recipe import Recipe
 from sagebwd.reference import Emulator
@@ -340,20 +339,15 @@ def environment(device: str, commit: str | None = None) -> dict[str, object]:
     cuda = device.startswith("cuda")
     return {
         "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
-        "dirty": None if commit else bool(_output("git", "status", "--porcelain")),
+        "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
+        "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
         "date": date.today().isoformat(),
     }
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def save(rows: list[Measurement], facts: dict[str, object], folder: Path, name: str = "attention") -> Path:

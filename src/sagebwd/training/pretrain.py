@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingArguments
 from transformers.masking_utils import AttentionMaskInterface
 
+from sagebwd.hardware import command_output
 from sagebwd.nn import largest_logit
 from sagebwd.training import data as text
 from sagebwd.training.config import Config
@@ -354,7 +354,6 @@ def environment() -> dict[str, str | None]:
     """The versions and hardware a run depends on."""
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -362,5 +361,5 @@ def environment() -> dict[str, str | None]:
         "triton": triton.__version__,
         "sagebwd": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "commit": commit.stdout.strip() or None,
+        "commit": command_output("git", "rev-parse", "--short", "HEAD"),
     }
