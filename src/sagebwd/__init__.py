@@ -6,8 +6,19 @@ out.sum().backward()
 """
 
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.switches import switches
 from sagebwd.version import __version__
 
-__all__ = ["RECIPES", "Recipe", "__version__", "sage_attention", "sage_attention_varlen", "switches"]
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "__version__",
+    "install_sdpa",
+    "replace_sdpa",
+    "sage_attention",
+    "sage_attention_varlen",
+    "switches",
+    "uninstall_sdpa",
+]

@@ -1,1 +1,1 @@
-"""Where people train: adapters to other libraries, imported by name, never by `import sagebwd`."""
+"""Where people train: adapters to other libraries, imported by name; `import sagebwd` imports sdpa alone."""

@@ -1,0 +1,285 @@
+"""INT8 attention for code that calls ``torch.nn.functional.scaled_dot_product_attention``, without editing it.
+
+    from sagebwd import replace_sdpa
+    with replace_sdpa() as sdpa:
+        model(x).sum().backward()
+    print(sdpa.counts)   # {"replaced": 24, "kept": {"head_dim 512": 2}}
+
+Calls that `sage_attention` supports run there; all others run on the original, untouched, and are counted by reason.
+
+The patch is process-wide: every thread sees it, whoever entered it. It reaches calls through the module
+(``F.scaled_dot_product_attention(...)``), not names that were bound by ``from torch.nn.functional import ...`` before.
+Activation checkpointing calls forward again in backward: run backward inside the context too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from sagebwd import ops
+from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
+from sagebwd.recipe import Recipe
+from sagebwd.switches import apply_to
+
+_lock = threading.RLock()
+_active: list[SdpaReplacement] = []
+_installed: SdpaReplacement | None = None
+
+
+class SdpaReplacement:
+    """One replacement of scaled_dot_product_attention: a context manager, and the counts of what ran where."""
+
+    def __init__(self, recipe: str | Recipe, impl: str | None, min_tokens: int) -> None:
+        if impl is not None and impl not in ops.IMPLEMENTATIONS:
+            accepted = ", ".join(map(repr, ops.IMPLEMENTATIONS))
+            raise ValueError(f"impl={impl!r} is not known; accepted: None, {accepted}")
+        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
+            raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
+        if min_tokens < 0:
+            raise ValueError(f"min_tokens={min_tokens} must be at least 0")
+        self.recipe = Recipe.parse(recipe)
+        self.impl = impl
+        self.min_tokens = min_tokens
+        self._entered = False
+        self._original: Callable = F.scaled_dot_product_attention
+        self._previous: Callable = self._original
+        self._function = _function_of(self)
+        self._replaced = 0
+        self._kept: Counter[str] = Counter()
+        self._count_lock = threading.Lock()
+
+    @property
+    def counts(self) -> dict[str, int | dict[str, int]]:
+        """Calls so far: ``{"replaced": n, "kept": {reason: n}}``, a copy. Compiled calls are not counted."""
+        with self._count_lock:
+            return {"replaced": self._replaced, "kept": dict(self._kept)}
+
+    def __enter__(self) -> SdpaReplacement:
+        with _lock:
+            if self._entered:
+                raise ValueError("replace_sdpa: this object is in use already; make another with replace_sdpa(...)")
+            current = F.scaled_dot_product_attention
+            outer = next((other for other in _active if other._function is current), None)
+            # the innermost decides alone: what it keeps does not go to the settings around it
+            self._original = outer._original if outer else current
+            self._previous = current
+            self._entered = True
+            _active.append(self)
+            F.scaled_dot_product_attention = self._function
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with _lock:
+            self._entered = False
+            _active.remove(self)
+            # threads may leave in another order than they entered
+            if F.scaled_dot_product_attention is self._function:
+                F.scaled_dot_product_attention = self._previous
+            for other in _active:
+                if other._previous is self._function:
+                    other._previous = self._previous
+
+    def _count(self, reason: str | None) -> None:
+        with self._count_lock:
+            if reason is None:
+                self._replaced += 1
+            else:
+                self._kept[reason] += 1
+
+
+def replace_sdpa(recipe: str | Recipe = "token", impl: str | None = None, min_tokens: int = 0) -> SdpaReplacement:
+    """A context manager inside which ``torch.nn.functional.scaled_dot_product_attention`` runs in INT8 where it can.
+
+    Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
+    head_dim) of one dtype that the implementation takes (after autocast), head_dim up to 256, no dropout, and no mask
+    or a boolean key-padding mask: (batch, 1, 1, kv_tokens), or that one expanded over heads or tokens. All others go
+    to the function that was there before, with the very arguments that came in: FP32 tensors outside autocast too,
+    unless the reference runs the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
+
+    Args:
+        recipe, impl: as in `sage_attention`.
+        min_tokens: calls with fewer key tokens stay on the original; short sequences do not gain from INT8.
+
+    Returns:
+        An object to enter with ``with``, which yields itself. Its ``counts`` are ``{"replaced": n, "kept": {reason:
+        n}}``; calls inside torch.compile are replaced or kept alike, but not counted.
+
+    Process-wide, whichever thread enters. Where several are entered the last decides alone, and leaving in any order
+    is safe. Entering one object twice raises ValueError; make two.
+
+    Raises:
+        ValueError, TypeError: an unknown recipe or impl, or min_tokens that is not an integer of at least 0.
+    """
+    return SdpaReplacement(recipe, impl, min_tokens)
+
+
+def install_sdpa(recipe: str | Recipe = "token", impl: str | None = None, min_tokens: int = 0) -> SdpaReplacement:
+    """`replace_sdpa` until `uninstall_sdpa`; installing again takes the new settings. Returns what holds the counts.
+
+    Raises as `replace_sdpa`.
+    """
+    global _installed
+    replacement = SdpaReplacement(recipe, impl, min_tokens)
+    with _lock:
+        uninstall_sdpa()
+        _installed = replacement.__enter__()
+    return replacement
+
+
+def uninstall_sdpa() -> None:
+    """Take back `install_sdpa`; nothing happens where nothing is installed."""
+    global _installed
+    with _lock:
+        if _installed is not None:
+            _installed.__exit__(None, None, None)
+            _installed = None
+
+
+def _function_of(replacement: SdpaReplacement) -> Callable:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        arguments = (query, key, value)
+        reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if reason is None:
+            arguments = _autocast(*arguments)
+            reason = _reason_in_implementation(*arguments, replacement)
+        # a graph cannot hold the side effect of counting
+        if not torch.compiler.is_compiling():
+            replacement._count(reason)
+        if reason is not None:
+            return replacement._original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        padding = None if attn_mask is None else attn_mask[:, :1, :1]
+        return sage_attention(
+            *arguments, padding, 0.0, is_causal, scale, enable_gqa, recipe=replacement.recipe, impl=replacement.impl
+        )
+
+    return scaled_dot_product_attention
+
+
+def _reason_to_keep(
+    settings: SdpaReplacement,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """Why a call stays on the original, in a few words; None where `sage_attention` has a place for it."""
+    # code that took hold of the function, such as another patch, may call it later
+    if not settings._entered:
+        return "after the context was left"
+    return (
+        _reason_in_kind(query, key, value)
+        or _reason_in_shapes(query, key, value, enable_gqa, settings.min_tokens)
+        or _reason_in_options(query, key, attn_mask, dropout_p, is_causal, scale)
+    )
+
+
+def _reason_in_kind(*tensors: Tensor) -> str | None:
+    for tensor in tensors:
+        # DTensor and the like bring their own attention
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return f"a {type(tensor).__name__}"
+        if tensor.is_nested:
+            return "a nested tensor"
+    if torch.compiler.is_compiling():
+        return None
+    # the operators have no rules for these, and forward-mode would lose its tangents without a word
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "torch.func or forward-mode differentiation"
+    return None
+
+
+def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, min_tokens: int) -> str | None:
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return "not 4 dimensions"
+    if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
+        return f"head_dim {query.shape[3]}"
+    if not query.shape[3] == key.shape[3] == value.shape[3]:
+        return "head_dims differ"
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0]:
+        return "shapes differ"
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and (not enable_gqa or kv_heads == 0 or heads % kv_heads):
+        return "heads differ"
+    if not query.device == key.device == value.device:
+        return "devices differ"
+    if key.shape[2] < min_tokens:
+        return "fewer keys than min_tokens"
+    return None
+
+
+def _reason_in_options(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> str | None:
+    if dropout_p != 0.0:
+        return "dropout"
+    if not isinstance(is_causal, bool):
+        return "is_causal is not a bool"
+    if scale is not None and not _is_finite_number(scale):
+        return "scale is not a finite number"
+    if attn_mask is None:
+        return None
+    # the original refuses or combines the two as its backend likes
+    if is_causal:
+        return "attn_mask with is_causal"
+    return None if _is_key_padding(attn_mask, query, key) else "attn_mask is not boolean key padding"
+
+
+def _is_finite_number(scale: object) -> bool:
+    numbers = (int, float, torch.SymFloat, torch.SymInt)
+    return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
+
+
+def _is_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is (batch, 1, 1, kv_tokens), or that expanded, without a copy, over heads or query tokens."""
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 4 or mask.device != key.device:
+        return False
+    if mask.shape[0] != key.shape[0] or mask.shape[3] != key.shape[2]:
+        return False
+    return all(
+        mask.shape[axis] == 1 or (mask.shape[axis] == query.shape[axis] and mask.stride(axis) == 0) for axis in (1, 2)
+    )
+
+
+def _reason_in_implementation(query: Tensor, key: Tensor, value: Tensor, settings: SdpaReplacement) -> str | None:
+    """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them."""
+    if not query.dtype == key.dtype == value.dtype:
+        return "dtypes differ"
+    dtype = str(query.dtype).removeprefix("torch.")
+    if query.dtype not in REFERENCE_DTYPES:
+        return f"dtype {dtype}"
+    try:
+        choose_implementation(query, apply_to(settings.recipe), settings.impl)
+    except TypeError:
+        return f"dtype {dtype}"
+    except NotImplementedError:
+        return "recipe is not in this implementation"
+    except ValueError:
+        return f"device {query.device.type}"
+    return None

@@ -1,0 +1,179 @@
+"""SageAttention's signatures: the same numbers as sage_attention, with gradients, and no keyword swallowed."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagebwd import sage_attention, sage_attention_varlen
+from sagebwd.integrations.sageattention import sageattn, sageattn_varlen
+from sagebwd.metrics import relative_l2
+from tests.inputs import draw
+
+OPTIONS = {"recipe": "token", "impl": "reference"}
+
+
+def inputs(**changes):
+    *tensors, do = draw(**{"batch": 2, "heads": 4, "tokens": 40, "head_dim": 16, **changes})
+    return [x.requires_grad_() for x in tensors], do
+
+
+def swapped(tensors):
+    """(batch, tokens, heads, head_dim) leaves of the same numbers."""
+    return [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_is_sage_attention_in_either_layout(layout, kv_heads, is_causal):
+    tensors, do = inputs(kv_heads=kv_heads, kv_tokens=31)
+    expected = sage_attention(*tensors, is_causal=is_causal, scale=0.3, enable_gqa=True, **OPTIONS)
+    gradients = torch.autograd.grad(expected, tensors, do)
+    given = tensors if layout == "HND" else swapped(tensors)
+    out = sageattn(*given, layout, is_causal, 0.3, impl="reference")
+    assert out.is_contiguous()
+    assert out.shape == given[0].shape
+    if layout == "HND":
+        actual = [out, *torch.autograd.grad(out, given, do)]
+    else:
+        actual = [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out, given, do.transpose(1, 2)))]
+    for a, e in zip(actual, (expected, *gradients)):
+        assert torch.equal(a, e)
+
+
+def test_error_against_full_precision():
+    tensors, do = inputs()
+    exact = F.scaled_dot_product_attention(*(x.double() for x in tensors))
+    out = sageattn(*tensors, impl="reference")
+    assert relative_l2(out, exact) < 0.015  # measured 0.010
+    gradients = torch.autograd.grad(out, tensors, do)
+    for actual, expected in zip(gradients, torch.autograd.grad(exact, tensors, do.double())):
+        assert relative_l2(actual, expected) < 0.025
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_lse_is_of_the_unsmoothed_scores(layout):
+    tensors, _ = inputs(kind="mean-and-outliers")
+    q, k, _ = tensors
+    expected = (q @ k.mT * 16**-0.5).logsumexp(-1)
+    given = tensors if layout == "HND" else swapped(tensors)
+    _, lse = sageattn(*given, tensor_layout=layout, return_lse=True, impl="reference")
+    assert lse.shape == (2, 4, 40)
+    assert lse.dtype == torch.float32
+    assert relative_l2(lse, expected) < 0.01
+
+
+def test_recipe_and_smoothing_reach_the_call():
+    tensors, _ = inputs(kind="mean-and-outliers")
+    for given, recipe in (
+        ({}, "token"),
+        ({"recipe": "paper"}, "paper"),
+        ({"smooth_k": True}, "token"),
+        ({"smooth_k": False}, "token(smooth_k=False)"),
+        ({"recipe": "paper", "smooth_k": False}, "paper(smooth_k=False)"),
+        ({"recipe": "token(smooth_k=False)"}, "token(smooth_k=False)"),
+    ):
+        expected = sage_attention(*tensors, recipe=recipe, impl="reference")
+        assert torch.equal(sageattn(*tensors, impl="reference", **given), expected), given
+    smooth, rough = (sageattn(*tensors, impl="reference", smooth_k=smooth_k) for smooth_k in (True, False))
+    assert not torch.equal(smooth, rough)
+
+
+def packed_inputs():
+    offsets = torch.tensor([0, 17, 40, 48], dtype=torch.int32)
+    tensors = [x[0].detach().transpose(0, 1).contiguous() for x in inputs(batch=1, kv_heads=2, tokens=48)[0]]
+    return [x.requires_grad_() for x in tensors], (offsets, offsets, 23, 23)
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({}, "token"),
+        ({"smooth_k": False}, "token(smooth_k=False)"),
+        ({"recipe": "token(smooth_k=False)"}, "token(smooth_k=False)"),
+        ({"recipe": "paper", "smooth_k": True}, "paper"),
+    ],
+)
+def test_varlen_is_sage_attention_varlen(given, recipe):
+    tensors, packing = packed_inputs()
+    expected = sage_attention_varlen(*tensors, *packing, is_causal=True, scale=0.3, recipe=recipe, impl="reference")
+    out = sageattn_varlen(*tensors, *packing, True, 0.3, impl="reference", **given)
+    assert torch.equal(out, expected)
+    do = torch.ones_like(out)
+    for a, e in zip(torch.autograd.grad(out, tensors, do), torch.autograd.grad(expected, tensors, do)):
+        assert torch.equal(a, e)
+
+
+def test_varlen_sequences_are_apart():
+    tensors, (offsets, *_) = packed_inputs()
+    out = sageattn_varlen(*tensors, offsets, offsets, 23, 23, impl="reference")
+    second = [x[17:40].transpose(0, 1).unsqueeze(0) for x in tensors]
+    alone = sageattn(*second, impl="reference")[0].transpose(0, 1)
+    assert relative_l2(out[17:40], alone) < 1e-5
+
+
+@pytest.mark.parametrize("keyword", ["attn_mask", "dropout_p", "smooth_v", "smoothk"])
+def test_unknown_keywords_are_named(keyword):
+    tensors, _ = inputs()
+    with pytest.raises(TypeError, match=f"sageattn: keyword '{keyword}'"):
+        sageattn(*tensors, impl="reference", **{keyword: None})
+    packed, packing = packed_inputs()
+    with pytest.raises(TypeError, match=f"sageattn_varlen: keyword '{keyword}'"):
+        sageattn_varlen(*packed, *packing, impl="reference", **{keyword: None})
+
+
+def test_tuning_keywords_have_no_effect():
+    tensors, _ = inputs()
+    tuning = {"qk_quant_gran": "per_warp", "pv_accum_dtype": "fp32", "quantization_backend": "cuda"}
+    assert torch.equal(sageattn(*tensors, impl="reference", **tuning), sageattn(*tensors, impl="reference"))
+
+
+def test_wrong_arguments_are_refused():
+    (q, k, v), _ = inputs()
+    with pytest.raises(ValueError, match=r"tensor_layout: got 'HDN'.*'HND', 'NHD'"):
+        sageattn(q, k, v, "HDN", impl="reference")
+    with pytest.raises(ValueError, match=r"tensor_layout: got a Tensor.*replace_sdpa"):  # SDPA's fourth is a mask
+        sageattn(q, k, v, torch.ones(40, 40, dtype=torch.bool), impl="reference")
+    with pytest.raises(ValueError, match=r"k: expected 4 dimensions, got shape \(4, 40, 16\)"):
+        sageattn(q, k[0], v, "NHD", impl="reference")
+    with pytest.raises(TypeError, match="v: expected a tensor, got NoneType"):
+        sageattn(q, k, None, "NHD", impl="reference")
+    with pytest.raises(ValueError, match="3 heads do not divide"):
+        sageattn(q, k[:, :3], v[:, :3], impl="reference")
+
+
+def test_positional_parameters_are_those_of_sageattention():
+    """Names and order of thu-ml/SageAttention d1a57a5."""
+
+    def positional(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+    assert positional(sageattn) == ["q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse"]
+    assert positional(sageattn_varlen) == [
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal", "sm_scale",
+        "smooth_k",
+    ]  # fmt: skip
+
+
+def test_compile_fullgraph():
+    tensors, _ = inputs()
+
+    def attend(q, k, v):
+        return sageattn(q, k, v, "NHD", smooth_k=False, impl="reference", pv_accum_dtype="fp32")
+
+    given = swapped(tensors)
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*given), attend(*given))
+
+
+def test_examples_in_the_documentation_run(capsys):
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "sdpa.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, str(page), "exec"), {})
+    assert capsys.readouterr().out == "{'replaced': 1, 'kept': {}}\n"

@@ -1,0 +1,395 @@
+"""replace_sdpa: what sage_attention supports runs there, all else on the original, and the counts say which."""
+
+import collections
+import itertools
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
+from sagebwd.metrics import relative_l2
+from tests.inputs import draw
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def left_as_found():
+    yield
+    uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def qkv(**changes):
+    return draw(**{"batch": 2, "heads": 4, "tokens": 24, "head_dim": 16, **changes})[:3]
+
+
+def padding(batch=2, keys=24):
+    mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
+    mask[0, ..., 15:] = False
+    return mask
+
+
+def in_int8(*arguments, **options):
+    return sage_attention(*arguments, impl="reference", **options)
+
+
+CALLS = {
+    "plain": (qkv(), {}),
+    "causal": (qkv(), {"is_causal": True}),
+    "scale": (qkv(), {"scale": 0.5}),
+    "fewer-keys": (qkv(kv_tokens=9), {"is_causal": True}),
+    "gqa": (qkv(kv_heads=2), {"enable_gqa": True}),
+    "no-tokens": (qkv(tokens=0), {}),
+    "bf16": (qkv(dtype=torch.bfloat16), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_supported_calls_run_in_int8(name):
+    arguments, options = CALLS[name]
+    with replace_sdpa(impl="reference") as sdpa:
+        assert F.scaled_dot_product_attention is not ORIGINAL
+        assert torch.equal(F.scaled_dot_product_attention(*arguments, **options), in_int8(*arguments, **options))
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+
+
+def test_a_forward_through_the_module_has_gradients():
+    layer = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
+    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0))
+
+    def gradient():
+        layer.zero_grad()
+        layer(x, x, x, need_weights=False)[0].square().sum().backward()
+        return layer.in_proj_weight.grad.clone()
+
+    exact = gradient()
+    with replace_sdpa(impl="reference") as sdpa:
+        error = relative_l2(gradient(), exact)
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+    assert 0 < error < 0.03  # measured 0.010
+
+
+def test_recipe_reaches_the_call():
+    arguments = qkv()
+    with replace_sdpa("paper", impl="reference"):
+        out = F.scaled_dot_product_attention(*arguments)
+    assert torch.equal(out, in_int8(*arguments, recipe="paper"))
+    assert not torch.equal(out, in_int8(*arguments))
+
+
+MASKS = {
+    "as-it-is": lambda mask: mask,
+    "over-queries": lambda mask: mask.expand(-1, -1, 24, -1),
+    "over-heads-and-queries": lambda mask: mask.expand(-1, 4, 24, -1),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_key_padding_is_replaced(name):
+    arguments = qkv()
+    with replace_sdpa(impl="reference") as sdpa:
+        out = F.scaled_dot_product_attention(*arguments, attn_mask=MASKS[name](padding()))
+    assert sdpa.counts["replaced"] == 1
+    assert torch.equal(out, in_int8(*arguments, attn_mask=padding()))
+
+
+def dense_mask():
+    return MASKS["over-queries"](padding()).clone()
+
+
+KEPT = {
+    "dropout": (qkv(), {"dropout_p": 0.5}),
+    "head_dim 264": (qkv(tokens=4, head_dim=264), {}),
+    "head_dims differ": ((*qkv()[:2], qkv(head_dim=8)[2]), {}),
+    "not 4 dimensions": (tuple(x[0] for x in qkv()), {}),
+    "heads differ": (qkv(kv_heads=1), {}),
+    "shapes differ": ((qkv()[0], *(x[:1] for x in qkv()[1:])), {}),
+    "attn_mask is not boolean key padding": (qkv(), {"attn_mask": torch.zeros(2, 1, 1, 24)}),
+    "attn_mask is not boolean key padding ": (qkv(), {"attn_mask": dense_mask()}),
+    "attn_mask is not boolean key padding  ": (qkv(), {"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()}),
+    "attn_mask with is_causal": (qkv(), {"attn_mask": padding(), "is_causal": True}),
+    "scale is not a finite number": (qkv(), {"scale": float("nan")}),
+    "fewer keys than min_tokens": (qkv(tokens=40, kv_tokens=23), {}),
+    "a NestedTensor": (
+        tuple(torch.nested.as_nested_tensor([x[0], x[1][:, :9]], layout=torch.strided) for x in qkv()), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name != "a NestedTensor"])
+def test_other_calls_run_on_the_original(name):
+    arguments, options = KEPT[name]
+    torch.manual_seed(0)
+    expected = ORIGINAL(*arguments, **options)
+    torch.manual_seed(0)
+    with replace_sdpa(impl="reference", min_tokens=24 if "min_tokens" in name else 0) as sdpa:
+        out = F.scaled_dot_product_attention(*arguments, **options)
+    assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert sdpa.counts == {"replaced": 0, "kept": {name.strip(): 1}}
+
+
+def test_nested_tensors_run_on_the_original():
+    arguments, _ = KEPT["a NestedTensor"]
+    expected = ORIGINAL(*arguments)
+    with replace_sdpa(impl="reference") as sdpa:
+        out = F.scaled_dot_product_attention(*arguments)
+    assert all(torch.equal(a, e) for a, e in zip(out.unbind(), expected.unbind()))
+    assert sdpa.counts == {"replaced": 0, "kept": {"a nested tensor": 1}}
+
+
+def test_full_precision_tensors_are_never_cast():
+    arguments = qkv()
+    with replace_sdpa(impl="triton") as sdpa:
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+    assert sdpa.counts == {"replaced": 0, "kept": {"dtype float32": 1}}
+
+
+def test_recipes_that_the_implementation_lacks_run_on_the_original():
+    arguments = qkv(dtype=torch.bfloat16)
+    with replace_sdpa("token(dp=int8)", impl="triton") as sdpa:
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+    (reason,) = sdpa.counts["kept"]
+    assert reason in ("recipe is not in this implementation", "device cpu")
+
+
+def test_autocast_casts_as_it_does_for_the_original():
+    q, k, v = qkv()
+    with replace_sdpa(impl="reference") as sdpa, torch.autocast("cpu", torch.bfloat16):
+        out = F.scaled_dot_product_attention(q, k, v.bfloat16())
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+    assert torch.equal(out, in_int8(*(x.bfloat16() for x in (q, k, v))))
+
+
+def test_function_transforms_and_forward_mode_run_on_the_original():
+    q, k, v = qkv()
+
+    def total(q):
+        return F.scaled_dot_product_attention(q, k, v).square().sum()
+
+    def derivatives():
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no forward mode
+            return torch.func.grad(total)(q), torch.func.jvp(total, (q,), (k,))[1]
+
+    expected = derivatives()
+    with replace_sdpa(impl="reference") as sdpa:
+        actual = derivatives()
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    assert expected[1] != 0
+    assert sdpa.counts == {"replaced": 0, "kept": {"torch.func or forward-mode differentiation": 2}}
+
+
+def outcome_of(function, *arguments, **options):
+    """(result, None), or (None, what was raised)."""
+    try:
+        return function(*arguments, **options), None
+    except Exception as error:
+        # torch names the position of a wrong argument that was not given by keyword
+        return None, re.sub(r" \(position \d+\)", "", f"{type(error).__name__}: {error}")
+
+
+def is_original_or_int8(arguments, options):
+    """Which way a call went, after a check: INT8's result, or exactly the original's, errors included."""
+    torch.manual_seed(0)
+    original = outcome_of(ORIGINAL, *arguments, **options)
+    torch.manual_seed(0)
+    with replace_sdpa(impl="reference") as sdpa:
+        patched = outcome_of(F.scaled_dot_product_attention, *arguments, **options)
+    if sdpa.counts["replaced"]:
+        assert patched[1] is None, patched[1]
+        assert torch.equal(patched[0], in_int8(*arguments, **options))
+        return "replaced"
+    assert patched[1] == original[1]
+    if patched[1] is None:
+        assert torch.equal(patched[0], original[0])
+    return "kept"
+
+
+def test_every_combination_of_shapes_is_the_original_or_int8():
+    """No shape or option slips past the choice into an error that the original would not give."""
+    torch.manual_seed(0)
+    seen = collections.Counter()
+    heads, batches, dims = (1, 2, 3, 4), (1, 2), (8, 12)
+    for kv_heads, batch, value_dim, gqa, causal in itertools.product(
+        heads, batches, dims, (False, True), (False, True, 0)
+    ):
+        q = torch.randn(2, 4, 5, 8)
+        k, v = torch.randn(batch, kv_heads, 6, 8), torch.randn(batch, kv_heads, 6, value_dim)
+        for mask in (None, padding(2, 6), padding(1, 6), padding(2, 6)[:, 0], padding(2, 1)):
+            options = {"is_causal": causal, "enable_gqa": gqa} | ({} if mask is None else {"attn_mask": mask})
+            seen[is_original_or_int8((q, k, v), options)] += 1
+    assert min(seen["replaced"], seen["kept"]) > 10, seen
+
+
+def test_wrong_calls_get_the_error_of_the_original():
+    q, k, v = qkv()
+    for arguments in ((q, k[..., :8], v), (q, k, v.bfloat16()), (q, None, v), (q,)):
+        _, expected = outcome_of(ORIGINAL, *arguments)
+        with replace_sdpa(impl="reference"):
+            _, raised = outcome_of(F.scaled_dot_product_attention, *arguments)
+        assert raised.partition(":")[0] == expected.partition(":")[0]
+
+
+# nesting, exceptions, threads
+
+
+def test_the_innermost_decides_alone_and_the_outer_returns():
+    arguments = qkv()
+    with replace_sdpa(impl="reference") as outer:
+        with replace_sdpa(impl="reference", min_tokens=1000) as inner:
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments))
+    assert inner.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1}}
+    assert outer.counts == {"replaced": 1, "kept": {}}
+
+
+def test_an_exception_restores_the_original():
+    with pytest.raises(KeyError), replace_sdpa(impl="reference"):
+        raise KeyError
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_leaving_in_any_order_restores_the_original():
+    for order in itertools.permutations(range(3)):
+        replacements = [replace_sdpa(impl="reference") for _ in range(3)]
+        for replacement in replacements:
+            replacement.__enter__()
+        left = set()
+        for index in order:
+            replacements[index].__exit__(None, None, None)
+            left.add(index)
+            inside = [replacements[i]._function for i in range(3) if i not in left]
+            assert F.scaled_dot_product_attention is (inside[-1] if inside else ORIGINAL)
+
+
+def test_a_patch_by_others_stays_and_reaches_the_original(monkeypatch):
+    arguments = qkv()
+    sdpa = replace_sdpa(impl="reference")
+    with monkeypatch.context() as patch:
+        with sdpa:
+            ours = F.scaled_dot_product_attention
+            patch.setattr(F, "scaled_dot_product_attention", lambda *x, **y: ours(*x, **y))
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments))
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+    assert F.scaled_dot_product_attention is ours  # what the other patch put back
+    F.scaled_dot_product_attention = ORIGINAL
+    assert sdpa.counts == {"replaced": 1, "kept": {"after the context was left": 1}}
+
+
+def test_one_object_is_entered_once():
+    with replace_sdpa(impl="reference") as sdpa:
+        with pytest.raises(ValueError, match="in use"), sdpa:
+            pass
+        assert F.scaled_dot_product_attention is not ORIGINAL
+    with sdpa:  # and again afterwards
+        F.scaled_dot_product_attention(*qkv())
+    assert sdpa.counts["replaced"] == 1
+
+
+def test_counts_hold_across_threads():
+    x = torch.zeros(1, 1, 2, 8)
+    with replace_sdpa(impl="reference", min_tokens=1000) as sdpa:
+
+        def calls():
+            for _ in range(200):
+                F.scaled_dot_product_attention(x, x, x)
+
+        threads = [threading.Thread(target=calls) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sdpa.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1600}}
+
+
+def test_threads_that_enter_and_leave_restore_the_original():
+    def enter_and_leave():
+        for _ in range(200):
+            with replace_sdpa(impl="reference"):
+                pass
+
+    threads = [threading.Thread(target=enter_and_leave) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_counts_are_a_copy():
+    with replace_sdpa(impl="reference") as sdpa:
+        sdpa.counts["kept"]["mine"] = 1
+    assert sdpa.counts == {"replaced": 0, "kept": {}}
+
+
+def test_install_and_uninstall():
+    arguments = qkv()
+    first = install_sdpa(impl="reference")
+    second = install_sdpa("paper", impl="reference")
+    assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments, recipe="paper"))
+    assert (first.counts["replaced"], second.counts["replaced"]) == (0, 1)
+    uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+    uninstall_sdpa()  # nothing left to take back
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"recipe": "nothing"}, ValueError, "nothing"),
+        ({"impl": "cuda"}, ValueError, "impl='cuda'.*reference"),
+        ({"min_tokens": -1}, ValueError, "min_tokens=-1"),
+        ({"min_tokens": 1.5}, TypeError, "min_tokens=1.5"),
+    ],
+)
+def test_wrong_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        replace_sdpa(**arguments)
+    with pytest.raises(error, match=match):
+        install_sdpa(**arguments)
+
+
+# torch.compile
+
+
+def test_compile_follows_the_context():
+    """One compiled function, before, inside and after: traced through without a break, and traced again on change."""
+    arguments = qkv()
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(2 * q, k, v, is_causal=True) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    exact = attend(*arguments)
+    assert torch.equal(compiled(*arguments), exact)
+    with replace_sdpa(impl="reference") as sdpa:
+        leaves = [x.requires_grad_() for x in qkv()]
+        out = compiled(*leaves)
+        assert sdpa.counts == {"replaced": 0, "kept": {}}  # compiled calls are not counted
+        assert torch.equal(out, attend(*leaves))
+        for a, e in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(attend(*leaves).sum(), leaves)):
+            assert torch.equal(a, e)
+        assert not torch.equal(out, exact)
+    with replace_sdpa("paper", impl="reference"):
+        assert torch.equal(compiled(*arguments), attend(*arguments))
+        assert not torch.equal(compiled(*arguments), out)
+    assert torch.equal(compiled(*arguments), exact)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_keeps_what_eager_keeps(dynamic):
+    def attend(q, k, v, mask=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.4)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    calls = [(*qkv(), MASKS["over-queries"](padding())), (*qkv(), dense_mask()), qkv(tokens=4, head_dim=264)]
+    with replace_sdpa(impl="reference") as sdpa:
+        for arguments in calls:
+            torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-6, atol=1e-6)
+    kept = {"attn_mask is not boolean key padding": 1, "head_dim 264": 1}
+    assert sdpa.counts == {"replaced": 1, "kept": kept}
