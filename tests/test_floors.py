@@ -1,7 +1,8 @@
 """Is the recipe good enough? Floors of the error against FP64 attention, by recipe, kind of data and tensor.
 
 Each is the value measured on 2026-11-21 with the emulator in FP32 (256 tokens, head_dim 64, 2 heads, causal, seed 0)
-and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message.
+and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message. dK of "sink" is one
+key's gradient and swings with the seed, from .008 to .07 (mean of 12 seeds: .031, and .029 with v_scale=block).
 """
 
 import pytest
@@ -17,13 +18,13 @@ TENSORS = ("o", "dq", "dk", "dv")
 # (largest relative L2, least cosine) of o, dq, dk, dv
 FLOORS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
     "token": {
-        "normal": ((0.0132, 0.99991), (0.0177, 0.99985), (0.0175, 0.99985), (0.0165, 0.99986)),
-        "mean-and-outliers": ((0.0034, 0.99999), (0.0748, 0.99724), (0.0414, 0.99915), (0.0325, 0.99948)),
-        "near-one-hot": ((0.0622, 0.99809), (0.4629, 0.88865), (0.4868, 0.87615), (0.0633, 0.99802)),
-        "sink": ((0.0130, 0.99992), (0.0342, 0.99942), (0.0317, 0.99962), (0.0099, 0.99995)),
-        "zero-block": ((0.0570, 0.99839), (0.0271, 0.99964), (0.0177, 0.99984), (0.0167, 0.99986)),
-        "huge": ((0.0129, 0.99992), (0.0182, 0.99984), (0.0180, 0.99984), (0.0164, 0.99987)),
-        "tiny": ((0.0094, 0.99996), (0.0101, 0.99995), (0.0138, 0.99991), (0.0137, 0.99991)),
+        "normal": ((0.0120, 0.99993), (0.0173, 0.99985), (0.0175, 0.99985), (0.0165, 0.99986)),
+        "mean-and-outliers": ((0.0022, 0.99999), (0.0546, 0.99852), (0.0316, 0.99950), (0.0325, 0.99948)),
+        "near-one-hot": ((0.0620, 0.99810), (0.4511, 0.89447), (0.4798, 0.87984), (0.0633, 0.99802)),
+        "sink": ((0.0114, 0.99994), (0.0328, 0.99947), (0.0657, 0.99791), (0.0099, 0.99995)),
+        "zero-block": ((0.0478, 0.99887), (0.0270, 0.99964), (0.0175, 0.99985), (0.0167, 0.99986)),
+        "huge": ((0.0115, 0.99993), (0.0173, 0.99985), (0.0171, 0.99986), (0.0164, 0.99987)),
+        "tiny": ((0.0081, 0.99997), (0.0097, 0.99995), (0.0136, 0.99991), (0.0137, 0.99991)),
     },
     "paper": {
         "normal": ((0.0170, 0.99986), (0.0493, 0.99880), (0.0493, 0.99880), (0.0624, 0.99807)),
@@ -61,9 +62,8 @@ def test_error_against_full_precision(recipe, kind):
         assert similarity >= least_cosine, f"{name}: cosine {similarity:.6f}, allowed {least_cosine}"
 
 
-# O is not better where a key block mixes rows of zeros with others, or where P is flat and only V's error counts: V's
-# scale is that of 128 keys, paper's of 64.
-WORSE_O = ("zero-block", "tiny")
+# O is not better where rows of zeros lie beside others: V's scale is that of the whole sequence, paper's of 64 keys.
+WORSE_O = ("zero-block",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,6 +42,8 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     q_hat, q_scale = operand(q, rows, recipe.q_scale == "token")
     k_hat, k_scale = operand(k, columns, recipe.k_scale == "token")
     v_hat, do_hat = operand(v - v_mean, columns, False)[0], operand(do, rows, False)[0]
+    if recipe.v_scale == "sequence":
+        v_hat = torch.stack([psi(channel) for channel in (v - v_mean).T], 1)
     s = (q_hat @ k_hat.T * scale).masked_fill(~visible, -math.inf)
     lse = s.logsumexp(-1)
     o = torch.zeros_like(q)

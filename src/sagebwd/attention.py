@@ -46,8 +46,9 @@ def sage_attention(
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
         recipe: a name ("token", "paper", "full"), a text such as "token(smooth_v=False)", or a Recipe.
-        impl: "reference" or "triton"; None takes the fastest that supports the call: Triton on a CUDA device,
-            the reference on a CPU. A named one never falls back.
+        impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
+            compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
+            never falls back.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
@@ -143,14 +144,14 @@ def sage_attention_varlen(
 
 
 def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> str:
-    """The implementation that a call runs on.
+    """The implementation that a call runs on; `ops.FASTEST` for the kernels of a GPU while torch.compile traces.
 
     Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
     the implementation lacks, each naming the way out.
     """
     if impl is not None and impl not in ops.IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, ops.IMPLEMENTATIONS))}")
-    chosen = impl or ("triton" if query.device.type == "cuda" else "reference")
+    chosen = impl or (ops.FASTEST if query.device.type == "cuda" else "reference")
     dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
     if query.dtype not in dtypes:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -158,14 +159,20 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
             f"query: dtype {str(query.dtype).removeprefix('torch.')} is not supported by impl={chosen!r}; accepted: "
             f"{accepted}. Run under torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
         )
-    if chosen == "triton":
-        if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(
-                f"impl='triton' needs a CUDA device, got {query.device}; "
-                "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
-            )
-        if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
-            ops.check_supported(chosen, recipe, query.shape[-1], query.dtype)
+    if chosen == "hopper" and query.device.type != "cuda":
+        raise ValueError(
+            f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {query.device}; "
+            "use impl='reference' on a CPU"
+        )
+    if chosen == "triton" and query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"impl='triton' needs a CUDA device, got {query.device}; "
+            "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
+        )
+    if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
+        if chosen == ops.FASTEST:
+            chosen = ops.fastest(recipe, query.shape[-1], query.dtype, query.device)
+        ops.check_supported(chosen, recipe, query.shape[-1], query.dtype)
     return chosen
 
 

@@ -1,8 +1,9 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and call one implementation,
-``"reference"`` or ``"triton"``, a module with two functions, ``forward`` and ``backward``, of these signatures.
-Autocast is off inside: the reference's own products must not be rounded.
+``"reference"``, ``"triton"`` or ``"hopper"``, a module with a function ``forward`` of this signature; ``"fastest"`` is
+the fastest kernel that takes the call, settled inside the operator. ``backward`` is the same module's, or, as all
+kernels save the same tensors, Triton's. Autocast is off inside: the reference's own products must not be rounded.
 
 Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
 Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
 
-IMPLEMENTATIONS = {"reference": "sagebwd.reference", "triton": "sagebwd.kernels.triton"}
+IMPLEMENTATIONS = {
+    "reference": "sagebwd.reference",
+    "triton": "sagebwd.kernels.triton",
+    "hopper": "sagebwd.kernels.hopper",
+}
+FASTEST = "fastest"
+# Whose backward an implementation without one takes.
+_BACKWARD = {"hopper": "triton"}
 
 
 def implementation(name: str) -> ModuleType:
@@ -31,13 +39,22 @@ def implementation(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
+def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton"."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and implementation("hopper").unsupported(recipe, head_dim, dtype) is None:
+        return "hopper"
+    return "triton"
+
+
 def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
     """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
     if impl == "reference":
         return
-    reason = implementation(impl).unsupported(recipe, head_dim, dtype)
-    if reason is not None:
-        raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
+    for name in (impl, _BACKWARD.get(impl, impl)):
+        reason = implementation(name).unsupported(recipe, head_dim, dtype)
+        if reason is not None:
+            raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
 
 
 def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
@@ -100,6 +117,8 @@ def attention(
         o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
     parsed = Recipe.parse(recipe)
+    if impl == FASTEST:
+        impl = fastest(parsed, q.shape[-1], q.dtype, q.device)
     check_supported(impl, parsed, q.shape[-1], q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         return implementation(impl).forward(
@@ -163,8 +182,10 @@ def attention_backward(
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where ``_keeps_inputs`` says so."""
     if o.numel() == 0 or v.numel() == 0:
         return o.new_zeros(o.shape), v.new_zeros(v.shape), v.new_zeros(v.shape)
+    if impl == FASTEST:
+        impl = fastest(Recipe.parse(recipe), o.shape[-1], o.dtype, o.device)
     with torch.autocast(v.device.type, enabled=False):
-        return implementation(impl).backward(
+        return implementation(_BACKWARD.get(impl, impl)).backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             Recipe.parse(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),

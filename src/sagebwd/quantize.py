@@ -30,11 +30,16 @@ def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def quantize_tokens(x: Tensor, group: str, block: int) -> tuple[Tensor, Tensor]:
     """psi of a (..., tokens, head_dim) operand.
 
-    Args: group, "token" (one scale a row), "block" (one per ``block`` rows) or "channel" (one per column of a
-    block). The last block may be short.
-    Returns: codes, x's shape; scale, (..., tokens, 1), or (..., tokens, head_dim) for "channel".
+    Args: group, "token" (one scale a row), "block" (one per ``block`` rows), "channel" (one per column of a
+    block) or "sequence" (one per column). The last block may be short.
+    Returns: codes, x's shape; scale, (..., tokens, 1), or (..., tokens, head_dim) for "channel" and "sequence".
     """
     tokens = x.shape[-2]
+    if group == "sequence":
+        if tokens == 0:
+            return x, torch.ones_like(x)
+        codes, scale = quantize(x, (-2,))
+        return codes, scale.expand_as(x)
     if group == "token":
         return quantize(x, (-1,))
     blocks = token_blocks(x, block)

@@ -37,7 +37,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCTS, (INT8, SIXTEEN_BIT)),
     "q_scale": ("token", "block"),
     "k_scale": ("token", "block"),
-    "v_scale": ("block", "channel"),
+    "v_scale": ("block", "channel", "sequence"),
     "do_scale": ("block", "channel"),
     "p_scale_dv": ("key", "tile"),
     "ds_scale_dq": ("query", "tile"),
@@ -54,7 +54,8 @@ class Recipe:
     Scale groups:
 
     - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens.
-    - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block.
+    - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block;
+      ``v_scale`` also ``"sequence"``, one a channel over all tokens of the sequence, applied once at the end.
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
@@ -76,7 +77,7 @@ class Recipe:
     dk: str = INT8
     q_scale: str = "token"
     k_scale: str = "token"
-    v_scale: str = "block"
+    v_scale: str = "sequence"
     do_scale: str = "block"
     p_scale_dv: str = "key"
     ds_scale_dq: str = "query"
@@ -177,6 +178,7 @@ RECIPES: dict[str, Recipe] = {
     "paper": Recipe(
         q_scale="block",
         k_scale="block",
+        v_scale="block",
         p_scale_dv="tile",
         ds_scale_dq="tile",
         ds_scale_dk="tile",

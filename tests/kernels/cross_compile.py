@@ -1,6 +1,7 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE` prints one JSON line a kernel. It runs in a process of its
+`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE` prints one JSON line a kernel; ARCH "hopper" means the
+Gluon kernels on sm_90. It runs in a process of its
 own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
 """
 
@@ -19,13 +20,24 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.triton import call, host
+from sagebwd.kernels import call
+from sagebwd.kernels.hopper import host as hopper_host
+from sagebwd.kernels.triton import host
 from tests.kernels.calls import KernelCall
 
-TYPES = {torch.int8: "i8", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1"}
+TYPES = {
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.bool: "i1",
+}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
@@ -44,6 +56,8 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
             kind = "*" + TYPES[value.dtype]
         elif isinstance(value, TensorDescriptor):
             kind = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, GluonTensorDescriptor):
+            kind = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, float):
             kind = "fp32"
         elif isinstance(value, int) and not parameter.is_constexpr and (parameter.do_not_specialize or value != 1):
@@ -53,7 +67,8 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
             constants[(index,)] = value
         elif kind.startswith("*") or (kind == "i32" and not parameter.do_not_specialize and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attributes)
+    source_type = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
+    source = source_type(fn, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -108,18 +123,22 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
     }
 
 
-def launches(arch: int, kernel_call: KernelCall) -> list[dict]:
-    """Every kernel that forward and backward launch, as sm_``arch`` would get it."""
+def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
+    """Every kernel that forward and backward launch, as sm_``arch`` would get it; forward alone for "hopper"."""
+    gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found = []
 
     def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
         found.append(describe(fn, compiled(fn, arch, *args, **kwargs)))
 
-    host.capability = lambda device: arch
+    host.capability = hopper_host.capability = lambda device: arch
     call.fits_tma = lambda x: True
     JITFunction.run = record
     inputs = kernel_call.inputs()
     settings = kernel_call.settings()
+    if gluon:
+        hopper_host.forward(*inputs[:3], *settings)
+        return found
     o, lse, *saved = host.forward(*inputs[:3], *settings)
     host.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
     return found
@@ -130,5 +149,5 @@ if __name__ == "__main__":
     shape = KernelCall(
         recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2, tokens_q=256, tokens_k=256, is_causal=True
     )
-    for row in launches(int(arch), shape):
+    for row in launches(arch, shape):
         print(json.dumps(row))

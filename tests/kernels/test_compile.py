@@ -60,3 +60,14 @@ def test_paper_on(arch, head_dim):
 def test_full_uses_no_int8():
     for row in launches(80, 64, "full"):
         assert row["int8_products"] == 0, row
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("recipe", ["token", "paper"])
+def test_hopper_forward(recipe, head_dim):
+    (row,) = [row for row in launches("hopper", head_dim, recipe) if row["kernel"] == "forward_kernel"]
+    # two halves of S and of O, in the loop over whole blocks and in the loop over masked ones
+    assert (row["int8_products"], row["float_products"]) == (8, 0), row
+    assert row["opcodes"].keys() == {"IGMMA"}, row
+    assert row["spills"] == 0, row
+    assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"

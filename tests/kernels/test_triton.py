@@ -44,6 +44,7 @@ CALLS = {
     "smooth-q-full-packed": KernelCall(recipe="full(smooth_q=True, smooth_k=True, smooth_v=True)", **PACKED),
     "no-smoothing": KernelCall(recipe="token(smooth_k=False, smooth_v=False)", masked=True),
     "channel-scales": KernelCall(recipe="token(v_scale=channel, do_scale=channel)"),
+    "block-scale-of-v": KernelCall(recipe="token(v_scale=block)", masked=True),
     "block-scales": KernelCall(recipe="token(q_scale=block, k_scale=block)"),
     "tile-scales": KernelCall(recipe="token(p_scale_dv=tile, ds_scale_dq=tile, ds_scale_dk=tile)"),
     "blocks-32-128": KernelCall(recipe="token(block_q=32, block_k=128)"),
@@ -99,7 +100,7 @@ def test_nan_and_inf_are_never_silent(where, bad):
     spoilt = {
         "q": [actual["o"][row], actual["dq"][row], actual["dk"][0, 0, 3], actual["dv"][0, 0, 3]],
         "k": [actual["o"], actual["dq"], actual["dk"], actual["dv"]],
-        "v": [actual["o"], actual["dq"], actual["dk"]],
+        "v": [actual["o"][..., 5:6], actual["dq"], actual["dk"]],  # scales are per channel
         "do": [actual["dq"][row], actual["dk"], actual["dv"]],
     }[where]
     for tensor in spoilt:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from sagebwd.kernels.triton.call import Call, SmoothQ, described, transposed_view
-from sagebwd.kernels.triton.launch import Launch
-from sagebwd.kernels.triton.tile import (
+from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.tile import (
     LOG2_E,
     block_range,
     codes_of,
@@ -30,6 +29,7 @@ from sagebwd.kernels.triton.tile import (
     to_16bit,
     visible,
 )
+from sagebwd.kernels.triton.launch import Launch
 from sagebwd.kernels.triton.tune import run_best
 from sagebwd.recipe import INT8
 from triton.tools.tensor_descriptor import TensorDescriptor

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from sagebwd.kernels.triton.call import Call, SmoothQ, described, transposed_view
-from sagebwd.kernels.triton.launch import Launch
-from sagebwd.kernels.triton.tile import (
+from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.tile import (
     LN_2,
     LOG2_E,
     block_range,
@@ -30,6 +29,7 @@ from sagebwd.kernels.triton.tile import (
     to_int8,
     visible,
 )
+from sagebwd.kernels.triton.launch import Launch
 from sagebwd.kernels.triton.tune import run_best
 from sagebwd.recipe import INT8
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -96,7 +96,7 @@ def forward_kernel(
     INT8_S: tl.constexpr,
     INT8_O: tl.constexpr,
     K_TOKEN: tl.constexpr,
-    V_CHANNEL: tl.constexpr,
+    V_SCALE: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -230,7 +230,9 @@ def forward_kernel(
                     LEVELS: tl.constexpr = 254.0
                     part = tl.dot(interleave(to_int8(p * 254.0 - 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
                     part += column_sum[None, :]
-                if V_CHANNEL:
+                if V_SCALE == "sequence":
+                    acc = acc * decay[:, None] + part * (weight * (1 / LEVELS))[:, None]
+                elif V_SCALE == "channel":
                     channel = tl.load(
                         v_scale + (block_k + block) * head_dim + columns, mask=columns < head_dim, other=0
                     )
@@ -258,6 +260,9 @@ def forward_kernel(
                 acc = acc * decay[:, None] + part * weight[:, None]
 
     acc = acc / l[:, None]
+    if INT8_O and V_SCALE == "sequence":
+        v_scale += (batch * heads_k + head_k).to(tl.int64) * head_dim
+        acc *= tl.load(v_scale + columns, mask=columns < head_dim, other=0)[None, :]
     if v_mean is not None:
         v_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
         acc += tl.load(v_mean + columns, mask=columns < head_dim, other=0)[None, :]
@@ -332,7 +337,7 @@ def launch_forward(
             INT8_S=recipe.s == INT8,
             INT8_O=o_int8,
             K_TOKEN=recipe.k_scale == "token",
-            V_CHANNEL=recipe.v_scale == "channel",
+            V_SCALE=recipe.v_scale,
             VARLEN=call.varlen,
             TMA=isinstance(blocked["k"], TensorDescriptor),
             BLOCK_Q=launch.rows,

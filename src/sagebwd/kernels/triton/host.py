@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.triton.call import Call, Packing, SmoothQ
-from sagebwd.kernels.triton.dkdv import launch_dkdv
-from sagebwd.kernels.triton.dq import launch_dq
-from sagebwd.kernels.triton.forward import launch_forward
-from sagebwd.kernels.triton.launch import capability
-from sagebwd.kernels.triton.passes import (
+from sagebwd.kernels.call import Call, Packing, SmoothQ, capability
+from sagebwd.kernels.passes import (
     Quantized,
     launch_grad_out,
-    launch_means,
     launch_quantize,
     launch_transpose,
 )
+from sagebwd.kernels.statistics import launch_statistics
+from sagebwd.kernels.triton.dkdv import launch_dkdv
+from sagebwd.kernels.triton.dq import launch_dq
+from sagebwd.kernels.triton.forward import launch_forward
 from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
 
 BLOCK_SIZES = (32, 64, 128)
@@ -65,8 +64,11 @@ def forward(
     )  # fmt: skip
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
-    k_mean = launch_means(k, keys, key_mask) if recipe.smooth_k else None
-    v_mean = launch_means(v, keys, key_mask) if recipe.smooth_v else None
+    k_mean, v_mean, v_scale = launch_statistics(
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v,
+        v_scale=o_int8 and recipe.v_scale == "sequence",
+    )  # fmt: skip
+    k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
     if q_int8 or recipe.smooth_q:
@@ -77,16 +79,15 @@ def forward(
     k_smoothed = not s_int8 and recipe.smooth_k
     if k_int8 or k_smoothed:
         k_pass = launch_quantize(
-            k, keys, recipe.k_scale, recipe.block_k, k_mean, key_mask, codes=k_int8, smoothed=k_smoothed
+            k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed
         )
     v_smoothed = not o_int8 and (recipe.smooth_v or key_mask is not None)
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
-            v, keys, recipe.v_scale, recipe.block_k, v_mean, key_mask,
-            transposed=o_int8, column_sum=o_int8 and recipe.p_levels > 127, smoothed=v_smoothed,
+            v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
+            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels > 127 else None,
+            smoothed=v_smoothed,
         )  # fmt: skip
-    if k_mean is None:
-        k_mean = torch.zeros(keys.batch, keys.heads, q.shape[-1], dtype=torch.float32, device=q.device)
 
     o, lse = launch_forward(
         call,
@@ -95,9 +96,9 @@ def forward(
         v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v,
         q_pass.token_scale,
         k_pass.token_scale,
-        v_pass.block_scale,
+        v_pass.block_scale if v_scale is None else v_scale,
         v_pass.column_sum,
-        v_mean,
+        v_shift,
         SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
     )
     none = torch.empty(0, dtype=torch.int8, device=q.device), torch.empty(0, dtype=torch.float32, device=q.device)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
 
-import torch
-
+from sagebwd.kernels.call import padded_head_dim
 from sagebwd.recipe import Recipe
 
 
@@ -72,25 +70,6 @@ _PORTABLE: dict[tuple[str, int, int], Launch] = {
     ("dq", 128, 128): Launch(64, 8, 1),
     ("dq", 256, 32): Launch(32, 8, 1),
 }
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """90 for sm_90; 0 where the interpreter runs on a CPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two that tiles are wide: INT8 products reduce over at least 32."""
-    return max(32, 1 << (head_dim - 1).bit_length())
-
-
-def pass_warps(block: int, head_dim: int) -> int:
-    """Warps of a quantisation pass: 16 to 64 elements a thread."""
-    return max(4, block * padded_head_dim(head_dim) // 2048)
 
 
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import triton
-from sagebwd.kernels.triton.call import Call
+from sagebwd.kernels.call import Call
 from sagebwd.kernels.triton.launch import Launch, candidates, choose, smaller
 from triton.runtime.errors import OutOfResources
 

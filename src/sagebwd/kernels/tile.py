@@ -15,6 +15,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 INT8_MAX = tl.constexpr(127.0)
 # Adding 1.5 * 2**23 leaves an fp32's nearest integer, ties to even, in its low mantissa bits.
 ROUND = tl.constexpr(12582912.0)
+ROUND_BITS = tl.constexpr(0x4B400000)
 # Below this a group's largest magnitude counts as zero: its reciprocal would overflow.
 TINY = tl.constexpr(1e-30)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

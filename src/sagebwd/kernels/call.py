@@ -6,13 +6,32 @@ Dense and packed calls differ in strides and sequence bounds alone: `Packing` hi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
-
-from sagebwd.kernels.triton.launch import padded_head_dim
-from sagebwd.recipe import Recipe
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sagebwd.recipe import Recipe
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """90 for sm_90; 0 where the interpreter runs on a CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that tiles are wide: INT8 products reduce over at least 32."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def pass_warps(block: int, head_dim: int) -> int:
+    """Warps of a quantisation pass: 16 to 64 elements a thread."""
+    return max(4, block * padded_head_dim(head_dim) // 2048)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Quantisation passes: smoothing, psi, transposed INT8 copies, and what backward needs of dO and lse.
+"""Quantisation passes: psi, transposed INT8 copies, and what backward needs of dO and lse.
 
 All are bound by memory: each reads its tensor once and writes what the attention kernels will read.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from sagebwd.kernels.triton.tile import (
+
+from sagebwd.kernels.tile import (
     INT8_MAX,
     LOG2_E,
+    ROUND_BITS,
     abs_max,
     divide,
     interleave_rows,
@@ -20,64 +22,20 @@ from sagebwd.kernels.triton.tile import (
     to_int8,
 )
 
-NO_SPECIALIZE = ["tokens", "total", "blocks", "chunk"]
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mean_kernel(
-    x,
-    partial,
-    key_mask,
-    cu_seqlens,
-    stride_b,
-    stride_h,
-    stride_t,
-    heads,
-    tokens,
-    chunk,
-    head_dim: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One chunk of tokens' share of the mean over a sequence's valid tokens; partial: (chunks, batch * heads, D)."""
-    batch = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
-    columns = tl.arange(0, BLOCK_D)
-    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    count = length
-    if key_mask is not None:
-        key_mask += batch.to(tl.int64) * tokens
-        count = 0
-        for first in range(0, length, 1024):
-            at = first + tl.arange(0, 1024)
-            count += tl.sum(tl.load(key_mask + at, mask=at < length, other=0).to(tl.int32))
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    begin = tl.program_id(1) * chunk
-    for first in range(begin, tl.minimum(begin + chunk, length), BLOCK):
-        local = tl.arange(0, BLOCK)
-        block = x + (start + first).to(tl.int64) * stride_t
-        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
-        tile = tile.to(tl.float32)
-        if key_mask is not None:
-            keep = tl.load(key_mask + first + local, mask=first + local < length, other=0) != 0
-            tile = tl.where(keep[:, None], tile, 0.0)
-        total += tl.sum(tile, 0)
-    total /= tl.maximum(count, 1).to(tl.float32)
-    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
-    tl.store(partial + at, total, mask=columns < head_dim)
+NO_SPECIALIZE = ["tokens", "total", "blocks"]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def quantize_kernel(
     x,
     mean,
+    sequence_scale,
     key_mask,
     cu_seqlens,
     block_mean,
     codes,
     token_scale,
+    padded_scale,
     block_scale,
     transposed,
     column_sum,
@@ -101,8 +59,10 @@ def quantize_kernel(
     """Smooth and quantise one block of tokens; each output is written if its pointer is not None.
 
     x: rows. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own mean, subtracted and
-    written. codes, smoothed: rows, contiguous. token_scale: one a token. block_scale: one a block, or one a channel
-    of it. transposed: INT8, see `tile`. column_sum: 127 times the sum of a block's codes, by column, exact in FP32.
+    written. codes, smoothed: rows, contiguous. token_scale: one a token; padded_scale: the same, in whole blocks.
+    block_scale: one a block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence".
+    transposed: INT8, see `tile`. column_sum: 127 times the sum of a block's codes, by column, exact in FP32; as int32
+    ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -140,29 +100,42 @@ def quantize_kernel(
         amax = abs_max(tile, 1)
     elif GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)
-    else:
+    elif GROUP == "channel":
         amax = abs_max(tile, 0)
-    scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
+    if GROUP == "sequence":
+        scale = tl.load(sequence_scale + tl.program_id(1) * head_dim + columns, mask=columns < head_dim, other=1)
+    else:
+        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
     inverse = tl.math.div_rn(1.0, scale)
     if GROUP == "token":
         code = to_int8(divide(tile, scale[:, None], inverse[:, None]))
         tl.store(token_scale + row, scale, mask=inside)
+        if padded_scale is not None:
+            tl.store(padded_scale + block * BLOCK + tl.arange(0, BLOCK), scale)
     elif GROUP == "block":
         code = to_int8(divide(tile, scale, inverse))
+        repeated = tl.zeros((BLOCK,), tl.float32) + scale
         if token_scale is not None:
-            tl.store(token_scale + row, tl.zeros((BLOCK,), tl.float32) + scale, mask=inside)
+            tl.store(token_scale + row, repeated, mask=inside)
+        if padded_scale is not None:
+            tl.store(padded_scale + block * BLOCK + tl.arange(0, BLOCK), repeated)
         if block_scale is not None:
             tl.store(block_scale + block, scale)
     else:
         code = to_int8(divide(tile, scale[None, :], inverse[None, :]))
-        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
+        if GROUP == "channel":
+            tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if codes is not None:
         tl.store(codes + out, code, mask=written)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
     if column_sum is not None:
         total = tl.sum(code.to(tl.int32), 0) * 127
-        tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
+        if column_sum.dtype.element_ty == tl.int32:
+            total += ROUND_BITS
+        tl.store(
+            column_sum + block * head_dim + columns, total.to(column_sum.dtype.element_ty), mask=columns < head_dim
+        )
 
 
 @triton.jit

@@ -7,38 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.triton.call import Call, Packing
-from sagebwd.kernels.triton.launch import padded_head_dim, pass_warps
-from sagebwd.kernels.triton.quantize import grad_out_kernel, mean_kernel, quantize_kernel, transpose_kernel
+from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.quantize import grad_out_kernel, quantize_kernel, transpose_kernel
 from sagebwd.recipe import INT8
-
-# Tokens that one program averages: enough programs to fill a GPU at batch x heads = 16, few enough to sum quickly.
-MEAN_CHUNK = 256
-
-
-def launch_means(x: Tensor, packing: Packing, key_mask: Tensor | None) -> Tensor:
-    """(B, H, D) FP32 means over each sequence's valid tokens."""
-    head_dim = x.shape[-1]
-    if key_mask is None and packing.cu_seqlens is None:
-        return x.mean(2, dtype=torch.float32)
-    chunks = max(1, -(-packing.tokens // MEAN_CHUNK))
-    heads = packing.batch * packing.heads
-    partial = torch.empty(chunks, heads, head_dim, dtype=torch.float32, device=x.device)
-    mean_kernel[(heads, chunks)](
-        x,
-        partial,
-        key_mask,
-        packing.cu_seqlens,
-        *packing.strides(x),
-        packing.heads,
-        packing.tokens,
-        MEAN_CHUNK,
-        head_dim=head_dim,
-        VARLEN=packing.cu_seqlens is not None,
-        BLOCK=64,
-        BLOCK_D=padded_head_dim(head_dim),
-    )
-    return partial.sum(0).view(packing.batch, packing.heads, head_dim)
 
 
 @dataclass
@@ -47,6 +18,7 @@ class Quantized:
 
     codes: Tensor | None = None
     token_scale: Tensor | None = None
+    padded_scale: Tensor | None = None
     block_scale: Tensor | None = None
     transposed: Tensor | None = None
     column_sum: Tensor | None = None
@@ -62,9 +34,11 @@ def launch_quantize(
     mean: Tensor | None = None,
     key_mask: Tensor | None = None,
     *,
+    sequence_scale: Tensor | None = None,
     codes: bool = False,
+    padded_scale: bool = False,
     transposed: bool = False,
-    column_sum: bool = False,
+    column_sum: torch.dtype | None = None,
     smoothed: bool = False,
     block_mean: bool = False,
 ) -> Quantized:
@@ -75,6 +49,8 @@ def launch_quantize(
         out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)
     if codes or group == "token":
         out.token_scale = packing.per_token(device)
+    if padded_scale:
+        out.padded_scale = packing.padded(block, block, dtype=torch.float32, device=device)
     if smoothed:
         out.smoothed = torch.empty(x.shape, dtype=x.dtype, device=device)
     if transposed:
@@ -82,19 +58,21 @@ def launch_quantize(
     if group == "channel" or (transposed and group == "block"):
         channels = (head_dim,) if group == "channel" else ()
         out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
-    if column_sum:
-        out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
+    if column_sum is not None:
+        out.column_sum = packing.padded(block, head_dim, dtype=column_sum, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     rows = out.codes if codes else out.smoothed if smoothed else x
     quantize_kernel[(packing.grid(block), packing.batch * packing.heads)](
         x,
         mean,
+        sequence_scale,
         key_mask,
         packing.cu_seqlens,
         out.block_mean,
         out.codes,
         out.token_scale,
+        out.padded_scale,
         out.block_scale,
         out.transposed,
         out.column_sum,

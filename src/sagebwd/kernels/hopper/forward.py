@@ -1,0 +1,334 @@
+"""Forward on Hopper in Gluon: a warp loads by TMA, a warpgroup holds 64 queries; two or three programs share an SM.
+
+Score tiles never leave their registers: V's copy holds its tokens in the order in which tensor cores hand scores out.
+A key block is taken in two halves, so that the tensor cores compute the second half's scores while the first half's
+are scaled, and multiply the first half of P with V while the second half is exponentiated. Beyond that the programs of
+an SM hide each other's waits: docs/kernels.md has the deeper pipelines that were tried.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sagebwd.kernels import tile
+
+sequence = gluon.jit(tile.sequence.fn)
+padded_block = gluon.jit(tile.padded_block.fn)
+block_range = gluon.jit(tile.block_range.fn)
+visible = gluon.jit(tile.visible.fn)
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
+
+LOG2_E = gl.constexpr(tile.LOG2_E.value)
+LN_2 = gl.constexpr(tile.LN_2.value)
+ROUND = gl.constexpr(tile.ROUND.value)
+# A row scale of 0 would turn a masked score, -inf, into NaN.
+TINY = gl.constexpr(tile.TINY.value)
+# Queries of a program: what a warpgroup's product spans.
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def exp2(x):
+    """2**x, results under 2**-126 flushed to 0; without the flush each takes three instructions more."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def operand_codes(x, LAYOUT: gl.constexpr):
+    """Integers + ROUND as the INT8 operand of the next product: the same registers under other names."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    codes = x.to(gl.int32, bitcast=True).to(gl.int8)
+    codes = codes.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
+    return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def block_at(step, blocks):
+    """The key block of a step, whole blocks first, masked ones after; blocks: begin, full_begin, full_end, steps."""
+    begin, full_begin, full_end, _ = blocks
+    whole = full_end - full_begin
+    masked = begin + step - whole
+    masked += gl.where(masked >= full_begin, whole, 0)
+    return gl.where(step < whole, full_begin + step, masked)
+
+
+@gluon.jit
+def load(
+    descriptors, memory, full, empty, place, blocks, K_TOKEN: gl.constexpr, LEVELS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: Q once, then K and V of each block, with what scales them, into a ring of stages."""
+    q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc = descriptors
+    q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
+    q_full, k_full, v_full = full
+    k_empty, v_empty = empty
+    row_q, column_q, row_k, column_k, row_v, block_k, padded_k = place
+    HALF: gl.constexpr = BLOCK_K // 2
+    K_BYTES: gl.constexpr = BLOCK_K * (BLOCK_D + 4) if K_TOKEN else BLOCK_K * BLOCK_D
+    V_BYTES: gl.constexpr = (BLOCK_K + 4) * BLOCK_D if LEVELS == 254 else BLOCK_K * BLOCK_D
+    mbarrier.expect(q_full, ROWS * BLOCK_D)
+    load_tile(q_desc, [row_q, column_q], q_full, q_memory)
+    for step in range(blocks[3]):
+        block = block_at(step, blocks)
+        stage = step % STAGES
+        free = ((step // STAGES) & 1) ^ 1
+        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), K_BYTES)
+        load_tile(k_desc, [row_k + block * BLOCK_K, column_k], k_full.index(stage), k_memory.index(stage))
+        if K_TOKEN:
+            load_tile(k_scale_desc, [block_k + block, 0], k_full.index(stage), k_scale_memory.index(stage))
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), V_BYTES)
+        for half in gl.static_range(2):
+            first = (padded_k + block) * BLOCK_K + half * HALF
+            load_tile(v_desc, [row_v, first], v_full.index(stage), v_memory.index(stage * 2 + half))
+        if LEVELS == 254:
+            load_tile(v_sum_desc, [block_k + block, 0], v_full.index(stage), v_sum_memory.index(stage))
+
+
+@gluon.jit
+def scaled(
+    s, k_scale, first_q, first_k, length_k, lower, upper, key_mask, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of half a block that still lack Q's scale (and K's, unless it is per token); -inf where masked."""
+    x = s.to(gl.float32)
+    if K_TOKEN:
+        x = x * k_scale
+    if NEGATIVE:
+        x = -x
+    if MASKED:
+        keys = first_k + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
+        rows = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        keep = visible(gl.expand_dims(keys, 0) - gl.expand_dims(rows, 1), lower, upper, HAS_LOWER, HAS_UPPER)
+        inside = keys < length_k
+        if key_mask is not None:
+            inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
+        x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def attend(
+    memory, full, empty, pointers, place, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr,
+    LEVELS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The computing warpgroup: O and lse of 64 queries."""
+    HALF: gl.constexpr = BLOCK_K // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    LOG2_LEVELS: gl.constexpr = 7.988684686772166 if LEVELS == 254 else 6.988684686772166
+    # 254 levels are held as code - 127
+    SHIFT: gl.constexpr = ROUND - 127.0 if LEVELS == 254 else ROUND
+    q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
+    q_full, k_full, v_full = full
+    k_empty, v_empty = empty
+    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse = pointers
+    block_k = place[5]
+    first_q, length_q, length_k, lower, upper, row, mean_row, o_t = sizes
+    steps = blocks[3]
+    whole = gl.minimum(blocks[2] - blocks[1], steps)
+
+    rows = gl.arange(0, ROWS, ROW)
+    inside = first_q + rows < length_q
+    row_scale = gl.load(q_scale + row + first_q + rows, mask=inside, other=0)
+    row_scale = gl.maximum(row_scale * scale_2, TINY)
+    m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    l = gl.zeros([ROWS], gl.float32, ROW)
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+    no_scores = gl.zeros([ROWS, HALF], gl.int32, S_LAYOUT)
+    no_output = gl.zeros([ROWS, BLOCK_D], gl.int32, O_LAYOUT)
+    mbarrier.wait(q_full, 0)
+    for masked in gl.static_range(2):
+        for step in range(whole if masked else 0, steps if masked else whole):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            block = block_at(step, blocks)
+            first_k = block * BLOCK_K
+            mbarrier.wait(k_full.index(stage), phase)
+            k_low = k_memory.index(stage).slice(0, HALF, 0).permute((1, 0))
+            k_high = k_memory.index(stage).slice(HALF, HALF, 0).permute((1, 0))
+            s_low = warpgroup_mma(q_memory, k_low, no_scores, use_acc=False, is_async=True)
+            s_high = warpgroup_mma(q_memory, k_high, no_scores, use_acc=False, is_async=True)
+            s_scale = row_scale
+            scale_low = row_scale
+            scale_high = row_scale
+            s_low = warpgroup_mma_wait(1, deps=[s_low])
+            if K_TOKEN:
+                scale_low = k_scale_memory.index(stage).slice(0, HALF, 1).load(S_LAYOUT)
+            else:
+                s_scale = row_scale * gl.load(k_scale + (block_k + block) * BLOCK_K)
+            x_low = scaled(
+                s_low, scale_low, first_q, first_k, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER, K_TOKEN,
+                NEGATIVE, masked == 1, S_LAYOUT,
+            )  # fmt: skip
+            s_high = warpgroup_mma_wait(0, deps=[s_high])
+            if K_TOKEN:
+                scale_high = k_scale_memory.index(stage).slice(HALF, HALF, 1).load(S_LAYOUT)
+            x_high = scaled(
+                s_high, scale_high, first_q, first_k + HALF, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER,
+                K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT,
+            )  # fmt: skip
+            mbarrier.arrive(k_empty.index(stage), count=1)
+
+            top = gl.max(gl.maximum(x_low, x_high), 1) * s_scale
+            offset = gl.where(top == float("-inf"), 0.0, top)
+            m_new = gl.maximum(m, top)
+            safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            decay = exp2(m - safe)
+            weight = exp2(top - safe) * (1 / LEVELS)
+            m = m_new
+            shift = gl.expand_dims(LOG2_LEVELS - offset, 1)
+            # P times the levels, so that rounding is one addition
+            p = exp2(x_low * gl.expand_dims(s_scale, 1) + shift)
+            total = gl.sum(p, 1)
+            codes = operand_codes(p + SHIFT, P_LAYOUT)
+            mbarrier.wait(v_full.index(stage), phase)
+            v_low = v_memory.index(stage * 2).permute((1, 0))
+            v_high = v_memory.index(stage * 2 + 1).permute((1, 0))
+            if LEVELS == 254:
+                # 127 times the column sums of V's codes, + ROUND's bits: the sum comes out as an fp32 + ROUND
+                start = no_output + v_sum_memory.index(stage).load(O_LAYOUT)
+                part = warpgroup_mma(codes, v_low, start, is_async=True)
+            else:
+                part = warpgroup_mma(codes, v_low, no_output, use_acc=False, is_async=True)
+            p = exp2(x_high * gl.expand_dims(s_scale, 1) + shift)
+            l = l * decay + (total + gl.sum(p, 1)) * weight
+            part = warpgroup_mma(operand_codes(p + SHIFT, P_LAYOUT), v_high, part, is_async=True)
+            if not V_SEQUENCE:
+                weight *= gl.load(v_scale + block_k + block)
+            part = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            decay_o = gl.expand_dims(gl.convert_layout(decay, ROW_O), 1)
+            weight_o = gl.expand_dims(gl.convert_layout(weight, ROW_O), 1)
+            if LEVELS == 254:
+                acc = gl.fma(part.to(gl.float32, bitcast=True), weight_o, gl.fma(acc, decay_o, -ROUND * weight_o))
+            else:
+                acc = acc * decay_o + part.to(gl.float32) * weight_o
+
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O_LAYOUT))
+    acc = acc * gl.expand_dims(gl.convert_layout(1.0 / l, ROW_O), 1)
+    if V_SEQUENCE:
+        acc = acc * gl.expand_dims(gl.load(v_scale + mean_row * head_dim + columns), 0)
+    if v_mean is not None:
+        acc = acc + gl.expand_dims(gl.load(v_mean + mean_row * head_dim + columns), 0)
+    unseen = (m == float("-inf")) & (l == 0)
+    acc = gl.where(gl.expand_dims(gl.convert_layout(unseen, ROW_O), 1), 0.0, acc)
+    rows_o = first_q + gl.arange(0, ROWS, ROW_O)
+    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    gl.store(at, acc.to(o.dtype.element_ty), mask=gl.expand_dims(rows_o < length_q, 1))
+    log = gl.where(unseen, float("-inf"), (m + gl.log2(l)) * LN_2)
+    gl.store(lse + row + first_q + rows, log, mask=inside)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "heads", "group", "tokens_q", "tokens_k", "total_q", "blocks_k", "grid_q", "lower", "upper",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse,
+    cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower,
+    upper, scale, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
+    K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """64 queries of one head.
+
+    q_desc, k_desc: INT8 codes as (tokens, D) rows. v_desc: transposed codes, (heads * D, padded tokens). k_scale
+    (heads * blocks, BLOCK_K) and v_sum (heads * blocks, D; see `quantize_kernel`, int32) are padded, and read through
+    descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
+    softmax scale's magnitude, NEGATIVE its sign.
+    """
+    batch_head = gl.program_id(0) // grid_q
+    # the last queries see the most keys: start them first
+    block_q = grid_q - 1 - gl.program_id(0) % grid_q
+    batch = batch_head // heads
+    head = batch_head % heads
+    head_k = head // group
+    heads_k = heads // group
+    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    first_q = block_q * ROWS
+    if first_q >= length_q:
+        return
+    if VARLEN:
+        z_q = head.to(gl.int64)
+        z_k = head_k
+        lower += length_k - length_q
+        upper += length_k - length_q
+        row_q, column_q = start_q + first_q, head * BLOCK_D
+        row_k, column_k = start_k, head_k * BLOCK_D
+    else:
+        z_q = batch_head.to(gl.int64)
+        z_k = batch * heads_k + head_k
+        row_q, column_q = batch_head * tokens_q + first_q, 0
+        row_k, column_k = z_k * tokens_k, 0
+    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
+    begin, full_begin, full_end, end = block_range(
+        first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
+    )
+    # rows without a key take one masked block, which writes their zeros
+    begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
+    blocks = (begin, full_begin, full_end, gl.maximum(end - begin, 1))
+    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
+    sizes = (
+        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * heads_k + head_k, o_t,
+    )  # fmt: skip
+    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
+    if key_mask is not None:
+        key_mask += batch.to(gl.int64) * tokens_k
+
+    q_memory = gl.allocate_shared_memory(gl.int8, [ROWS, BLOCK_D], q_desc.layout)
+    k_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_K, BLOCK_D], k_desc.layout)
+    v_memory = gl.allocate_shared_memory(gl.int8, [STAGES * 2, BLOCK_D, BLOCK_K // 2], v_desc.layout)
+    k_scale_memory = q_memory
+    v_sum_memory = q_memory
+    if K_TOKEN:
+        k_scale_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_K], k_scale_desc.layout)
+    if LEVELS == 254:
+        v_sum_memory = gl.allocate_shared_memory(gl.int32, [STAGES, 1, BLOCK_D], v_sum_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
+    fence_async_shared()
+
+    descriptors = (q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc)
+    memory = (q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory)
+    full = (q_full, k_full, v_full)
+    empty = (k_empty, v_empty)
+    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse)
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    memory, full, empty, pointers, place, blocks, sizes, scale * LOG2_E, head_dim, HAS_LOWER,
+                    HAS_UPPER, K_TOKEN, V_SEQUENCE, NEGATIVE, LEVELS, STAGES, BLOCK_K, BLOCK_D,
+                ),
+            ),
+            (load, (descriptors, memory, full, empty, place, blocks, K_TOKEN, LEVELS, STAGES, BLOCK_K, BLOCK_D)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Means of K and V over a sequence's valid tokens, and V's scale for each channel of the sequence.
+
+One read of each tensor: every program sums up a chunk of tokens, a second kernel adds the chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.kernels.call import Packing, padded_head_dim
+from sagebwd.kernels.tile import INT8_MAX, load_rows, sequence
+
+# Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
+CHUNK = 256
+
+
+@triton.jit
+def _chunk(
+    x,
+    partial,
+    planes,
+    key_mask,
+    cu_seqlens,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    tokens,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A chunk's share of the mean, its largest and its least value, each (D,), into partial (3, chunks, heads, D)."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    count = length
+    if key_mask is not None:
+        key_mask += batch.to(tl.int64) * tokens
+        count = 0
+        for first in range(0, length, 1024):
+            at = first + tl.arange(0, 1024)
+            count += tl.sum(tl.load(key_mask + at, mask=at < length, other=0).to(tl.int32))
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    largest = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    least = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    begin = tl.program_id(1) * CHUNK
+    for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK):
+        local = tl.arange(0, BLOCK)
+        block = x + (start + first).to(tl.int64) * stride_t
+        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+        keep = first + local < length
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
+        total += tl.sum(tl.where(keep[:, None], tile, 0.0), 0)
+        largest = tl.maximum(largest, tl.max(tl.where(keep[:, None], tile, float("-inf")), 0))
+        least = tl.minimum(least, tl.min(tl.where(keep[:, None], tile, float("inf")), 0))
+    total /= tl.maximum(count, 1).to(tl.float32)
+    partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
+    tl.store(partial, total, mask=columns < head_dim)
+    tl.store(partial + planes, largest, mask=columns < head_dim)
+    tl.store(partial + 2 * planes, least, mask=columns < head_dim)
+
+
+@triton.jit(do_not_specialize=["planes", "heads", "tokens"])
+def statistics_kernel(
+    k,
+    v,
+    partial,
+    planes,
+    key_mask,
+    cu_seqlens,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    heads,
+    tokens,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D)."""
+    if tl.program_id(2) == 0:
+        _chunk(
+            k, partial, planes, key_mask, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, VARLEN, CHUNK, BLOCK,
+            BLOCK_D,
+        )  # fmt: skip
+    else:
+        _chunk(
+            v, partial + 3 * planes, planes, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim, VARLEN,
+            CHUNK, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["planes", "chunks"])
+def finish_kernel(
+    partial,
+    mean,
+    scale,
+    planes,
+    chunks,
+    head_dim: tl.constexpr,
+    SMOOTH_K: tl.constexpr,
+    SMOOTH_V: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """mean (2, heads, D), zero where not smoothed; scale (heads, D): psi's over all tokens of V less its mean."""
+    heads = tl.num_programs(0)
+    which = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_D)
+    kept = columns < head_dim
+    partial += which * 3 * planes + tl.program_id(0) * head_dim
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    largest = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    least = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        rows = first + tl.arange(0, CHUNKS)
+        at = partial + rows[:, None] * heads * head_dim + columns[None, :]
+        inside = (rows < chunks)[:, None] & kept[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0), 0)
+        if scale is not None:
+            largest = tl.maximum(largest, tl.max(tl.load(at + planes, mask=inside, other=float("-inf")), 0))
+            least = tl.minimum(least, tl.min(tl.load(at + 2 * planes, mask=inside, other=float("inf")), 0))
+    at = (which * heads + tl.program_id(0)) * head_dim + columns
+    shift = total
+    if not SMOOTH_V:
+        shift = tl.where(which == 1, 0.0, shift)
+    if not SMOOTH_K:
+        shift = tl.where(which == 0, 0.0, shift)
+    tl.store(mean + at, shift, mask=kept)
+    if scale is not None:  # noqa: SIM102, settled at compile time
+        if which == 1:
+            amax = tl.maximum(tl.maximum(largest - shift, shift - least), 0.0)
+            # maxima lose NaN, sums do not
+            chosen = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX)) + 0 * total
+            tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=kept)
+
+
+def launch_statistics(
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    key_mask: Tensor | None,
+    *,
+    smooth_k: bool,
+    smooth_v: bool,
+    v_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None."""
+    head_dim, device = k.shape[-1], k.device
+    heads = packing.batch * packing.heads
+    mean = torch.empty(2, packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
+    scale = torch.empty_like(mean[1]) if v_scale else None
+    if not (smooth_k or smooth_v or v_scale):
+        return *mean.zero_(), None
+    chunks = max(1, -(-packing.tokens // CHUNK))
+    planes = chunks * heads * head_dim
+    partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)
+    block_d = padded_head_dim(head_dim)
+    statistics_kernel[(heads, chunks, 2)](
+        k,
+        v,
+        partial,
+        planes,
+        key_mask,
+        packing.cu_seqlens,
+        *packing.strides(k),
+        *packing.strides(v),
+        packing.heads,
+        packing.tokens,
+        head_dim=head_dim,
+        VARLEN=packing.cu_seqlens is not None,
+        CHUNK=CHUNK,
+        BLOCK=max(16, 8192 // block_d),
+        BLOCK_D=block_d,
+    )
+    finish_kernel[(heads, 2)](
+        partial,
+        mean,
+        scale,
+        planes,
+        chunks,
+        head_dim=head_dim,
+        SMOOTH_K=smooth_k,
+        SMOOTH_V=smooth_v,
+        CHUNKS=32,
+        BLOCK_D=block_d,
+    )
+    return mean[0], mean[1], scale

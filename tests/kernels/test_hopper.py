@@ -1,0 +1,91 @@
+"""The Gluon kernels against the recipe emulator, on a GPU of compute capability 9.0; what they refuse, anywhere."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sagebwd import ops, sage_attention
+from sagebwd.recipe import Recipe
+from tests.kernels.calls import KernelCall
+from tests.kernels.test_triton import CALLS
+
+hopper = pytest.importorskip("sagebwd.kernels.hopper")
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
+
+
+class Hopper:
+    """Its forward and the backward that `sagebwd.ops` gives it."""
+
+    @staticmethod
+    def forward(*args):
+        return hopper.forward(*args)
+
+    @staticmethod
+    def backward(*args):
+        return ops.implementation("triton").backward(*args)
+
+
+SUPPORTED = [
+    (name, head_dim)
+    for name, call in CALLS.items()
+    for head_dim in (64, 128)
+    if hopper.unsupported(Recipe.parse(call.recipe), head_dim, call.dtype) is None
+]
+
+
+@pytest.mark.parametrize(("name", "head_dim"), SUPPORTED)
+class TestIsTheRecipe:
+    pytestmark = on_hopper
+
+    def test_is_the_recipe(self, name, head_dim):
+        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check(Hopper)
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
+    @pytest.mark.parametrize("scale", [-0.1, 0.0])
+    def test_scales_that_are_not_positive(self, tokens, scale):
+        inputs = [x.cuda() for x in KernelCall(tokens_q=tokens, tokens_k=tokens).inputs()[:3]]
+        outs = [
+            sage_attention(*inputs, enable_gqa=True, scale=scale, impl=impl, is_causal=True)
+            for impl in ("hopper", "reference")
+        ]
+        torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+
+    def test_repeats_bit_for_bit(self):
+        call = KernelCall(heads=4, kv_heads=1, tokens_q=1500, tokens_k=1500, is_causal=True, device="cuda")
+        inputs = call.inputs()
+        first, second = (call.run(Hopper, inputs) for _ in range(2))
+        for name, tensor in first.items():
+            assert torch.equal(tensor, second[name]), name
+
+    def test_is_what_none_takes(self):
+        token = Recipe.named("token")
+        assert ops.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
+        assert ops.fastest(token, 96, torch.bfloat16, torch.device("cuda")) == "triton"
+
+
+def test_unsupported_says_why():
+    token = Recipe.named("token")
+    assert hopper.unsupported(token, 64, torch.bfloat16) is None
+    assert hopper.unsupported(Recipe.named("paper"), 128, torch.float16) is None
+    assert "96" in hopper.unsupported(token, 96, torch.bfloat16)
+    assert "float32" in hopper.unsupported(token, 64, torch.float32)
+    assert "smooth_q" in hopper.unsupported(token.replace(smooth_q=True), 64, torch.bfloat16)
+    assert "o=" in hopper.unsupported(token.replace(o="16bit"), 64, torch.bfloat16)
+    assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
+    assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
+
+
+def test_a_cpu_is_refused():
+    x = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"impl='hopper' needs a GPU of compute capability 9\.0"):
+        sage_attention(x, x, x, impl="hopper")
+
+
+def test_elsewhere_triton_is_the_fastest():
+    assert ops.fastest(Recipe.named("token"), 128, torch.bfloat16, torch.device("cpu")) == "triton"
