@@ -48,9 +48,10 @@ def _chunk(
         for first in range(0, length, 1024):
             at = first + tl.arange(0, 1024)
             count += tl.sum(tl.load(key_mask + at, mask=at < length, other=0).to(tl.int32))
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    largest = tl.full((BLOCK_D,), float("-inf"), tl.float32)
-    least = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    # rows are reduced once, at the end: a reduction in the loop would cross warps every time
+    sums = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
+    lows = tl.full((BLOCK, BLOCK_D), float("inf"), tl.float32)
     begin = tl.program_id(1) * CHUNK
     for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK):
         local = tl.arange(0, BLOCK)
@@ -60,9 +61,12 @@ def _chunk(
         keep = first + local < length
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
-        total += tl.sum(tl.where(keep[:, None], tile, 0.0), 0)
-        largest = tl.maximum(largest, tl.max(tl.where(keep[:, None], tile, float("-inf")), 0))
-        least = tl.minimum(least, tl.min(tl.where(keep[:, None], tile, float("inf")), 0))
+        sums += tl.where(keep[:, None], tile, 0.0)
+        highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
+        lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
+    total = tl.sum(sums, 0)
+    largest = tl.max(highs, 0)
+    least = tl.min(lows, 0)
     total /= tl.maximum(count, 1).to(tl.float32)
     partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
     tl.store(partial, total, mask=columns < head_dim)
@@ -185,7 +189,7 @@ def launch_statistics(
         head_dim=head_dim,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
-        BLOCK=max(16, 8192 // block_d),
+        BLOCK=max(8, 2048 // block_d),
         BLOCK_D=block_d,
     )
     finish_kernel[(heads, 2)](

@@ -37,19 +37,23 @@ class Launch:
 # Measured on an H200, 4096 tokens, 2026-11-21 (docs/kernels.md); a missing block takes the next smaller one's row.
 # TMA with a single stage gave wrong results at head_dim 256 with triton 3.6: never both.
 _HOPPER: dict[tuple[str, int, int], Launch] = {
-    # 128 rows halve K's and V's traffic at 4 warps; at head_dim 128 O alone would take all registers
-    ("forward", 64, 32): Launch(128, 4, 2, tma=True),
+    # a cap of 168 registers lets three programs share an SM
+    ("forward", 64, 32): Launch(64, 4, 3, tma=True, registers=168),
     ("forward", 128, 32): Launch(64, 4, 2, tma=True, registers=168),
     ("forward", 256, 32): Launch(64, 4, 2, tma=True),
     # dK and dV in FP32 fill the registers: 4 warps, and at head_dim 64 a cap that lets three programs share an SM
     ("dkdv", 64, 32): Launch(64, 4, 2, tma=True, registers=168),
     ("dkdv", 64, 128): Launch(64, 4, 2, tma=True),
     ("dkdv", 128, 32): Launch(64, 4, 2, tma=True),
-    ("dkdv", 128, 128): Launch(64, 8, 2, tma=True),
     ("dkdv", 256, 32): Launch(64, 8, 1),
     ("dq", 64, 32): Launch(64, 4, 3, tma=True),
-    ("dq", 128, 32): Launch(64, 4, 2, tma=True),
+    ("dq", 128, 32): Launch(64, 4, 3, tma=True),
     ("dq", 256, 32): Launch(64, 8, 1),
+}
+# The same where a scale group spans a tile's rows: (kernel, padded head_dim, rows) -> launch.
+_HOPPER_WHOLE: dict[tuple[str, int, int], Launch] = {
+    ("dq", 64, 128): Launch(128, 4, 3, tma=True),
+    ("dq", 128, 128): Launch(128, 8, 3, tma=True, registers=168),
 }
 # mma.sync and 99 KB of shared memory a program (sm_86, 89, 120): chosen from SASS, for no spills; never timed.
 _PORTABLE: dict[tuple[str, int, int], Launch] = {
@@ -82,6 +86,8 @@ def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
     rows = _whole_groups(kernel, recipe)
     if rows is None or rows == launch.rows:
         return launch
+    if arch == 90 and (kernel, width, rows) in _HOPPER_WHOLE:
+        return _HOPPER_WHOLE[kernel, width, rows]
     # the table's warps, stages and register cap are for its own rows
     return dataclasses.replace(
         launch, rows=rows, warps=8 if rows > 64 else 4, stages=max(2, launch.stages), registers=None
