@@ -56,6 +56,17 @@ class TestOnHopper:
         ]
         torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
 
+    def test_one_key_gives_its_value_exactly(self):
+        """P is 1 and V less its mean 0: nothing may be added to the mean, or dQ is noise."""
+        q, k, v, do, _ = KernelCall(tokens_q=1, tokens_k=1, head_dim=128, device="cuda").inputs()
+        assert torch.equal(sage_attention(q, k, v, enable_gqa=True, impl="hopper"), v.expand_as(q))
+
+    @pytest.mark.parametrize("recipe", ["token", "paper"])
+    def test_rows_far_from_all_keys_are_zero(self, recipe):
+        call = KernelCall(recipe=recipe, tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
+        actual = call.check(Hopper)
+        assert (actual["o"][:, :, 12:] == 0).all()
+
     def test_repeats_bit_for_bit(self):
         call = KernelCall(heads=4, kv_heads=1, tokens_q=1500, tokens_k=1500, is_causal=True, device="cuda")
         inputs = call.inputs()

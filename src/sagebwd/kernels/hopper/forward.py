@@ -211,6 +211,9 @@ def attend(
             part = warpgroup_mma_wait(0, deps=[part])
             mbarrier.arrive(v_empty.index(stage), count=1)
             decay_o = gl.expand_dims(gl.convert_layout(decay, ROW_O), 1)
+            if LEVELS == 254:
+                # 22 bits: ROUND times it is exact, and a V of zeros adds nothing
+                weight = (weight.to(gl.int32, bitcast=True) & -4).to(gl.float32, bitcast=True)
             weight_o = gl.expand_dims(gl.convert_layout(weight, ROW_O), 1)
             if LEVELS == 254:
                 acc = gl.fma(part.to(gl.float32, bitcast=True), weight_o, gl.fma(acc, decay_o, -ROUND * weight_o))
@@ -279,9 +282,10 @@ def forward_kernel(
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
     )
-    # rows without a key take one masked block, which writes their zeros
+    # rows without a key take one masked block of the sequence's own, and write zeros
+    steps = gl.maximum(end - begin, 1)
     begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
-    blocks = (begin, full_begin, full_end, gl.maximum(end - begin, 1))
+    blocks = (begin, full_begin, full_end, steps)
     place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
     sizes = (
         first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * heads_k + head_k, o_t,
