@@ -6,6 +6,7 @@ when they run, so that `sagebwd --help` is quick and a missing extra is named.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,7 +151,7 @@ def _published(cosine: float | None, relative_l2: float | None) -> str:
 @app.command()
 def bench(
     recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Kernel family [default: the fastest here].")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Of the grid: 64, 128 or both.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
     special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
@@ -170,8 +171,8 @@ def bench(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
     recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
-    if impl is None:
-        impl = choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)
+    if not impl:
+        impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
     shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
     shapes += benchmark.special_shapes() if special else []
     facts = benchmark.environment(device, commit)
@@ -183,17 +184,14 @@ def bench(
         console.print(_bench_table(str(shape), measured))
     path = benchmark.save(rows, facts, output)
     console.print(f"wrote {path}")
-    for text in map(str, recipes):
-        for over in ("peer", "fa2"):
-            means = {
-                direction: benchmark.geometric_mean_speedup(rows, impl, text, direction, over)
-                for direction in benchmark.DIRECTIONS
-            }
-            if None not in means.values():
-                line = ", ".join(f"{direction} {mean:.2f}x" for direction, mean in means.items())
-                console.print(
-                    f"{text} ({impl}) over {'the best peer' if over == 'peer' else 'FlashAttention-2'}: {line}"
-                )
+    for name, text, over in itertools.product(impl, map(str, recipes), ("peer", "fa2")):
+        means = {
+            direction: benchmark.geometric_mean_speedup(rows, name, text, direction, over)
+            for direction in benchmark.DIRECTIONS
+        }
+        if None not in means.values():
+            line = ", ".join(f"{direction} {mean:.2f}x" for direction, mean in means.items())
+            console.print(f"{text} ({name}) over {'the best peer' if over == 'peer' else 'FlashAttention-2'}: {line}")
     if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
         console.print(f"wrote {plot_attention(path)}")
     if any(row.gate != "ok" for row in rows):

@@ -27,7 +27,7 @@ def test_standard_grid():
 
 
 def test_rows_of_one_shape():
-    rows = bench.measure_shape(SHAPE, ["token", "paper"], "reference", device="cpu", rounds=2)
+    rows = bench.measure_shape(SHAPE, ["token", "paper"], ["reference"], device="cpu", rounds=2)
     assert {(row.impl, row.recipe) for row in rows} == {
         ("reference", "token"), ("reference", "paper"), ("sdpa", "bf16"),
     }  # fmt: skip
@@ -46,7 +46,7 @@ def test_rows_of_one_shape():
 def test_a_red_gate_prints_no_figure(monkeypatch):
     real = sage_attention
     monkeypatch.setattr(bench, "sage_attention", lambda *x, **arguments: 1.05 * real(*x, **arguments))
-    rows = bench.measure_shape(SHAPE, ["token"], "reference", device="cpu", rounds=1)
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
     ours = [row for row in rows if row.recipe == "token"]
     assert {row.gate for row in ours} == {"FAILED"}
     assert {row.ms for row in ours} == {None}
@@ -94,7 +94,7 @@ def test_interleaving_takes_turns():
 
 
 def test_results_are_saved_drawn_and_summarised(tmp_path):
-    rows = bench.measure_shape(GRID_SHAPE, ["token"], "reference", device="cpu", rounds=1)
+    rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
     path = bench.save(rows, bench.environment("cpu", commit="abc1234"), tmp_path)
     assert path.name.startswith("attention_cpu_")
     assert path.stem.endswith("abc1234")

@@ -10,6 +10,7 @@ TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import statistics
 import time
@@ -259,20 +260,20 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 
 
 def measure_shape(
-    shape: Shape, recipes: Iterable[Recipe | str], impl: str, device: str = "cuda", rounds: int = ROUNDS
+    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], device: str = "cuda", rounds: int = ROUNDS
 ) -> list[Measurement]:
-    """Every contender on one shape: rows for each recipe and each peer, in each direction.
+    """Every contender on one shape: rows for each recipe in each implementation and for each peer, by direction.
 
-    Raises what `sage_attention` raises where the implementation does not take the shape.
+    Raises what `sage_attention` raises where an implementation does not take the shape.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
     contenders: dict[tuple[str, str], Attention] = {}
     gates: dict[tuple[str, str], str] = {}
-    for recipe in map(Recipe.parse, recipes):
+    for impl, recipe in itertools.product(impls, map(Recipe.parse, recipes)):
         key = (impl, str(recipe))
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe = recipe) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe = recipe, impl: str = impl) -> Tensor:
             return sage_attention(
                 q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
             )

@@ -30,7 +30,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def pass_warps(block: int, head_dim: int, *, transposed: bool = False) -> int:
-    """Warps of a quantisation pass: 64 elements a thread, 128 where columns are reduced across warps and transposed."""
+    """Warps of a quantisation pass: 64 elements a thread, 128 where columns are reduced across warps."""
     return max(4, block * padded_head_dim(head_dim) // (4096 if transposed else 2048))
 
 
