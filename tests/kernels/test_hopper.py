@@ -67,12 +67,15 @@ class TestOnHopper:
         actual = call.check(Hopper)
         assert (actual["o"][:, :, 12:] == 0).all()
 
-    def test_repeats_bit_for_bit(self):
-        call = KernelCall(heads=4, kv_heads=1, tokens_q=1500, tokens_k=1500, is_causal=True, device="cuda")
-        inputs = call.inputs()
-        first, second = (call.run(Hopper, inputs) for _ in range(2))
-        for name, tensor in first.items():
-            assert torch.equal(tensor, second[name]), name
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_repeats_bit_for_bit(self, head_dim):
+        """Large enough for a race: a stage that was released too early spoilt one row in a thousand."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (1, 2048 // head_dim, 8192, head_dim)
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+        first, *others = [sage_attention(*inputs, impl="hopper", return_lse=True) for _ in range(5)]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other))
 
     def test_is_what_none_takes(self):
         token = Recipe.named("token")

@@ -68,7 +68,6 @@ def load(
     q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc = descriptors
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    k_empty, v_empty = empty
     row_q, column_q, row_k, column_k, row_v, block_k, padded_k = place
     HALF: gl.constexpr = BLOCK_K // 2
     K_BYTES: gl.constexpr = BLOCK_K * (BLOCK_D + 4) if K_TOKEN else BLOCK_K * BLOCK_D
@@ -79,12 +78,11 @@ def load(
         block = block_at(step, blocks)
         stage = step % STAGES
         free = ((step // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.wait(empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), K_BYTES)
         load_tile(k_desc, [row_k + block * BLOCK_K, column_k], k_full.index(stage), k_memory.index(stage))
         if K_TOKEN:
             load_tile(k_scale_desc, [block_k + block, 0], k_full.index(stage), k_scale_memory.index(stage))
-        mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_full.index(stage), V_BYTES)
         for half in gl.static_range(2):
             first = (padded_k + block) * BLOCK_K + half * HALF
@@ -133,7 +131,6 @@ def attend(
     SHIFT: gl.constexpr = ROUND - 127.0 if LEVELS == 254 else ROUND
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    k_empty, v_empty = empty
     q_scale, k_scale, v_scale, v_mean, key_mask, o, lse = pointers
     block_k = place[5]
     first_q, length_q, length_k, lower, upper, row, mean_row, o_t = sizes
@@ -180,7 +177,6 @@ def attend(
                 s_high, scale_high, first_q, first_k + HALF, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER,
                 K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT,
             )  # fmt: skip
-            mbarrier.arrive(k_empty.index(stage), count=1)
 
             top = gl.max(gl.maximum(x_low, x_high), 1) * s_scale
             offset = gl.where(top == float("-inf"), 0.0, top)
@@ -209,7 +205,9 @@ def attend(
             if not V_SEQUENCE:
                 weight *= gl.load(v_scale + block_k + block)
             part = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            # K's scales, which threads read themselves, have been used by now in every warp: released any sooner, TMA
+            # overtook a read now and then
+            mbarrier.arrive(empty.index(stage), count=1)
             decay_o = gl.expand_dims(gl.convert_layout(decay, ROW_O), 1)
             if LEVELS == 254:
                 # 22 bits: ROUND times it is exact, and a V of zeros adds nothing
@@ -307,20 +305,17 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
 
     descriptors = (q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc)
     memory = (q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory)
     full = (q_full, k_full, v_full)
-    empty = (k_empty, v_empty)
     pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse)
     gl.warp_specialize(
         [
