@@ -265,6 +265,14 @@ class _Subwords(_Tokenizer):
         return [[*encoding.ids, self.end] for encoding in self.tokenizer.encode_batch(documents)]
 
 
+def encode(data: Data, document: str) -> list[int]:
+    """The ids of one document under a config's tokeniser, the end-of-document id after it.
+
+    Raises ValueError for a tokeniser that is missing or unreadable.
+    """
+    return _tokenizer(data).encode([document])[0]
+
+
 def _tokenizer(data: Data) -> _Tokenizer:
     """The tokeniser a config names. Raises ValueError where there is none such."""
     name = data.tokenizer

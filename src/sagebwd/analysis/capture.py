@@ -1,0 +1,317 @@
+"""What a model hands to attention: q, k, v and the gradient of its output, on real text.
+
+One forward and one backward of a Transformers model, with an attention function of its own name that computes full
+precision through torch's scaled_dot_product_attention and keeps its inputs, after rotary embedding and QK-norm. The
+model's own attention is restored afterwards, and its weights get no gradients.
+
+The gradient is that of the model's own loss, with the text as its labels: next-token prediction for a decoder, for a
+masked-language model the reconstruction of the text as given. It is a mean over tokens, as in training.
+
+Shapes: B batch, H query heads kept, G key heads kept, N tokens, D head_dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from sagebwd.band import Band
+
+NAME = "sagebwd_capture"
+TENSORS = ("q", "k", "v", "do")
+SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
+_DEFAULT_TOKENS = 1024
+_FORMAT = "sagebwd.capture.1"
+_UNSUPPORTED = {"softcap": "soft-capped logits", "s_aux": "attention sinks", "position_bias": "a position bias"}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One layer's attention call, in the dtype that the model computes in.
+
+    q, do (B, H, N, D) and k, v (B, G, N, D); heads and kv_heads, the index in the model of each head kept; group, how
+    many query heads share a key head; scale, the softmax scale; window, as in `sagebwd.sage_attention`.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    group: int
+
+    def head(self, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and do of one query head, each (B, 1, N, D). Raises ValueError if it was not captured."""
+        self._check([head])
+        own, shared = self.heads.index(head), self.kv_heads.index(head // self.group)
+        return self.q[:, own, None], self.k[:, shared, None], self.v[:, shared, None], self.do[:, own, None]
+
+    def select(self, heads: Sequence[int] | None) -> Captured:
+        """These query heads and the key heads they read; all for None. Raises ValueError for one that is not there."""
+        if heads is None:
+            return self
+        self._check(heads)
+        heads = tuple(sorted(set(heads)))
+        kv_heads = tuple(sorted({head // self.group for head in heads}))
+        own, shared = [self.heads.index(h) for h in heads], [self.kv_heads.index(h) for h in kv_heads]
+        return dataclasses.replace(
+            self, q=self.q[:, own], do=self.do[:, own], k=self.k[:, shared], v=self.v[:, shared],
+            heads=heads, kv_heads=kv_heads,
+        )  # fmt: skip
+
+    def _check(self, heads: Sequence[int]) -> None:
+        for head in heads:
+            if head not in self.heads:
+                raise ValueError(f"heads: {head} is not in layer {self.layer}, which has {_listed(self.heads)}")
+
+
+def capture(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> list[Captured]:
+    """One forward and backward of a model; what chosen layers and heads hand to attention, layer by layer.
+
+    Args: token_ids (batch, tokens) int64, without padding; layers and heads by index, all for None. Dropout is off.
+
+    Raises ValueError for token ids of another shape or outside the vocabulary, more tokens than the model has
+    positions or memory allows, a layer or head that is not there, and a model whose attention does not go through
+    Transformers' AttentionInterface; NotImplementedError for encoder-decoders, soft-capping, sinks, position biases.
+    """
+    _check_token_ids(model, token_ids)
+    token_ids = token_ids.to(model.device)
+    optional = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    training = model.training
+    with _recording(model) as calls, torch.enable_grad():
+        try:
+            model.eval()
+            loss = model(input_ids=token_ids, labels=token_ids, **optional).loss
+            chosen = _choose(list(calls), layers)
+            gradients = torch.autograd.grad(loss, [calls[layer][-1] for layer in chosen])
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise ValueError(
+                    f"token_ids: {token_ids.shape[1]} tokens do not fit in this machine's memory; take fewer"
+                ) from None
+            raise
+        finally:
+            model.train(training)
+        return [_captured(layer, *calls[layer][:-1], do).select(heads) for layer, do in zip(chosen, gradients)]
+
+
+def _captured(layer: int, q: Tensor, k: Tensor, v: Tensor, settings: dict, do: Tensor) -> Captured:
+    q, k, v, do = (x.detach().contiguous() for x in (q, k, v, do))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    return Captured(
+        layer, q, k, v, do, **settings, heads=tuple(range(heads)), kv_heads=tuple(range(kv_heads)),
+        group=heads // kv_heads,
+    )  # fmt: skip
+
+
+@contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[dict[int, tuple]]:
+    """While it is open, each attention call of the model is kept: layer to q, k, v, settings and output."""
+    calls: dict[int, tuple] = {}
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    AttentionInterface.register(NAME, _recorder(calls))
+    AttentionMaskInterface.register(NAME, flash_attention_mask)  # no mask at all without padding
+    try:
+        model.set_attn_implementation(NAME)
+        yield calls
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+        calls.clear()  # the registered function would keep every activation alive
+
+
+def _recorder(calls: dict[int, tuple]) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        for name, meaning in _UNSUPPORTED.items():
+            if kwargs.get(name) is not None:
+                raise NotImplementedError(f"{name}: {meaning} cannot be traced; accepted: plain softmax attention")
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding leaves FP32 under BF16 autocast
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # a window of w tokens holds the query's own and w - 1 before it; the other side is open without a causal mask
+        window = None if sliding_window is None else (sliding_window - 1, -1 if is_causal else sliding_window - 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        if window is None:
+            mask = {"is_causal": is_causal}
+        else:
+            tokens = torch.arange(query.shape[2], device=query.device)
+            mask = {"attn_mask": Band.of(is_causal, *window).mask(tokens, tokens)}
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, **mask, scale=scale, enable_gqa=grouped)
+        if not out.requires_grad:  # nothing before this layer is trained: its output starts the graph
+            out.requires_grad_()
+        layer = getattr(module, "layer_idx", None)
+        layer = len(calls) if layer is None or layer in calls else layer
+        calls[layer] = query, key, value, {"scale": scale, "is_causal": is_causal, "window": window}, out
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _choose(found: list[int], layers: Sequence[int] | None) -> list[int]:
+    if not found:
+        raise ValueError("model: its attention does not go through Transformers' AttentionInterface; nothing to trace")
+    for layer in layers or ():
+        if layer not in found:
+            raise ValueError(f"layers: {layer} is not an attention layer here; there are {_listed(found)}")
+    return found if layers is None else sorted(set(layers))
+
+
+def _check_token_ids(model: PreTrainedModel, token_ids: Tensor) -> None:
+    if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
+        raise ValueError(
+            f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"
+        )
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"model: {type(model).__name__} is an encoder-decoder; accepted: one stack of layers"
+        )
+    limit, vocabulary = context(model), model.get_input_embeddings().num_embeddings
+    if limit is not None and token_ids.shape[1] > limit:
+        raise ValueError(f"token_ids: {token_ids.shape[1]} tokens, and the model has {limit} positions; take fewer")
+    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
+        raise ValueError(f"token_ids: {int(token_ids.max())} is outside the model's vocabulary of {vocabulary}")
+
+
+def context(model: PreTrainedModel) -> int | None:
+    """The most tokens that the model has positions for; None where its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    numbers = list(numbers)
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
+    """A decoder, or an encoder with a masked-language head, from a folder that ``save_pretrained`` wrote.
+
+    Raises ValueError where the folder holds no such model.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"model={str(path)!r}: no config.json there; accepted: the folder of a Transformers model, for example "
+            "model/ or checkpoint-N/ of a run"
+        )
+    config = transformers.AutoConfig.from_pretrained(path)
+    named = (config.architectures or [""])[0]
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not named.endswith(("ForCausalLM", "LMHeadModel"))
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path).to(device)
+
+
+def encode(model_path: str | Path, text: str) -> Tensor:
+    """The token ids of a text, (1, tokens) int64, by the tokeniser that a model's folder, or the run it is of, names.
+
+    Raises ValueError where there is no tokeniser or no text.
+    """
+    folder = Path(model_path)
+    run = next((path for path in (folder, folder.parent) if (path / "config.yaml").is_file()), None)
+    if not text:
+        raise ValueError("text: it is empty")
+    if run is not None:
+        from sagebwd.training.config import Data
+        from sagebwd.training.data import encode as encode_document
+
+        data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
+        return torch.tensor([encode_document(Data(**data), text)])
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
+        raise ValueError(f"model={str(model_path)!r}: no tokeniser there, and no config.yaml of a run that names one")
+    return transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+
+
+def capture_text(
+    model_path: str | Path,
+    text: str | Path | None = None,
+    tokens: int | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    device: str = "cpu",
+) -> list[Captured]:
+    """`capture` on the first tokens of a text file, by default `SAMPLE_TEXT` and up to 1024 of them.
+
+    Raises ValueError as `capture`, `load_model` and `encode` do, for fewer tokens in the text than asked for, and for
+    a device that is not there.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: torch sees no GPU; accepted here: cpu")
+    transformers.utils.logging.disable_progress_bar()
+    model = load_model(model_path, device)
+    ids = encode(model_path, Path(text or SAMPLE_TEXT).read_text(encoding="utf-8"))
+    if tokens is None:
+        tokens = min(_DEFAULT_TOKENS, ids.shape[1], context(model) or _DEFAULT_TOKENS)
+    if not 1 <= tokens <= ids.shape[1]:
+        raise ValueError(f"tokens={tokens}: the text has {ids.shape[1]}; accepted: 1 to that")
+    return capture(model, ids[:, :tokens], layers=layers, heads=heads)
+
+
+def save(captured: Sequence[Captured], path: str | Path) -> None:
+    """Write captured layers to one safetensors file: ``layer.3.q`` and so on, the rest as JSON in its metadata."""
+    tensors = {f"layer.{c.layer}.{name}": getattr(c, name).cpu().contiguous() for c in captured for name in TENSORS}
+    fields = [field.name for field in dataclasses.fields(Captured) if field.name not in TENSORS]
+    settings = [{name: getattr(c, name) for name in fields} for c in captured]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, {"format": _FORMAT, "layers": json.dumps(settings)})
+
+
+def load(path: str | Path, layers: Sequence[int] | None = None, device: str = "cpu") -> list[Captured]:
+    """Layers from a file that `save` wrote, bit for bit; all for None.
+
+    Raises ValueError for a file that is missing or another's, and for a layer that it does not hold.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file")
+    try:
+        with safe_open(path, "pt", device=device) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"{path}: not a file of captured tensors, which `sagebwd trace --save` writes")
+            settings = {entry["layer"]: entry for entry in json.loads(metadata["layers"])}
+            captured = []
+            for layer in _choose(list(settings), layers):
+                entry = {key: tuple(x) if isinstance(x, list) else x for key, x in settings[layer].items()}
+                captured.append(Captured(**entry, **{n: file.get_tensor(f"layer.{layer}.{n}") for n in TENSORS}))
+            return captured
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a safetensors file, or cut off ({error})") from None
