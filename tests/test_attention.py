@@ -341,3 +341,14 @@ def test_recipe_object_name_and_text_are_one():
     assert torch.equal(expected, sage_attention(q, k, v, recipe=Recipe.named("paper")))
     assert torch.equal(expected, sage_attention(q, k, v, recipe="paper(smooth_v=False)"))
     assert not torch.equal(expected, sage_attention(q, k, v))
+
+
+def test_forward_mode_is_refused():
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(NotImplementedError, match="key: forward-mode differentiation"):
+        torch.func.jvp(lambda k: sage_attention(x, k, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        sage_attention(x, x, x)
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="query: forward-mode differentiation"):
+            sage_attention(dual, x, x)

@@ -7,6 +7,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sagebwd import ops, switches
 from sagebwd.recipe import Recipe
@@ -215,6 +216,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     for name, tensor in zip(("query", "key", "value"), tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        for name, tensor in zip(("query", "key", "value"), tensors):
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
+                raise NotImplementedError(
+                    f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
+                    "backward, or torch.nn.functional.scaled_dot_product_attention"
+                )
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
