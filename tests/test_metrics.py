@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sagebwd.metrics import cosine, relative_l2, rms, sqnr_db
+from sagebwd.metrics import Comparison, cosine, relative_l2, rms, sqnr_db
 
 
 def test_by_hand():
@@ -31,3 +31,25 @@ def test_accumulates_in_fp64():
 
 def test_nan_is_not_hidden():
     assert math.isnan(relative_l2(torch.tensor([math.nan]), torch.tensor([1.0])))
+
+
+def test_pieces_give_the_figures_of_the_whole():
+    torch.manual_seed(0)
+    expected = torch.randn(100, 7)
+    actual = expected + 0.1 * torch.randn(100, 7)
+    comparison = Comparison()
+    for rows in (slice(0, 33), slice(33, 33), slice(33, 100)):
+        comparison.add(actual[rows], expected[rows])
+    assert comparison.cosine() == pytest.approx(cosine(actual, expected), rel=1e-12)
+    assert comparison.relative_l2() == pytest.approx(relative_l2(actual, expected), rel=1e-12)
+    assert comparison.rms(700) == pytest.approx(rms(expected), rel=1e-12)
+    assert comparison.rms(1400) == pytest.approx(rms(expected) / math.sqrt(2), rel=1e-12)
+    assert comparison.peak == expected.abs().max().item()
+
+
+def test_pieces_of_zeros():
+    zero, one = Comparison(), Comparison()
+    zero.add(torch.zeros(3), torch.zeros(3))
+    one.add(torch.ones(3), torch.zeros(3))
+    assert (zero.cosine(), zero.relative_l2(), zero.rms(3)) == (1, 0, 0)
+    assert (one.cosine(), one.relative_l2()) == (0, math.inf)
