@@ -32,7 +32,7 @@ def plot_trace(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(f"{recipe}: relative L2 to FP64", fontsize=10)
         axis.sharey(axes[0])
     axes[0].set_ylim(bottom=0)
-    axes[0].legend(fontsize=8, ncol=2)
+    axes[len(recipes) - 1].legend(fontsize=8, ncol=2)
     lines = [row for row in layers if row.recipe == recipes[0]]
     numbers, (sizes, logits) = [row.layer for row in lines], axes[-2:]
     sizes.plot(numbers, [row.ds_bound for row in lines], color="0.4", linestyle="--", marker=".", label="bound")
