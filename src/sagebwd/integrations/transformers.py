@@ -158,14 +158,16 @@ def _decode(
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared: dict) -> Tensor:
-    """A padded batch as packed sequences of its real tokens; padding comes back as zeros.
+    """A padded batch as packed sequences of its real tokens.
 
-    Where queries and keys are different sequences (cross-attention) only keys are unpadded.
+    Under a causal mask or a window, which mean self-attention, padding comes back as zeros. Otherwise the queries may
+    be another sequence, even where the lengths are the same (cross-attention), and only keys are unpadded.
     """
     mask = mask.bool()
     batch, heads, tokens_q, head_dim = query.shape
     offsets_k = _offsets(mask.sum(1))
-    rows = mask if tokens_q == key.shape[2] else mask.new_ones(batch, tokens_q)
+    itself = shared["is_causal"] or shared["window"] is not None
+    rows = mask if itself else mask.new_ones(batch, tokens_q)
     offsets_q = _offsets(rows.sum(1))
     packed = [x.transpose(1, 2)[real] for x, real in ((query, rows), (key, mask), (value, mask))]
     out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, key.shape[2], **shared)
