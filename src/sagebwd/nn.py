@@ -1,28 +1,9 @@
-"""Layers that make attention safe to quantise."""
+"""What a model's queries and keys say of whether its attention is safe to quantise."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
-
-class QKNorm(nn.Module):
-    """RMS norm, with a learned gain, of each token's query and key over head_dim, as Qwen3's q_norm and k_norm.
-
-    It bounds the logits, which is what the paper finds INT8 attention to need at large batches. Apply it after the
-    projections and before rotary embedding.
-
-    Args: head_dim; eps, added to the mean square.
-    """
-
-    def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.query = nn.RMSNorm(head_dim, eps=eps)
-        self.key = nn.RMSNorm(head_dim, eps=eps)
-
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query and key, (..., head_dim), normalised; shapes and dtypes are kept."""
-        return self.query(query).to(query.dtype), self.key(key).to(key.dtype)
+from torch import Tensor
 
 
 def largest_logit(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> float:
