@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -118,6 +119,9 @@ def test_saved_and_loaded(tmp_path, tied):
         assert not report["missing_keys"]
         assert not report["unexpected_keys"]
         assert same(run(again), expected)
+    again.save_pretrained(tmp_path / "qwen")
+    published = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen", attn_implementation="sagebwd")
+    assert same(run(published), expected)
     by_hand = add_qk_norm(
         LlamaForCausalLM._from_config(LlamaConfig.from_pretrained(tmp_path), attn_implementation="sagebwd")
     )
