@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -90,6 +91,34 @@ class Logging:
 
 
 @dataclass(frozen=True)
+class Monitor:
+    """The attention's error while it trains, see `sagebwd.training.monitor`; nothing to watch with recipe "sdpa"."""
+
+    every: int = 100  # steps between checks; 0 for none
+    layers: list[int] | None = None  # by index; all without
+    heads: int = 3  # query heads of a layer that are checked: the worst so far, the largest logits, others in turn
+    tokens: int = 1024  # of the sequence that is checked, from its beginning
+    threshold: float = 0.15  # relative L2 error of dQ or dK above which a layer is warned of
+    checks: int = 3  # in a row before a layer's recipe changes
+    precision: str = "fixed"  # or auto: a layer above the threshold moves to a finer recipe, and back
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value out of range."""
+        layers = self.layers
+        if layers is not None and not (layers and all(type(layer) is int and layer >= 0 for layer in layers)):
+            raise ValueError(f"monitor.layers={layers!r} must list layers from 0, for example [0, 5], or be left out")
+        for name, least in (("every", 0), ("heads", 1), ("tokens", 2), ("checks", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"monitor.{name}={getattr(self, name)} must be at least {least}")
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"monitor.threshold={self.threshold} must be a number above 0")
+        if self.precision not in ("fixed", "auto"):
+            raise ValueError(f"monitor.precision={self.precision!r} is not known; accepted: fixed, auto")
+        if self.precision == "auto" and not self.every:
+            raise ValueError("monitor.precision=auto needs monitor.every of at least 1: without checks nothing moves")
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, or with ``variants`` several that differ in the keys given (dotted keys to values)."""
 
@@ -100,6 +129,7 @@ class Config:
     data: Data = field(default_factory=Data)
     optimisation: Optimisation = field(default_factory=Optimisation)
     logging: Logging = field(default_factory=Logging)
+    monitor: Monitor = field(default_factory=Monitor)
     variants: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,6 +148,8 @@ class Config:
             raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
         if self.data.context < 2:
             raise ValueError(f"data.context={self.data.context} must be at least 2 tokens")
+        if max(self.monitor.layers or [0]) >= model.layers:
+            raise ValueError(f"monitor.layers={self.monitor.layers} goes beyond model.layers={model.layers}")
 
     def accumulation(self, devices: int) -> int:
         """Micro-batches a device sums before a step, so that a step holds ``tokens_per_step`` tokens.
@@ -151,9 +183,11 @@ class Config:
         return dataclasses.asdict(self)
 
     def digest(self) -> str:
-        """A hash of all that changes the numbers: everything but the name, the variants and the cache folder."""
+        """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
         content = self.as_dict()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
+        if self.monitor.precision == "fixed":
+            del content["monitor"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

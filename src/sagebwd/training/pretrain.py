@@ -1,8 +1,8 @@
 """One training run through Transformers' Trainer, in a folder that says all there is to know about it.
 
-The folder holds ``config.yaml``, ``metrics.jsonl`` (a line a logging step and a line an evaluation), TensorBoard's
-files, checkpoints, and, once the run has finished, ``result.json``. A checkpoint counts only when its marker file is
-there, which is written last, so a half-written one is never resumed from.
+The folder holds ``config.yaml``, ``metrics.jsonl`` (a line a logging step, an evaluation and a check of the attention
+monitor), TensorBoard's files, checkpoints, and, once the run has finished, ``result.json``. A checkpoint counts only
+when its marker file is there, which is written last, so a half-written one is never resumed from.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from sagebwd.hardware import command_output
 from sagebwd.nn import largest_logit
 from sagebwd.training import data as text
-from sagebwd.training.config import Config
+from sagebwd.training.config import SDPA, Config
 from sagebwd.training.model import build
+from sagebwd.training.monitor import PREFIX, AttentionMonitor
 from sagebwd.version import __version__
 
 METRICS, RESULT, CONFIG = "metrics.jsonl", "result.json", "config.yaml"
@@ -75,6 +76,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     record.trainer = trainer
+    monitor = _monitor(config, held_out, trainer)
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
@@ -82,7 +84,15 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     if not trainer.is_world_process_zero():
         return
     model.save_pretrained(output / "model")
-    _write_whole(output / RESULT, json.dumps(_result(config, output, model, time.monotonic() - start), indent=1))
+    result = _result(config, output, model, time.monotonic() - start, monitor)
+    _write_whole(output / RESULT, json.dumps(result, indent=1))
+
+
+def _monitor(config: Config, held_out: text.Blocks, trainer: Trainer) -> AttentionMonitor | None:
+    """Watch the first held-out sequence; nothing where attention is torch's own or the config wants no checks."""
+    if config.attention.recipe == SDPA or not config.monitor.every:
+        return None
+    return AttentionMonitor(held_out[0]["input_ids"][None], config.monitor).attach(trainer)
 
 
 def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArguments:
@@ -173,7 +183,7 @@ class _Record(TrainerCallback):
         self.clock, self.seen_step = time.monotonic(), state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """One line: training metrics, or an evaluation's."""
+        """One line: training metrics, an evaluation's, or a check's of the attention monitor."""
         step, logs = state.global_step, logs or {}
         tokens = step * self.config.optimisation.tokens_per_step
         if "eval_loss" in logs:
@@ -198,6 +208,11 @@ class _Record(TrainerCallback):
             self.seen_step = step
             if not math.isfinite(loss):
                 raise TrainingStopped(_not_finite(f"the loss ({loss})", step, self.output))
+        elif f"{PREFIX}seconds" in logs:
+            found = {key: value for key, value in logs.items() if key.startswith(PREFIX)}
+            self._write({"step": step, "tokens": tokens, **found})
+            self.clock += logs[f"{PREFIX}seconds"]  # a check is no training, as an evaluation is not
+            return
         self.clock = time.monotonic()
 
     def _write(self, line: dict[str, object]) -> None:
@@ -329,7 +344,9 @@ def _not_finite(what: str, step: int, output: Path) -> str:
     )
 
 
-def _result(config: Config, output: Path, model: nn.Module, seconds: float) -> dict[str, object]:
+def _result(
+    config: Config, output: Path, model: nn.Module, seconds: float, monitor: AttentionMonitor | None
+) -> dict[str, object]:
     lines = read_metrics(output)
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "held_out_loss" in line]
@@ -346,6 +363,7 @@ def _result(config: Config, output: Path, model: nn.Module, seconds: float) -> d
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "seconds": seconds,
         "tokens_per_s": tokens / trained[-1]["seconds"] if trained and trained[-1]["seconds"] else 0.0,
+        "monitor": None if monitor is None else monitor.summary(),
         "environment": environment(),
     }
 

@@ -121,7 +121,7 @@ Losses in nats a token; the gap is to {html.escape(next(iter(config.variants)))}
 {cells}</table>
 <p><img alt="training loss, held-out loss, gap, gradient norm and largest logit over tokens"
 src="data:image/png;base64,{picture}"></p>
-<h2>What ran</h2>
+{_attention_error(runs)}<h2>What ran</h2>
 <pre>{html.escape(shlex.join(["sagebwd", *sys.argv[1:]]))}</pre>
 <pre>{html.escape(yaml.safe_dump(facts, sort_keys=False))}</pre>
 <h2>Config</h2>
@@ -131,3 +131,28 @@ src="data:image/png;base64,{picture}"></p>
 </body></html>
 """
     (output / "report.html").write_text(page, encoding="utf-8")
+
+
+def _attention_error(runs: list[Run]) -> str:
+    """What the attention monitor found, a row a layer; nothing where no run made a check."""
+    found = {run.name: run.result["monitor"] for run in runs if (run.result.get("monitor") or {}).get("checks")}
+    if not found:
+        return ""
+    tensors = {"ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV", "o": "O"}
+    heading = ["variant", "recipe at the end", "layer", *tensors.values(), "dQ or dK, highest"]
+    rows, notes = [], []
+    for name, monitor in found.items():
+        for index, layer in monitor["layers"].items():
+            errors = [f"{layer['errors'][key]:.4f}" if layer["errors"] else "" for key in tensors]
+            rows.append([name, layer["recipe"], index, *errors, f"{layer['highest']:.4f}"])
+        notes.append(f"{name}: {monitor['checks']} checks, {monitor['share']:.2%} of the time")
+        notes += [f"{name}, step {event['step']}: {event['message']}" for event in monitor["events"]]
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"""<h2>Attention error while training</h2>
+<p>At the last check: relative L2 against FP64 of each layer's recipe on one held-out sequence, its worst head checked.
+</p>
+<table><tr>{head}</tr>
+{body}</table>
+<pre>{html.escape(chr(10).join(notes))}</pre>
+"""
