@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := src tests
+SOURCES := src tests examples
 
 .PHONY: demo test test-gpu fuzz-gpu bench lint format clean
 
