@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from sagebwd.quantize import quantize_tokens, smooth
+from sagebwd.recipe import Recipe
 from tests.kernels.calls import KernelCall
 
 triton_kernels = pytest.importorskip("sagebwd.kernels.triton")
+from sagebwd.kernels.call import Call, Packing  # noqa: E402
+from sagebwd.kernels.triton import host, tune  # noqa: E402
+from sagebwd.kernels.triton.launch import choose  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 
@@ -30,6 +35,14 @@ CALLS = {
     "packed-paper": KernelCall(**PACKED, is_causal=True, recipe="paper"),
     "paper": KernelCall(recipe="paper", tokens_q=200, kv_heads=2),
     "paper-causal": KernelCall(recipe="paper", tokens_q=130, is_causal=True),
+    "paper-window": KernelCall(recipe="paper", batch=2, heads=4, tokens_q=300, tokens_k=300, window=(70, 5)),
+    "paper-window-fewer-keys": KernelCall(recipe="paper", tokens_q=300, tokens_k=70, window=(90, 30)),
+    "paper-packed-window": KernelCall(
+        recipe="paper", lengths_q=[150, 0, 300], lengths_k=[210, 9, 170], window=(40, 0)
+    ),
+    "paper-128-keys": KernelCall(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
+    "paper-32-keys": KernelCall(recipe="paper(block_k=32)", tokens_q=200),
+    "paper-channel-head-dim-128": KernelCall(recipe="paper(do_scale=channel)", tokens_q=200, head_dim=128),
     "full": KernelCall(recipe="full", window=(30, 5)),
     "full-mask": KernelCall(recipe="full", masked=True),
     "fp16": KernelCall(dtype=torch.float16, is_causal=True),
@@ -89,10 +102,11 @@ def test_strides(layout):
         assert torch.equal(actual[name], tensor), name
 
 
+@pytest.mark.parametrize("recipe", ["token", "paper"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_and_inf_are_never_silent(where, bad):
-    call = KernelCall(device=DEVICE, tokens_q=130)
+def test_nan_and_inf_are_never_silent(where, bad, recipe):
+    call = KernelCall(device=DEVICE, tokens_q=130, recipe=recipe)
     inputs = call.inputs()
     inputs["qkv".find(where) if where != "do" else 3][0, 0, 3, 5] = bad
     actual = call.run(triton_kernels, inputs)
@@ -105,6 +119,50 @@ def test_nan_and_inf_are_never_silent(where, bad):
     }[where]
     for tensor in spoilt:
         assert not torch.isfinite(tensor).any(dim=-1).all(), "a bad input came out finite"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        KernelCall(heads=4, kv_heads=2, tokens_q=300, tokens_k=270, is_causal=True, head_dim=128),
+        KernelCall(batch=2, tokens_q=300, tokens_k=330, window=(70, 20), masked=True, with_dlse=True),
+        KernelCall(lengths_q=[1, 150, 0, 200], lengths_k=[70, 17, 5, 150], is_causal=True),
+    ],
+    ids=["causal-gqa", "window-mask", "packed"],
+)
+@pytest.mark.parametrize("bad", [None, math.nan], ids=["finite", "nan"])
+def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
+    """Memory that sagebwd allocates is poisoned, so a tile that dQ skips and dK reads would show."""
+    call = dataclasses.replace(call, recipe="paper", device=DEVICE)
+    q, k, v, do, dlse = call.inputs()
+    # sums of such products are exact, so that a CPU's order of adding them does not show
+    v, do = ((8 * x).round() / 8 for x in (v, do))
+    inputs = q, k, v, do, dlse
+    if bad is not None:
+        do.view(-1)[5] = bad
+    # parts of a tile add up in FP32 in another order
+    monkeypatch.setattr(tune, "choose", lambda *args: dataclasses.replace(choose(*args), step=None))
+    shared = call.run(triton_kernels, inputs)
+    monkeypatch.setattr(host, "_tile_maxima", lambda *args: None)
+    own = call.run(triton_kernels, inputs)
+    assert (bad is None) == all(own[name].isfinite().all() for name in ("dq", "dk", "dv"))
+    for name in ("dq", "dk", "dv"):
+        torch.testing.assert_close(shared[name], own[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("recipe", "tokens", "shared"), [
+    ("paper", 32768, True),
+    ("paper", 1 << 20, False),
+    ("paper(k_scale=token)", 1024, False),
+    ("token", 1024, False),
+])  # fmt: skip
+def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared):
+    packing = Packing(1, 16, tokens, tokens, None)
+    call = Call(Recipe.parse(recipe), 1.0, torch.bfloat16, 128, packing, packing, None, False, -1, -1, 90)
+    gradient = torch.empty(1, 16, tokens, 128, dtype=torch.bfloat16, device="meta")
+    maxima = host._tile_maxima(call, gradient, gradient)
+    assert (maxima is not None) == shared
+    assert maxima is None or maxima.nbytes <= gradient.nbytes
 
 
 def test_garbage_behind_the_mask_is_not_seen():
@@ -135,8 +193,6 @@ def test_repeats_bit_for_bit():
 
 
 def test_unsupported_says_why():
-    from sagebwd.recipe import Recipe
-
     token = Recipe.named("token")
     assert triton_kernels.unsupported(token, 64, torch.bfloat16) is None
     assert "dp" in triton_kernels.unsupported(token.replace(dp="int8"), 64, torch.bfloat16)

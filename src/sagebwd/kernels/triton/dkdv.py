@@ -37,7 +37,7 @@ from sagebwd.recipe import INT8
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "lower", "upper"])
+@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
 def dkdv_kernel(
     q,
     k,
@@ -52,6 +52,7 @@ def dkdv_kernel(
     q_mean,
     k_exact,
     k_mean,
+    tile_maxima,
     dk,
     dv,
     key_mask,
@@ -84,6 +85,7 @@ def dkdv_kernel(
     tokens_k,
     total_k,
     blocks_q,
+    tiles_k,
     grid,
     lower,
     upper,
@@ -100,17 +102,21 @@ def dkdv_kernel(
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
     TMA: tl.constexpr,
+    PAD_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
+    """One block of keys of one key head, summed over the query heads that share it. PAD_Q and TILE_K are the recipe's.
 
     q, k: operands of S, codes or 16-bit rows. q_t, do_t: transposed codes, where dK and dV are INT8. q_rows: the
-    16-bit operand of dK otherwise. row_values: from `grad_out_kernel`, padded to blocks of BLOCK_Q. TMA: q, do, q_t
-    and do_t are descriptors.
+    16-bit operand of dK otherwise. row_values: from `grad_out_kernel`, padded to blocks of PAD_Q. TMA: q, do, q_t
+    and do_t are descriptors. tile_maxima: what `dq_kernel` wrote, where P and dS have one scale a tile; with it a step
+    may take a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
+    STEPS: tl.constexpr = PAD_Q // BLOCK_Q
     batch_head = tl.program_id(0) // grid
     block_k = tl.program_id(0) % grid
     batch = batch_head // heads_k
@@ -136,7 +142,9 @@ def dkdv_kernel(
     v_tile = load_rows(v, keys, columns, v_n, left_k, head_dim, False, EVEN)
     scale_2 = scale * LOG2_E
     if INT8_S:
-        key_scale = tl.load(k_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0) * scale_2
+        key_scale = tl.load(k_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)
+        if Q_TOKEN:
+            key_scale *= scale_2
     keep_key = keys < left_k
     if key_mask is not None:
         keep_key = keep_key & (tl.load(key_mask + batch_64 * tokens_k + first_k + keys, mask=keep_key, other=0) != 0)
@@ -154,13 +162,16 @@ def dkdv_kernel(
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-    padded_q = padded_block(start_q, batch, BLOCK_Q, VARLEN)
+    padded_q = padded_block(start_q, batch, PAD_Q, VARLEN)
+    steps_q, step_0 = blocks_q * STEPS, padded_q * STEPS
     for member in tl.range(0, group):
         head = head_k * group + member
         z_q = head.to(tl.int64) if VARLEN else batch.to(tl.int64) * heads_k * group + head
         q_head = rows_of(q, batch, head, start_q, q_b, q_h, q_n, TMA)
         do_head = rows_of(do, batch, head, start_q, do_b, do_h, do_n, TMA)
-        block_0 = z_q * blocks_q + padded_q
+        tile_0 = z_q * blocks_q + padded_q
+        if tile_maxima is not None:
+            maxima = tile_maxima + ((z_q * tiles_k + first_k // TILE_K) * blocks_q + padded_q) * 2
         for masked in tl.static_range(2):
             count = full_end - full_begin
             if masked:
@@ -170,25 +181,30 @@ def dkdv_kernel(
                     block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
                 else:
                     block = full_begin + i
+                tile = tile_0 + block // STEPS
                 first_q = block * BLOCK_Q
                 left = length_q - first_q
                 q_tile = load_block(
                     q_head, batch, head, start_q, first_q, length_q, q_n, head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN, TMA,
                 )  # fmt: skip
-                row_lse, row_delta, row_scale = load_row_values(row_values, block_0 + block, BLOCK_Q)
+                row_lse, row_delta, row_scale = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
                 if not Q_TOKEN:
-                    block_scale = tl.max(row_scale, 0)
+                    # every query has the same, and the first is never padding
+                    block_scale = tl.load(row_values + (tile_0 * STEPS + block) * (BLOCK_Q * 4) + 2)
+                if tile_maxima is not None:
+                    p_max = tl.load(maxima + block // STEPS * 2)
+                    ds_max = tl.load(maxima + block // STEPS * 2 + 1)
                 if INT8_S:
                     s = tl.dot(k_tile, q_tile.T, out_dtype=tl.int32).to(tl.float32)
                     if Q_TOKEN:
                         s = s * row_scale[None, :] * key_scale[:, None]
                     else:
-                        s = s * (key_scale * block_scale)[:, None]
+                        s = s * (key_scale * (block_scale * scale_2))[:, None]
                 else:
                     s = dot_16bit(k_tile, q_tile.T) * scale_2
                 if q_mean is not None:
-                    mu = tl.load(q_mean + (block_0 + block) * head_dim + columns, mask=columns < head_dim, other=0)
+                    mu = tl.load(q_mean + tile * head_dim + columns, mask=columns < head_dim, other=0)
                     exact = load_rows(k_exact, keys, columns, exact_n, left_k, head_dim, False, EVEN).to(tl.float32)
                     bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
                     s = s + bias[:, None]
@@ -213,29 +229,29 @@ def dkdv_kernel(
                 if q_mean is not None:
                     acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
-                p_max = largest_bits(p, P_PER_KEY)
+                if tile_maxima is None:
+                    p_max = largest_bits(p, P_PER_KEY)
                 if INT8_DV:
                     p_codes = codes_of(p, p_max, P_PER_KEY)
                     p_scale = p_max * (1 / 127.0)
                 if INT8_DK:
                     if Q_TOKEN:
                         ds = ds * row_scale[None, :]
-                    ds_max = largest(ds, DS_PER_KEY)
+                    if tile_maxima is None:
+                        ds_max = largest(ds, DS_PER_KEY)
                     ds_codes = codes_of(ds, ds_max, DS_PER_KEY)
                     # a NaN in any query's lse or delta shows in P, and must in dK
                     ds_scale = ds_max * (1 / 127.0) + (p_max if P_PER_KEY == DS_PER_KEY else tl.max(p_max, 0)) * 0
                     if not Q_TOKEN:
                         ds_scale = ds_scale * block_scale
                 if INT8_DV:
-                    operand = load_transposed(do_t, z_q, blocks_q, padded_q + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
+                    operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = tl.dot(interleave(p_codes), operand, out_dtype=tl.int32).to(tl.float32)
                     if DO_CHANNEL:
-                        channel = tl.load(
-                            do_scale + (block_0 + block) * head_dim + columns, mask=columns < head_dim, other=0
-                        )
+                        channel = tl.load(do_scale + tile * head_dim + columns, mask=columns < head_dim, other=0)
                         part = part * channel[None, :]
                     else:
-                        p_scale = p_scale * tl.load(do_scale + block_0 + block)
+                        p_scale = p_scale * tl.load(do_scale + tile)
                     if P_PER_KEY:
                         acc_v += part * p_scale[:, None]
                     else:
@@ -243,7 +259,7 @@ def dkdv_kernel(
                 else:
                     acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)
                 if INT8_DK:
-                    operand = load_transposed(q_t, z_q, blocks_q, padded_q + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
+                    operand = load_transposed(q_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
                     if DS_PER_KEY:
                         acc_k += part * ds_scale[:, None]
@@ -275,6 +291,7 @@ def launch_dkdv(
     q_rows: Tensor | None,
     row_values: Tensor,
     smooth_q: SmoothQ,
+    tile_maxima: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv; the operands as `dkdv_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
@@ -282,8 +299,9 @@ def launch_dkdv(
 
     def run(launch: Launch) -> None:
         blocked = {"q": q, "do": do, "q_t": q_t, "do_t": do_t}
+        block_q = recipe.block_q if launch.step is None else min(recipe.block_q, launch.step)
         if launch.tma:
-            rows_block = (recipe.block_q, call.block_d)
+            rows_block = (block_q, call.block_d)
             views = {name: (queries.view(blocked[name]), rows_block) for name in ("q", "do")}
             copies = {"q_t": q_t, "do_t": do_t}
             views |= {
@@ -305,6 +323,7 @@ def launch_dkdv(
             smooth_q.q_mean,
             smooth_q.k,
             smooth_q.k_mean,
+            tile_maxima,
             dk,
             dv,
             call.key_mask,
@@ -323,6 +342,7 @@ def launch_dkdv(
             keys.tokens,
             keys.total,
             queries.blocks(recipe.block_q),
+            keys.grid(recipe.block_k),
             grid,
             **call.band,
             scale=call.scale,
@@ -336,11 +356,13 @@ def launch_dkdv(
             DS_PER_KEY=recipe.ds_scale_dk == "key",
             VARLEN=call.varlen,
             TMA=isinstance(blocked["q"], TensorDescriptor),
-            BLOCK_Q=recipe.block_q,
+            PAD_Q=recipe.block_q,
+            TILE_K=recipe.block_k,
+            BLOCK_Q=block_q,
             BLOCK_K=launch.rows,
             BLOCK_D=call.block_d,
             **launch.options,
         )
 
-    run_best("dkdv", call, run)
+    run_best("dkdv" if tile_maxima is None else "dkdv_given", call, run)
     return dk, dv

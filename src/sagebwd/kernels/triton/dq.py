@@ -20,6 +20,7 @@ from sagebwd.kernels.tile import (
     exp2,
     interleave,
     largest,
+    largest_of_tile,
     load_block,
     load_rows,
     load_transposed,
@@ -35,7 +36,9 @@ from sagebwd.recipe import INT8
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "blocks_k", "grid", "lower", "upper"])
+@triton.jit(
+    do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "blocks_k", "tiles_k", "grid", "lower", "upper"]
+)
 def dq_kernel(
     q,
     k,
@@ -48,6 +51,7 @@ def dq_kernel(
     q_mean,
     k_exact,
     k_mean,
+    tile_maxima,
     dq,
     key_mask,
     cu_seqlens_q,
@@ -80,6 +84,7 @@ def dq_kernel(
     total_k,
     blocks_q,
     blocks_k,
+    tiles_k,
     grid,
     lower,
     upper,
@@ -101,7 +106,8 @@ def dq_kernel(
     """One block of queries of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
     q, k: operands of S. k_t: transposed codes where dQ is INT8; k_rows: its 16-bit operand otherwise. TMA: k, v and
-    k_t are descriptors.
+    k_t are descriptors. tile_maxima (heads, tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV;
+    written where not None, and BLOCK_Q is PAD_Q then.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid
@@ -153,6 +159,9 @@ def dq_kernel(
         shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
     if key_mask is not None:
         key_mask += batch_64 * tokens_k
+    if tile_maxima is not None:
+        # by key block first: the kernel that reads them walks along the queries
+        tile_maxima += (z_q * tiles_k * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN) + block_q) * 2
 
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, BLOCK_Q, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
@@ -210,14 +219,24 @@ def dq_kernel(
                 v, batch, head_k, start_k, first_k, length_k, v_n, head_dim, not masked,
                 BLOCK_K, BLOCK_D, VARLEN, TMA,
             )  # fmt: skip
-            dp = dot_16bit(do_tile, v_tile.T)
-            ds = p * (dp - row_delta[:, None])
+            if tile_maxima is not None and BLOCK_D > 64:
+                # rounded as dkdv rounds it, so that the maxima are those of its own tiles
+                dp = dot_16bit(do_tile, v_tile.T, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32) - row_delta[:, None])
+            else:
+                dp = dot_16bit(do_tile, v_tile.T) - row_delta[:, None]
+            ds = p * dp
             if masked and key_mask is not None:
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
                 if K_TOKEN:
                     ds = ds * key_scale[None, :]
-                ds_max = largest(ds, DS_PER_QUERY)
+                if tile_maxima is not None:
+                    p_max, ds_max = largest_of_tile(p, ds)
+                    at = tile_maxima + block.to(tl.int64) * blocks_q * 2
+                    tl.store(at, p_max)
+                    tl.store(at + 1, ds_max)
+                else:
+                    ds_max = largest(ds, DS_PER_QUERY)
                 ds_codes = codes_of(ds, ds_max, DS_PER_QUERY)
                 ds_scale = ds_max * (1 / 127.0) + poison
                 if not K_TOKEN:
@@ -250,6 +269,7 @@ def launch_dq(
     k_rows: Tensor | None,
     row_values: Tensor,
     smooth_q: SmoothQ,
+    tile_maxima: Tensor | None,
 ) -> Tensor:
     """dq; the operands as `dq_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
@@ -276,6 +296,7 @@ def launch_dq(
             smooth_q.q_mean,
             smooth_q.k,
             smooth_q.k_mean,
+            tile_maxima,
             dq,
             call.key_mask,
             queries.cu_seqlens,
@@ -294,6 +315,7 @@ def launch_dq(
             keys.total,
             queries.blocks(recipe.block_q),
             keys.blocks(recipe.block_k),
+            keys.grid(recipe.block_k),
             grid,
             **call.band,
             scale=call.scale,

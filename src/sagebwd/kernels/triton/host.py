@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -156,6 +158,27 @@ def backward(
     q_t = launch_transpose(q_int8, queries, recipe.block_q) if dk_int8 else None
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
     row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None)
-    dk, dv = launch_dkdv(call, q_operand, k_operand, v, do, k_scale, do_scale, q_t, do_t, q_rows, row_values, smooth_q)
-    dq = launch_dq(call, q_operand, k_operand, v, do, k_scale, k_t, k_rows, row_values, smooth_q)
+    shared = q_operand, k_operand, v, do, k_scale
+    tile_maxima = _tile_maxima(call, do, v)
+    dq = launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima)
+    dk, dv = launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima)
     return dq, dk, dv
+
+
+def _tile_maxima(call: Call, do: Tensor, v: Tensor) -> Tensor | None:
+    """Room for two maxima of every tile, which the dQ kernel finds and the dK and dV kernel reads; None for its own.
+
+    Shared where both quantise the same dS: a tile at a time, Q's and K's scales left out. The table grows with queries
+    times keys and memory must not: there is none where it would be larger than dQ and dK (beyond 131072 tokens for
+    `paper` at head_dim 64), at the same numbers but for the order of FP32 additions.
+    """
+    recipe, queries, keys = call.recipe, call.queries, call.keys
+    int8 = all(getattr(recipe, name) == INT8 for name in ("dv", "dq", "dk"))
+    tiles = {recipe.p_scale_dv, recipe.ds_scale_dq, recipe.ds_scale_dk} == {"tile"}
+    if not (int8 and tiles and recipe.q_scale == recipe.k_scale == "block"):
+        return None
+    heads, blocks = queries.heads * (1 if call.varlen else queries.batch), queries.blocks(recipe.block_q)
+    shape = heads, keys.grid(recipe.block_k), blocks, 2
+    if 4 * math.prod(shape) > max(do.nbytes, v.nbytes):
+        return None
+    return torch.empty(shape, dtype=torch.float32, device=do.device)

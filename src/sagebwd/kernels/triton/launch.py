@@ -1,7 +1,8 @@
 """Which tile, warps and pipeline stages each kernel runs with, by architecture and head_dim.
 
 A tile here is never a scale group: those are the recipe's, and fix the reduced axis of every product. What is left to
-choose is how many rows of the other axis a program takes, and that changes speed alone.
+choose is how many rows of the other axis a program takes, and that changes speed alone. Where a scale spans a tile,
+its maximum must be found by one program; "dkdv_given" is dK and dV where the dQ kernel did, free to take parts of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Launch:
 
     ``tma``: read blocks through TMA descriptors, where strides and addresses are multiples of 16 bytes.
     ``registers``: a cap for each thread, so that more programs share an SM; None leaves it to the compiler.
+    ``step``: queries, at most, that "dkdv_given" takes at a time; None, as for all others, takes the recipe's block.
     """
 
     rows: int
@@ -26,6 +28,7 @@ class Launch:
     stages: int
     tma: bool = False
     registers: int | None = None
+    step: int | None = None
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -46,6 +49,10 @@ _HOPPER: dict[tuple[str, int, int], Launch] = {
     ("dkdv", 64, 128): Launch(64, 4, 2, tma=True),
     ("dkdv", 128, 32): Launch(64, 4, 2, tma=True),
     ("dkdv", 256, 32): Launch(64, 8, 1),
+    # steps of 64 queries fit the registers as `token`'s do; chosen from SASS
+    ("dkdv_given", 64, 32): Launch(64, 4, 2, tma=True, step=64),
+    ("dkdv_given", 128, 32): Launch(64, 4, 2, tma=True, step=64),
+    ("dkdv_given", 256, 32): Launch(64, 8, 1, step=64),
     ("dq", 64, 32): Launch(64, 4, 3, tma=True),
     ("dq", 128, 32): Launch(64, 4, 3, tma=True),
     ("dq", 256, 32): Launch(64, 8, 1),
@@ -66,6 +73,9 @@ _PORTABLE: dict[tuple[str, int, int], Launch] = {
     # dK and dV alone are 128 registers a thread at 4 warps
     ("dkdv", 128, 32): Launch(64, 8, 1),
     ("dkdv", 256, 32): Launch(32, 8, 1),
+    ("dkdv_given", 64, 32): Launch(64, 4, 2, step=64),
+    ("dkdv_given", 128, 32): Launch(64, 8, 1, step=64),
+    ("dkdv_given", 256, 32): Launch(32, 8, 1, step=64),
     ("dq", 64, 32): Launch(64, 4, 2),
     # 64 rows against 128 keys spill on sm_100 and sm_120
     ("dq", 64, 128): Launch(32, 4, 2),
@@ -77,9 +87,9 @@ _PORTABLE: dict[tuple[str, int, int], Launch] = {
 
 
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
-    """The launch of ``kernel`` ("forward", "dkdv" or "dq") under ``recipe``."""
+    """The launch of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``."""
     table = _HOPPER if arch == 90 else _PORTABLE
-    block = recipe.block_q if kernel == "dkdv" else recipe.block_k
+    block = recipe.block_q if kernel.startswith("dkdv") else recipe.block_k
     width = max(64, padded_head_dim(head_dim))
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
     launch = table[row]
@@ -96,6 +106,9 @@ def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
 
 def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
     """The only number of rows a tile may have where a scale group spans its free axis too, else None."""
+    # all keys of a program lie in one tile
+    if kernel == "dkdv_given" and recipe.block_k < 64:
+        return recipe.block_k
     if kernel == "dkdv" and "tile" in (recipe.p_scale_dv, recipe.ds_scale_dk):
         return recipe.block_k
     if kernel == "dq" and recipe.ds_scale_dq == "tile":
