@@ -1,9 +1,9 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and call one implementation,
-``"reference"``, ``"triton"`` or ``"hopper"``, a module with a function ``forward`` of this signature; ``"fastest"`` is
-the fastest kernel that takes the call, settled inside the operator. ``backward`` is the same module's, or, as all
-kernels save the same tensors, Triton's. Autocast is off inside: the reference's own products must not be rounded.
+``"reference"``, ``"triton"`` or ``"hopper"``, a module with functions ``forward`` and ``backward`` of these
+signatures; ``"fastest"`` is the fastest kernel that takes the call, settled inside the operator. Autocast is off
+inside: the reference's own products must not be rounded.
 
 Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
 Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
@@ -30,8 +30,6 @@ IMPLEMENTATIONS = {
     "hopper": "sagebwd.kernels.hopper",
 }
 FASTEST = "fastest"
-# Whose backward an implementation without one takes.
-_BACKWARD = {"hopper": "triton"}
 
 
 def implementation(name: str) -> ModuleType:
@@ -51,10 +49,9 @@ def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype
     """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
     if impl == "reference":
         return
-    for name in (impl, _BACKWARD.get(impl, impl)):
-        reason = implementation(name).unsupported(recipe, head_dim, dtype)
-        if reason is not None:
-            raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
+    reason = implementation(impl).unsupported(recipe, head_dim, dtype)
+    if reason is not None:
+        raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
 
 
 def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
@@ -185,7 +182,7 @@ def attention_backward(
     if impl == FASTEST:
         impl = fastest(Recipe.parse(recipe), o.shape[-1], o.dtype, o.device)
     with torch.autocast(v.device.type, enabled=False):
-        return implementation(_BACKWARD.get(impl, impl)).backward(
+        return implementation(impl).backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             Recipe.parse(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),

@@ -124,7 +124,7 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
 
 
 def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
-    """Every kernel that forward and backward launch, as sm_``arch`` would get it; forward alone for "hopper"."""
+    """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones."""
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found = []
 
@@ -136,11 +136,9 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     JITFunction.run = record
     inputs = kernel_call.inputs()
     settings = kernel_call.settings()
-    if gluon:
-        hopper_host.forward(*inputs[:3], *settings)
-        return found
-    o, lse, *saved = host.forward(*inputs[:3], *settings)
-    host.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
+    family = hopper_host if gluon else host
+    o, lse, *saved = family.forward(*inputs[:3], *settings)
+    family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
     return found
 
 

@@ -15,18 +15,6 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
 
-class Hopper:
-    """Its forward and the backward that `sagebwd.ops` gives it."""
-
-    @staticmethod
-    def forward(*args):
-        return hopper.forward(*args)
-
-    @staticmethod
-    def backward(*args):
-        return ops.implementation("triton").backward(*args)
-
-
 SUPPORTED = [
     (name, head_dim)
     for name, call in CALLS.items()
@@ -40,7 +28,7 @@ class TestIsTheRecipe:
     pytestmark = on_hopper
 
     def test_is_the_recipe(self, name, head_dim):
-        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check(Hopper)
+        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check(hopper)
 
 
 class TestOnHopper:
@@ -64,7 +52,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("recipe", ["token", "paper"])
     def test_rows_far_from_all_keys_are_zero(self, recipe):
         call = KernelCall(recipe=recipe, tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
-        actual = call.check(Hopper)
+        actual = call.check(hopper)
         assert (actual["o"][:, :, 12:] == 0).all()
 
     @pytest.mark.parametrize("head_dim", [64, 128])

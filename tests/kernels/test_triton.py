@@ -147,7 +147,13 @@ def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
     own = call.run(triton_kernels, inputs)
     assert (bad is None) == all(own[name].isfinite().all() for name in ("dq", "dk", "dv"))
     for name in ("dq", "dk", "dv"):
-        torch.testing.assert_close(shared[name], own[name], rtol=0, atol=0, equal_nan=True)
+        if DEVICE == "cpu":
+            torch.testing.assert_close(shared[name], own[name], rtol=0, atol=0, equal_nan=True)
+            continue
+        # tensor cores add a b^T and b a^T up in another order: a maximum's last bit, and here and there a code
+        assert torch.equal(shared[name].isnan(), own[name].isnan())
+        difference = (shared[name].double() - own[name].double()).nan_to_num()
+        assert difference.norm() <= 2e-3 * own[name].double().nan_to_num().norm(), name
 
 
 @pytest.mark.parametrize(("recipe", "tokens", "shared"), [

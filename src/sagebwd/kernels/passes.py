@@ -93,17 +93,25 @@ def launch_quantize(
     return out
 
 
-def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
-    """The transposed copy of saved codes."""
+def launch_transpose(
+    codes: Tensor, packing: Packing, block: int, token_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The transposed copy of saved codes, and their scales padded to whole blocks if given."""
     head_dim = codes.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
+    padded_scale = None
+    if token_scale is not None:
+        padded_scale = packing.padded(block, block, dtype=torch.float32, device=codes.device)
     transpose_kernel[(packing.grid(block), packing.batch * packing.heads)](
         codes,
+        token_scale,
         packing.cu_seqlens,
         transposed,
+        padded_scale,
         *packing.strides(codes),
         packing.heads,
         packing.tokens,
+        packing.total,
         packing.blocks(block),
         head_dim=head_dim,
         VARLEN=packing.cu_seqlens is not None,
@@ -111,11 +119,18 @@ def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
         BLOCK_D=padded_head_dim(head_dim),
         num_warps=pass_warps(block, head_dim),
     )
-    return transposed
+    return transposed, padded_scale
 
 
 def launch_grad_out(
-    call: Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, q_scale: Tensor | None
+    call: Call,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    q_scale: Tensor | None,
+    *,
+    planes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """row_values, dO's scale and, where dV is INT8, its transposed codes; see `grad_out_kernel`."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
@@ -143,6 +158,7 @@ def launch_grad_out(
         queries.blocks(block),
         head_dim=call.head_dim,
         GROUP=recipe.do_scale,
+        PLANES=planes,
         VARLEN=call.varlen,
         BLOCK=block,
         BLOCK_D=call.block_d,

@@ -150,20 +150,26 @@ def store_transposed(transposed, code, z, block, blocks, columns, head_dim: tl.c
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def transpose_kernel(
     codes,
+    token_scale,
     cu_seqlens,
     transposed,
+    padded_scale,
     stride_b,
     stride_h,
     stride_t,
     heads,
     tokens,
+    total,
     blocks,
     head_dim: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep."""
+    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep.
+
+    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
+    """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -177,6 +183,10 @@ def transpose_kernel(
     EVEN: tl.constexpr = head_dim == BLOCK_D
     tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN)
     store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
+    if padded_scale is not None:
+        local = tl.arange(0, BLOCK)
+        scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
+        tl.store(padded_scale + block * BLOCK + local, scale)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -202,6 +212,7 @@ def grad_out_kernel(
     blocks,
     head_dim: tl.constexpr,
     GROUP: tl.constexpr,
+    PLANES: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -209,7 +220,8 @@ def grad_out_kernel(
     """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
 
     delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
-    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the
+    values than a program has threads are repeated by every thread. PLANES: they lie one after the other instead, a
+    block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
     padding, so that P comes out 0 there without a mask.
     """
     batch = tl.program_id(1) // heads
@@ -239,9 +251,15 @@ def grad_out_kernel(
     row_scale = row_delta * 0
     if q_scale is not None:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
-    packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
-    at = rows + block * BLOCK * 4 + tl.arange(0, BLOCK * 4)
-    tl.store(at, packed.reshape(BLOCK * 4))
+    rows += block * BLOCK * 4
+    if PLANES:
+        tl.store(rows + local, row_lse)
+        tl.store(rows + BLOCK + local, row_scale)
+        tl.store(rows + 2 * BLOCK + local, row_delta * row_scale)
+        tl.store(rows + 3 * BLOCK + local, row_delta)
+    else:
+        packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
+        tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
 
     if GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)

@@ -1,5 +1,5 @@
-"""Gluon kernels for Hopper (sm_90a): INT8 wgmma, TMA, warp specialisation. Forward; backward is the portable one."""
+"""Gluon kernels for Hopper (sm_90a): INT8 wgmma, TMA, warp specialisation."""
 
-from sagebwd.kernels.hopper.host import forward, unsupported
+from sagebwd.kernels.hopper.host import backward, forward, unsupported
 
-__all__ = ["forward", "unsupported"]
+__all__ = ["backward", "forward", "unsupported"]

@@ -11,42 +11,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels import tile
-
-sequence = gluon.jit(tile.sequence.fn)
-padded_block = gluon.jit(tile.padded_block.fn)
-block_range = gluon.jit(tile.block_range.fn)
-visible = gluon.jit(tile.visible.fn)
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
-
-LOG2_E = gl.constexpr(tile.LOG2_E.value)
-LN_2 = gl.constexpr(tile.LN_2.value)
-ROUND = gl.constexpr(tile.ROUND.value)
-# A row scale of 0 would turn a masked score, -inf, into NaN.
-TINY = gl.constexpr(tile.TINY.value)
-# Queries of a program: what a warpgroup's product spans.
-ROWS = gl.constexpr(64)
-
-
-@gluon.jit
-def exp2(x):
-    """2**x, results under 2**-126 flushed to 0; without the flush each takes three instructions more."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def operand_codes(x, LAYOUT: gl.constexpr):
-    """Integers + ROUND as the INT8 operand of the next product: the same registers under other names."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    codes = x.to(gl.int32, bitcast=True).to(gl.int8)
-    codes = codes.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
-    return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+from sagebwd.kernels.hopper.tile import (
+    LN_2,
+    LOG2_E,
+    ROUND,
+    ROWS,
+    TINY,
+    block_range,
+    exp2,
+    load_tile,
+    operand_codes,
+    padded_block,
+    sequence,
+    visible,
+)
 
 
 @gluon.jit
@@ -140,6 +122,7 @@ def attend(
     rows = gl.arange(0, ROWS, ROW)
     inside = first_q + rows < length_q
     row_scale = gl.load(q_scale + row + first_q + rows, mask=inside, other=0)
+    # a row scale of 0 would turn a masked score, -inf, into NaN
     row_scale = gl.maximum(row_scale * scale_2, TINY)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)

@@ -1,25 +1,38 @@
-"""Forward as `sagebwd.ops` calls it: which passes run, TMA descriptors, and the launch."""
+"""Forward and backward as `sagebwd.ops` calls them: which passes run, TMA descriptors, and the launches."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagebwd.kernels.call import Packing, capability
-from sagebwd.kernels.hopper.forward import ROWS, forward_kernel
-from sagebwd.kernels.passes import launch_quantize
+from sagebwd.kernels import triton
+from sagebwd.kernels.call import Call, Packing, capability
+from sagebwd.kernels.hopper.descriptor import Rows, descriptor, vectors
+from sagebwd.kernels.hopper.dkdv import dkdv_kernel
+from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
+from sagebwd.kernels.hopper.forward import forward_kernel
+from sagebwd.kernels.hopper.tile import ROWS
+from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import INT8, Recipe
 
 HEAD_DIMS = (64, 128)
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
 # a thread's registers, three at 64. Measured on an H200, docs/kernels.md.
-REGISTERS = {64: 80, 128: 128}
-STAGES = 2
+FORWARD_REGISTERS = {64: 80, 128: 128}
+FORWARD_STAGES = 2
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
+
+# What every recipe that these kernels run has in common; others run Triton's backward, on the same saved tensors.
+BACKWARD_NEEDS = {
+    "s": INT8, "dv": INT8, "dq": INT8, "dk": INT8, "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
+    "ds_scale_dk": "key", "block_q": 64, "smooth_q": False,
+}  # fmt: skip
+# Warpgroups that share what a program's warp loads, the stages of its ring, and registers of a thread at launch and of
+# one that computes: 128 x (2 x 240 + 24) are 168 for each of 384 threads. Measured on an H200, docs/kernels.md.
+CONSUMERS, REGISTERS_AT_LAUNCH, REGISTERS = 2, 168, 240
+STAGES = {"dkdv": {64: 4, 128: 2}, "dq": {64: 3, 128: 2}}
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -37,16 +50,8 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
     for product in ("s", "o"):
         if getattr(recipe, product) != INT8:
             return f"{product}={getattr(recipe, product)!r}: only 'int8' runs"
-    return None
-
-
-def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A TMA descriptor of a contiguous (rows, columns) tensor."""
-    bits = 8 * x.element_size()
-    # vectors are read by threads, not by tensor cores
-    swizzle = 0 if block[0] == 1 else min(128, block[1] * bits // 8)
-    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
-    return TensorDescriptor.from_tensor(x, list(block), layout)
+    # backward is Triton's where these kernels have none
+    return triton.unsupported(recipe, head_dim, dtype)
 
 
 def forward(
@@ -93,11 +98,11 @@ def forward(
     has_upper = is_causal or window_right >= 0
     grid = queries.grid(ROWS.value)
     forward_kernel[(grid * queries.batch * queries.heads,)](
-        _descriptor(q_rows, (ROWS.value, head_dim)),
-        _descriptor(k_rows, (block_k, head_dim)),
-        _descriptor(v_pass.transposed.view(v_pass.transposed.shape[0] * head_dim, -1), (head_dim, block_k // 2)),
-        _descriptor(k_pass.padded_scale.view(-1, block_k), (1, block_k)) if recipe.k_scale == "token" else None,
-        _descriptor(v_pass.column_sum.view(-1, head_dim), (1, head_dim)) if levels > 127 else None,
+        descriptor(q_rows, (ROWS.value, head_dim)),
+        descriptor(k_rows, (block_k, head_dim)),
+        descriptor(v_pass.transposed.view(v_pass.transposed.shape[0] * head_dim, -1), (head_dim, block_k // 2)),
+        vectors(k_pass.padded_scale, block_k) if recipe.k_scale == "token" else None,
+        vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
         q_pass.token_scale,
         k_pass.padded_scale,
         v_scale if sequence else v_pass.block_scale,
@@ -126,10 +131,147 @@ def forward(
         V_SEQUENCE=sequence,
         NEGATIVE=scale < 0,
         LEVELS=levels,
-        STAGES=STAGES,
+        STAGES=FORWARD_STAGES,
         BLOCK_K=block_k,
         BLOCK_D=head_dim,
         num_warps=4,
-        maxnreg=REGISTERS[head_dim],
+        maxnreg=FORWARD_REGISTERS[head_dim],
     )
     return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, k_mean
+
+
+def has_backward(recipe: Recipe) -> bool:
+    """Whether these kernels compute a recipe's gradients."""
+    return recipe.block_k in (64, 128) and all(
+        getattr(recipe, name) == value for name, value in BACKWARD_NEEDS.items()
+    )
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; every run is bit for bit the same whether ``deterministic`` or not."""
+    if not has_backward(recipe):
+        return triton.backward(
+            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, deterministic,
+        )  # fmt: skip
+    do, v, o = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, v, o))
+    queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    call = Call(
+        recipe, scale, o.dtype, o.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
+        capability(o.device),
+    )  # fmt: skip
+    head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
+    row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale, planes=True)
+    q_t, _ = launch_transpose(q_int8, queries, block_q)
+    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
+    q_rows, k_rows, v_rows, do_rows = (
+        Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
+    )
+    q_t, do_t, k_t = (x.view(x.shape[0] * head_dim, -1) for x in (q_t, do_t, k_t))
+    masks = {name: call.band[name] for name in ("HAS_LOWER", "HAS_UPPER")}
+    options = {
+        "VARLEN": call.varlen,
+        "CONSUMERS": CONSUMERS,
+        "BLOCK_D": head_dim,
+        "REGISTERS": REGISTERS,
+        "num_warps": 4,
+        "maxnreg": REGISTERS_AT_LAUNCH,
+    }
+    band = call.band["lower"], call.band["upper"]
+
+    dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
+    grid = keys.grid(CONSUMERS * rows)
+    dkdv_kernel[(grid * keys.batch * keys.heads,)](
+        descriptor(q_rows.matrix, (block_q, head_dim)),
+        descriptor(k_rows.matrix, (rows, head_dim)),
+        descriptor(v_rows.matrix, (rows, head_dim)),
+        descriptor(do_rows.matrix, (block_q, head_dim)),
+        descriptor(q_t, (head_dim, block_q)),
+        descriptor(do_t, (head_dim, block_q)),
+        vectors(row_values, 4 * block_q),
+        k_scale,
+        do_scale,
+        key_mask,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *q_rows.steps,
+        *k_rows.steps,
+        *v_rows.steps,
+        *do_rows.steps,
+        *keys.strides(dk),
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        queries.blocks(block_q),
+        grid,
+        *band,
+        scale,
+        STAGES=STAGES["dkdv"][head_dim],
+        BLOCK_Q=block_q,
+        **masks,
+        **options,
+    )
+
+    dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    grid = queries.grid(CONSUMERS * rows)
+    dq_kernel[(grid * queries.batch * queries.heads,)](
+        descriptor(q_rows.matrix, (rows, head_dim)),
+        descriptor(do_rows.matrix, (rows, head_dim)),
+        descriptor(k_rows.matrix, (block_k, head_dim)),
+        descriptor(v_rows.matrix, (block_k, head_dim)),
+        descriptor(k_t, (head_dim, PIECE.value)),
+        vectors(padded_k_scale, block_k),
+        row_values,
+        key_mask,
+        dq,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *q_rows.steps,
+        *k_rows.steps,
+        *v_rows.steps,
+        *do_rows.steps,
+        *queries.strides(dq),
+        queries.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        queries.blocks(block_q),
+        keys.blocks(block_k),
+        grid,
+        *band,
+        scale,
+        STAGES=STAGES["dq"][head_dim],
+        BLOCK_K=block_k,
+        **masks,
+        **options,
+    )
+    return dq, dk, dv

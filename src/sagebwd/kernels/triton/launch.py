@@ -50,7 +50,7 @@ _HOPPER: dict[tuple[str, int, int], Launch] = {
     ("dkdv", 128, 32): Launch(64, 4, 2, tma=True),
     ("dkdv", 256, 32): Launch(64, 8, 1),
     # steps of 64 queries fit the registers as `token`'s do; chosen from SASS
-    ("dkdv_given", 64, 32): Launch(64, 4, 2, tma=True, step=64),
+    ("dkdv_given", 64, 32): Launch(64, 4, 2, tma=True, registers=168, step=64),
     ("dkdv_given", 128, 32): Launch(64, 4, 2, tma=True, step=64),
     ("dkdv_given", 256, 32): Launch(64, 8, 1, step=64),
     ("dq", 64, 32): Launch(64, 4, 3, tma=True),

@@ -1,0 +1,295 @@
+"""dK and dV on Hopper in Gluon: a warp loads by TMA, two warpgroups hold 64 keys each and share what it loads.
+
+Each warpgroup meets every query block that sees its keys, recomputes S^T and dP^T, and hands P^T and dS^T to the next
+products in the registers they came in. The two drift apart, so that one's tensor cores work while the other scales.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sagebwd.kernels.hopper.tile import (
+    LOG2_E,
+    ROUND,
+    ROWS,
+    TINY,
+    block_range,
+    exp2,
+    load_tile,
+    operand_codes,
+    padded_block,
+    sequence,
+    visible,
+)
+
+
+@gluon.jit
+def load(
+    descriptors, memory, keys_full, full, empty, place, steps, heads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: the keys' K and V once, then four operands and the row values of each query block."""
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
+    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = place
+    begin, count, blocks_q = steps
+    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 3)
+    for consumer in gl.static_range(CONSUMERS):
+        load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
+        load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
+    step = 0
+    for head in range(heads[0], heads[1]):
+        z = z_q + head
+        for i in range(begin, begin + count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            ready = full.index(stage * 3)
+            do_ready = full.index(stage * 3 + 1)
+            copies_ready = full.index(stage * 3 + 2)
+            first = i * BLOCK_Q
+            padded = block_0 + i
+            mbarrier.expect(ready, BLOCK_Q * (BLOCK_D + 16))
+            load_tile(q_desc, [row_q + head * row_q_h + first, head * column_q], ready, q_memory.index(stage))
+            load_tile(rows_desc, [z * blocks_q + padded, 0], ready, rows_memory.index(stage))
+            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2)
+            load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(stage))
+            mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
+            load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
+            load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
+            step += 1
+
+
+@gluon.jit
+def accumulate(
+    memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale, CONSUMER: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: dK and dV of 64 keys."""
+    HALF: gl.constexpr = 64
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
+    DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
+    k_scale, do_scale, key_mask, dk, dv = pointers
+    z_q, block_0 = place
+    begin, count, blocks_q = steps
+    first_k, length_k, lower, upper, out_t = sizes
+    first_k += CONSUMER * ROWS
+    keys = first_k + gl.arange(0, ROWS, ROW)
+    key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
+    if key_mask is not None:
+        keep_key = gl.load(key_mask + keys, mask=keys < length_k, other=0) != 0
+    no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
+    no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    no_part = gl.zeros([ROWS, HALF], gl.int32, OUT_LAYOUT)
+    k_low = gl.zeros([ROWS, HALF], gl.float32, OUT_LAYOUT)
+    k_high = k_low
+    v_low = k_low
+    v_high = k_low
+    mbarrier.wait(keys_full, 0)
+    step = 0
+    for head in range(heads[0], heads[1]):
+        z = z_q + head
+        for i in range(begin, begin + count):
+            stage = step % STAGES
+            block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
+            phase = (step // STAGES) & 1
+            mbarrier.wait(full.index(stage * 3), phase)
+            rows = rows_memory.index(stage)
+            q = q_memory.index(stage).permute((1, 0))
+            do = do_memory.index(stage).permute((1, 0))
+            s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
+            x = s.to(gl.float32) * row_scale * gl.expand_dims(key_scale, 1) - rows.slice(0, BLOCK_Q, 1).load(S_LAYOUT)
+            if HAS_LOWER or HAS_UPPER:
+                first_q = i * BLOCK_Q
+                whole = first_k >= 0
+                if HAS_LOWER:
+                    whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
+                if HAS_UPPER:
+                    whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+                if not whole:
+                    queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+                    distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
+                    x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
+            if key_mask is not None:
+                x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+            p = exp2(x)
+            # the largest's bits: NaN wins
+            p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+            p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
+
+            # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
+            mbarrier.wait(full.index(stage * 3 + 1), phase)
+            dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
+            row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
+            # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
+            ds = p * (dp * row_scale - rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
+            if key_mask is not None:
+                ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
+            ds_max = gl.max(gl.abs(ds), 1)
+            ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
+            # a NaN in any query's lse or delta shows in P, and must in dK
+            k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
+            v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
+            k_weight = gl.expand_dims(k_weight, 1)
+            v_weight = gl.expand_dims(v_weight, 1)
+
+            mbarrier.wait(full.index(stage * 3 + 2), phase)
+            do_t = do_t_memory.index(stage)
+            q_t = q_t_memory.index(stage)
+            part_v = warpgroup_mma(
+                p_codes, do_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+            )
+            if BLOCK_D == 2 * HALF:
+                part_v = warpgroup_mma_wait(0, deps=[part_v])
+                other_v = warpgroup_mma(
+                    p_codes, do_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                )
+                v_low += part_v.to(gl.float32) * v_weight
+                other_v = warpgroup_mma_wait(0, deps=[other_v])
+                part_k = warpgroup_mma(
+                    ds_codes, q_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                )
+                v_high += other_v.to(gl.float32) * v_weight
+                part_k = warpgroup_mma_wait(0, deps=[part_k])
+                other_k = warpgroup_mma(
+                    ds_codes, q_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                )
+                k_low += part_k.to(gl.float32) * k_weight
+                other_k = warpgroup_mma_wait(0, deps=[other_k])
+                mbarrier.arrive(empty.index(stage), count=1)
+                k_high += other_k.to(gl.float32) * k_weight
+            else:
+                part_k = warpgroup_mma(ds_codes, q_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
+                part_v = warpgroup_mma_wait(1, deps=[part_v])
+                v_low += part_v.to(gl.float32) * v_weight
+                part_k = warpgroup_mma_wait(0, deps=[part_k])
+                mbarrier.arrive(empty.index(stage), count=1)
+                k_low += part_k.to(gl.float32) * k_weight
+            step += 1
+
+    rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
+    columns = gl.arange(0, HALF, gl.SliceLayout(0, OUT_LAYOUT))
+    at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+    written = gl.expand_dims(rows_out < length_k, 1)
+    gl.store(dk + at, (k_low * scale).to(dk.dtype.element_ty), mask=written)
+    gl.store(dv + at, v_low.to(dv.dtype.element_ty), mask=written)
+    if BLOCK_D == 2 * HALF:
+        gl.store(dk + at + HALF, (k_high * scale).to(dk.dtype.element_ty), mask=written)
+        gl.store(dv + at + HALF, v_high.to(dv.dtype.element_ty), mask=written)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
+        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "lower", "upper",
+    ]
+)  # fmt: skip
+def dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, key_mask, dk, dv,
+    cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
+    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """CONSUMERS blocks of 64 keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
+
+    q_desc, k_desc: INT8 codes as rows; v_desc, do_desc: 16-bit rows. Row of token t: batch * x_b + head * x_h + t, its
+    first column head * x_column. q_t_desc, do_t_desc: transposed codes, (heads * D, padded tokens). rows_desc: the
+    planes of `grad_out_kernel`, a row for each padded block of queries.
+    """
+    batch_head = gl.program_id(0) // grid
+    block_k = gl.program_id(0) % grid
+    batch = batch_head // heads_k
+    head_k = batch_head % heads_k
+    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    SPAN: gl.constexpr = CONSUMERS * ROWS
+    first_k = block_k * SPAN
+    if first_k >= length_k:
+        return
+    if VARLEN:
+        lower += length_k - length_q
+        upper += length_k - length_q
+        z_q = 0
+        z_k = head_k.to(gl.int64)
+    else:
+        z_q = batch * heads_k * group
+        z_k = batch_head.to(gl.int64)
+    begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+    padded_q = padded_block(start_q, batch, BLOCK_Q, VARLEN)
+    heads = (head_k * group, head_k * group + group)
+    steps = (begin, end - begin, blocks_q)
+    token_k = start_k + first_k
+    place = (
+        batch * k_b + head_k * k_h + token_k, head_k * k_column, batch * v_b + head_k * v_h + token_k,
+        head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column, z_q,
+        padded_q,
+    )  # fmt: skip
+    sizes = (first_k, length_k, lower, upper, dk_t)
+    out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
+    if key_mask is not None:
+        key_mask += batch.to(gl.int64) * tokens_k
+    pointers = (k_scale + z_k * total_k + start_k, do_scale, key_mask, dk + out, dv + out)
+
+    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
+    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
+    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
+    do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
+    q_t_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
+    do_t_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
+    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(keys_full, count=1)
+    for stage in gl.static_range(STAGES):
+        for part in gl.static_range(3):
+            mbarrier.init(full.index(stage * 3 + part), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc)
+    memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory)
+    at = (z_q, padded_q)
+    gl.warp_specialize(
+        [
+            (
+                accumulate,
+                (
+                    memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 0, HAS_LOWER, HAS_UPPER,
+                    STAGES, BLOCK_Q, BLOCK_D,
+                ),
+            ),
+            (
+                accumulate,
+                (
+                    memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 1, HAS_LOWER, HAS_UPPER,
+                    STAGES, BLOCK_Q, BLOCK_D,
+                ),
+            ),
+            (
+                load,
+                (
+                    descriptors, memory, keys_full, full, empty, place, steps, heads, STAGES, CONSUMERS, BLOCK_Q,
+                    BLOCK_D,
+                ),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
