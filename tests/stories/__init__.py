@@ -1,0 +1,20 @@
+"""The ten user stories, each as its user would live it; what they ask for is quoted in “”.
+
+They run on a CPU with the reference, and those that need kernels also on a GPU (`-m gpu`).
+
+1 kernel swap, 7 strides, 8 compile, 9 numerics: test_kernels. 2 SDPA patch, 3 padding, 4 packing, 5 Trainer:
+test_models. 6 parity, 10 install and bench: test_commands; 10's clean install is `make package` (tests/package.py).
+"""
+
+import pytest
+import torch
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]

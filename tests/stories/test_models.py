@@ -1,0 +1,152 @@
+"""Stories 2 to 5: attention inside models, Transformers and its Trainer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Qwen3Config,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.masking_utils import AttentionMaskInterface
+
+import sagebwd
+from sagebwd import sage_attention
+from sagebwd.integrations.transformers import register
+from sagebwd.metrics import cosine
+from tests.stories import on_each_device, randn
+
+
+def qwen3(attention, dtype=torch.float32, device="cpu"):
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, use_cache=False, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    register()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).to(device)
+
+
+def document(length, seed):
+    return torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def calls_it_cannot_do():
+    def qkv(head_dim=64):
+        return [randn(1, 2, 20, head_dim, seed=n, dtype=torch.bfloat16) for n in range(3)]
+
+    return {
+        "head_dim 512": (qkv(512), {}),
+        "dtype float32": ([x.float() for x in qkv()], {}),
+        "dropout": (qkv(), {"dropout_p": 0.1}),
+        "attn_mask is not boolean key padding": (qkv(), {"attn_mask": torch.zeros(1, 2, 20, 20).bfloat16()}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("head_dim 512", "head_dim 512 is not supported"),
+        ("dtype float32", "dtype float32 is not supported"),
+        ("dropout", r"dropout_p=0\.1 is not supported"),
+        ("attn_mask is not boolean key padding", r"torch.bfloat16 of shape \(1, 2, 20, 20\) is not supported"),
+    ],
+)
+def test_story_2_what_it_cannot_do_is_refused_with_the_value(reason, message):
+    """“each raises with the value in the message”."""
+    tensors, options = calls_it_cannot_do()[reason]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        sage_attention(*tensors, impl="triton", **options)
+
+
+def test_story_2_sdpa_patch_leaves_those_calls_to_sdpa_and_counts_them():
+    """“each equals SDPA and [the count is] 4; after exit F.scaled_dot_product_attention is the original object”."""
+    original = F.scaled_dot_product_attention
+    calls = calls_it_cannot_do()
+    with sagebwd.replace_sdpa(impl="triton") as sdpa:
+        for tensors, options in calls.values():
+            torch.manual_seed(0)
+            ours = F.scaled_dot_product_attention(*tensors, **options)
+            torch.manual_seed(0)
+            assert torch.equal(ours, original(*tensors, **options))
+    assert sdpa.counts == {"replaced": 0, "kept": dict.fromkeys(calls, 1)}
+    assert F.scaled_dot_product_attention is original
+
+
+@on_each_device
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_story_3_hf_padded_batch(device, side):
+    """“logits on real tokens cos >= 0.999, and changing pad token ids changes real-token logits by exactly 0”."""
+    ids, mask = document(2 * 60, seed=1).view(2, 60).to(device), torch.ones(2, 60, dtype=torch.long, device=device)
+    mask[1, slice(0, 25) if side == "left" else slice(35, 60)] = 0
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    models = [qwen3(name, dtype, device) for name in ("sdpa", "sagebwd")]
+    assert "sagebwd" in AttentionMaskInterface._global_mapping
+    with torch.no_grad():
+        theirs, ours = (model(input_ids=ids, attention_mask=mask).logits[mask == 1] for model in models)
+        other_padding = models[1](input_ids=ids.masked_fill(mask == 0, 33), attention_mask=mask).logits[mask == 1]
+    assert cosine(ours, theirs) >= 0.999
+    assert not torch.equal(ours, theirs)
+    assert torch.equal(ours, other_padding)
+
+
+@on_each_device
+@pytest.mark.parametrize("given", ["cu_seq_lens", "position_ids"])
+def test_story_4_hf_packing_isolates_documents(device, given):
+    """“per-doc logits equal the unpacked runs (cos >= 0.999), also with only position_ids; perturbing A leaves B's
+    logits and grads bit-identical”."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=given == "cu_seq_lens", return_tensors="pt")
+    model = qwen3("sagebwd", torch.float32 if device == "cpu" else torch.bfloat16, device)
+    second, outcomes = document(50, seed=2), []
+    for first in (document(30, seed=1), document(30, seed=3)):
+        batch = collate([{"input_ids": x.tolist()} for x in (first, second)])
+        batch.pop("labels")
+        batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        with sagebwd.switches(deterministic=True):
+            logits = model(**batch).logits[0]
+        alone = [model(input_ids=x[None].to(device)).logits[0] for x in (first, second)]
+        assert cosine(logits, torch.cat(alone)) >= 0.999
+        loss = logits[30:].float().square().sum()
+        (gradient,) = torch.autograd.grad(loss, model.model.layers[0].self_attn.q_norm.weight)
+        outcomes.append((logits[30:], gradient))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+class GradientsOfProjections(TrainerCallback):
+    """What the projections of the first layer got in each step, before it is thrown away."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        attention = getattr(model, "_orig_mod", model).model.layers[0].self_attn
+        self.norms.append([getattr(attention, f"{name}_proj").weight.grad.norm().item() for name in "qkv"])
+
+
+@on_each_device
+@pytest.mark.parametrize("variant", ["checkpointing", "compiled", "bf16 weights"])
+def test_story_5_trainer_with_bf16_just_works(device, variant, tmp_path):
+    """“no dtype error, every logged grad_norm finite, {q,k,v}_proj.weight.grad non-zero in a hook; then again with
+    torch_compile=True and with bf16 weights”."""
+    torch._dynamo.reset()
+    model = qwen3("sagebwd", torch.bfloat16 if variant == "bf16 weights" else torch.float32)
+    rows = [{"input_ids": row, "labels": row} for row in document(16 * 40, seed=5).view(16, 40)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=6 if device == "cpu" else 20, bf16=True, use_cpu=device == "cpu", logging_steps=1,
+        logging_nan_inf_filter=False, per_device_train_batch_size=2, report_to="none", save_strategy="no",
+        disable_tqdm=True, gradient_checkpointing=variant != "compiled", torch_compile=variant == "compiled",
+        torch_compile_backend="aot_eager" if variant == "compiled" and device == "cpu" else None,
+    )  # fmt: skip
+    seen = GradientsOfProjections()
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[seen])
+    trainer.train()
+    logged = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    assert len(logged) == arguments.max_steps
+    assert torch.tensor(logged).isfinite().all()
+    assert len(seen.norms) == arguments.max_steps
+    assert min(min(norms) for norms in seen.norms) > 0
