@@ -8,7 +8,7 @@ import pytest
 from sagebwd import Recipe
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
