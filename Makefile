@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := src tests examples
 
-.PHONY: demo test test-gpu fuzz-gpu bench lint format clean
+.PHONY: demo test test-gpu fuzz-gpu package bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+# The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
+package: $(INSTALLED)
+	$(BIN)/python -m tests.package
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
 test-gpu:
