@@ -1,4 +1,4 @@
-"""The command line: `sagebwd pretrain | compare | gaussian | trace | bench | doctor`.
+"""The command line: `sagebwd pretrain | compare | gaussian | trace | bench | bench-training | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -289,6 +289,54 @@ def _bench_table(title: str, rows: list) -> Table:
         used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
         table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
     return table
+
+
+@app.command("bench-training")
+def bench_training(
+    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path(
+        "configs/paper-325m-2.1m-qknorm.yaml"
+    ),
+    attention: Annotated[
+        list[str] | None, typer.Option(help="cudnn, flash, sdpa, a recipe or recipe@impl; repeat [default: all here].")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
+    steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
+    warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
+    vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Speed and memory of a model's training steps, one attention beside another."""
+    import torch
+
+    _quiet()
+    from sagebwd.benchmarks import training as benchmark
+    from sagebwd.benchmarks.attention import save
+    from sagebwd.training.config import load
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
+    contenders = [benchmark.Contender.parse(name, device) for name in names]
+    chosen = load(config, setting).replace({"optimisation.compile": compiled})
+    rows: list[benchmark.Step] = []
+    for tokens in context or [chosen.data.context]:
+        with console.status("starting") as status:
+            measured = benchmark.measure(
+                chosen.replace({"data.context": tokens}), contenders, batch=batch, vocabulary=vocabulary,
+                device=device, steps=steps, warmup=warmup, progress=status.update,
+            )  # fmt: skip
+        rows += measured
+        console.print(benchmark.table(measured))
+    console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, 'training')}")
+    if any(row.gate == "FAILED" for row in rows):
+        raise ValueError("an attention FAILED: its gradients are wrong, do not use it")
 
 
 @app.command()

@@ -1,0 +1,383 @@
+"""Training steps of a whole model under one attention or another: tokens a second, memory, attention's share.
+
+One model, one AdamW (fused) and one clip of the gradient, as `sagebwd pretrain` has them, under BF16 autocast on
+random tokens; between steps only the attention changes, so that weights, data and memory are the same for all.
+Contenders take turns in every round and the median counts. A step is one micro-batch with its optimiser step.
+
+Before anything is timed, the gradients of the attention's projections are held against the first full-precision
+contender's, on the same weights and tokens: a contender that is far off prints FAILED and no figure.
+
+Model FLOPs are 6 a token and weight that takes part in a matrix product (embeddings look up and count nothing), plus
+attention: 3 times `sagebwd.hardware.flops` of forward, since backward's own products are twice forward's and what is
+computed again is not credited. Utilisation is over the dense BF16 peak, INT8 products too.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+import transformers
+from rich.table import Table
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from sagebwd.attention import choose_implementation
+from sagebwd.benchmarks.attention import environment
+from sagebwd.hardware import flops, peak_rates
+from sagebwd.integrations.transformers import NAME
+from sagebwd.recipe import Recipe
+from sagebwd.training.config import SDPA, Config
+from sagebwd.training.model import build
+
+FULL_PRECISION = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    SDPA: None,  # the one that torch takes of itself
+}
+TOKENS_AT_ONCE = 32768
+"""Tokens of a micro-batch unless told."""
+VOCABULARY = 50257
+"""GPT-2's."""
+FLOOR = 0.97
+"""Cosine of the projections' gradients to full precision's: a wrong kernel is below, the coarsest recipe above."""
+PROFILED_STEPS = 2
+_ATTENTION_OP = re.compile(r"sagebwd::attention(_backward)?|aten::_scaled_dot_product_\w+")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An attention by its name: one of `FULL_PRECISION`, or a recipe, or recipe@impl."""
+
+    name: str
+    recipe: str | None = None
+    impl: str | None = None
+
+    @staticmethod
+    def parse(text: str, device: str) -> Contender:
+        """Raises what `sagebwd.sage_attention` raises for a recipe or impl that is not there or does not run here."""
+        if text in FULL_PRECISION:
+            return Contender(text)
+        recipe, _, impl = text.partition("@")
+        parsed = Recipe.parse(recipe)
+        like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
+        chosen = choose_implementation(like, parsed, impl or None)
+        return Contender(f"{recipe}@{chosen}", str(parsed), chosen)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """The model computes with this attention while it is open."""
+        name = NAME if self.recipe else f"bench-{self.name}"  # a name of its own, so that compiled code is its own
+        if not self.recipe:
+            AttentionInterface.register(name, AttentionInterface()[SDPA])
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[SDPA])
+        model.config._attn_implementation = name
+        setattr(model.config, NAME, {"recipe": self.recipe, "impl": self.impl} if self.recipe else None)
+        backends = FULL_PRECISION.get(self.name)
+        with sdpa_kernel(backends) if backends else nullcontext():
+            yield
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the result file: a contender at one context; times in ms a step, memory in bytes.
+
+    ``attention_ms`` is what the device spent in attention's forward and backward, ``busy_ms`` in all that it ran, both
+    from the profiler; ``attention_share`` is their ratio. ``peak_bytes`` holds weights and optimiser too.
+    """
+
+    attention: str
+    recipe: str | None
+    impl: str | None
+    context: int
+    batch: int
+    compiled: bool
+    parameters: int
+    steps: int
+    gate: str
+    gradient_cosine: float | None
+    step_ms: float | None
+    all_ms: list[float]
+    tokens_per_s: float | None
+    peer: str | None
+    speedup: float | None
+    peak_bytes: int | None
+    attention_ms: float | None
+    busy_ms: float | None
+    attention_share: float | None
+    attention_kernels: dict[str, float]
+    flops_per_step: float
+    peak_tflops: float | None
+    utilisation: float | None
+    start_s: float
+
+
+class _Runner:
+    """The model, its optimiser and the tokens."""
+
+    def __init__(self, config: Config, vocabulary: int, batch: int, device: str) -> None:
+        self.config, self.batch, self.device = config, batch, torch.device(device)
+        self.vocabulary, self.context = vocabulary, config.data.context
+        self.model = build(config, vocabulary).to(self.device).train()
+        if config.optimisation.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.called = torch.compile(self.model, dynamic=False) if config.optimisation.compile else self.model
+        settings = config.optimisation
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay, fused=True,
+        )  # fmt: skip
+
+    def tokens(self, seed: int) -> Tensor:
+        """Random ids, the same for one seed."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (self.batch, self.context)
+        return torch.randint(self.vocabulary, shape, generator=generator, device=self.device)
+
+    def gradients(self, ids: Tensor) -> None:
+        """Forward and backward."""
+        self.optimiser.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.called(input_ids=ids, labels=ids).loss
+        loss.backward()
+
+    def step(self, ids: Tensor) -> None:
+        """Forward, backward, the clip and the optimiser's step."""
+        self.gradients(ids)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimisation.clip_norm)
+        self.optimiser.step()
+
+    def projections(self) -> Tensor:
+        """The gradients of every layer's projections to q, k and v, as one vector."""
+        names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        return torch.cat([w.grad.flatten() for name, w in self.model.named_parameters() if name.endswith(names)])
+
+    def flops(self) -> float:
+        """Of one step, as the module's text counts them."""
+        weights = sum(part.weight.numel() for part in self.model.modules() if isinstance(part, nn.Linear))
+        model = self.config.model
+        head_dim = model.head_dim or model.width // model.heads
+        forward = flops(self.batch, model.heads, self.context, self.context, head_dim, is_causal=True)
+        return 6.0 * weights * self.batch * self.context + 3.0 * forward * model.layers
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """From nothing queued to nothing queued."""
+        self.wait()
+        start = time.perf_counter()
+        run()
+        self.wait()
+        return (time.perf_counter() - start) * 1e3
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(
+    config: Config,
+    contenders: Sequence[Contender],
+    *,
+    batch: int | None = None,
+    vocabulary: int = VOCABULARY,
+    device: str = "cuda",
+    steps: int = 8,
+    warmup: int = 2,
+    progress: Callable[[str], object] = lambda text: None,
+) -> list[Step]:
+    """Every contender on one config's model and context, a row each.
+
+    Args: batch, sequences of a micro-batch [`TOKENS_AT_ONCE` tokens]; steps, timed for each after ``warmup`` others;
+    progress, is told what runs.
+
+    Raises ValueError for no contenders, or steps or warmup below 1.
+    """
+    if not contenders or min(steps, warmup) < 1:
+        raise ValueError(f"expected contenders, steps and warmup; got {len(contenders)}, {steps} and {warmup}")
+    torch._dynamo.reset()
+    gc.collect()  # an earlier call's model
+    batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
+    runner = _Runner(config, vocabulary, batch, device)
+    with torch._dynamo.config.patch(recompile_limit=8 + len(contenders)):
+        starts, cosines = _start(runner, contenders, progress)
+        good = [one for one in contenders if _gate(cosines[one]) != "FAILED"]
+        for one in good:
+            progress(f"{one.name}: warming up")
+            with one.applied(runner.model):
+                for seed in range(warmup):
+                    runner.step(runner.tokens(seed))
+        times: dict[Contender, list[float]] = {one: [] for one in contenders}
+        peaks: dict[Contender, int] = {}
+        for index in range(steps):
+            ids = runner.tokens(warmup + index)
+            for one in good:
+                progress(f"{one.name}: step {index + 1} of {steps}")
+                _reset_peak(runner)
+                with one.applied(runner.model):
+                    times[one].append(runner.milliseconds(lambda ids=ids: runner.step(ids)))
+                if runner.device.type == "cuda":
+                    peaks[one] = max(peaks.get(one, 0), torch.cuda.max_memory_allocated(runner.device))
+        profiles = {}
+        for one in good:
+            progress(f"{one.name}: profiling")
+            with one.applied(runner.model):
+                profiles[one] = _profile(runner)
+    return _rows(runner, contenders, cosines, times, peaks, profiles, starts)
+
+
+def _start(
+    runner: _Runner, contenders: Sequence[Contender], progress: Callable[[str], object]
+) -> tuple[dict[Contender, float], dict[Contender, float | None]]:
+    """Compile each; seconds of that, and cosines of its gradients to those of the first in full precision."""
+    starts, cosines = {}, {}
+    first = next((one for one in contenders if one.recipe is None), None)
+    expected = None
+    for one in sorted(contenders, key=lambda one: one != first):
+        progress(f"{one.name}: compiling" if runner.config.optimisation.compile else f"{one.name}: first step")
+        with one.applied(runner.model):
+            starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0))) / 1e3
+        if one == first:
+            expected = runner.projections()
+        cosines[one] = None
+        if expected is not None:
+            found = runner.projections()
+            scale = found.norm() * expected.norm()
+            cosines[one] = float(torch.dot(found, expected) / scale)
+    return starts, cosines
+
+
+def _gate(cosine: float | None) -> str:
+    if cosine is None:
+        return "not checked"
+    return "ok" if cosine >= FLOOR else "FAILED"
+
+
+def _reset_peak(runner: _Runner) -> None:
+    if runner.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(runner.device)
+
+
+def _profile(runner: _Runner) -> tuple[float, float, dict[str, float]]:
+    """Ms a step in attention and in all, and the kernels of attention (on a CPU: its operators) with theirs."""
+    cuda = runner.device.type == "cuda"
+    ids = runner.tokens(0)
+    runner.wait()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as prof:
+        for _ in range(PROFILED_STEPS):
+            runner.step(ids)
+        runner.wait()
+    events = prof.events()
+    if cuda:
+        kernels = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+        busy = sum(event.self_device_time_total for event in kernels)
+    else:
+        busy = sum(event.self_cpu_time_total for event in events)
+    attention, kernels = 0.0, {}
+    for event in events:
+        if event.device_type != DeviceType.CPU or not _ATTENTION_OP.fullmatch(event.name) or _inside(event):
+            continue
+        attention += event.device_time_total if cuda else event.cpu_time_total
+        for name, spent in _kernels(event) if cuda else [(event.name, event.cpu_time_total)]:
+            kernels[name] = kernels.get(name, 0.0) + spent
+    scale = 1e-3 / PROFILED_STEPS
+    ordered = sorted(kernels.items(), key=lambda item: -item[1])
+    return attention * scale, busy * scale, {name[:100]: round(spent * scale, 4) for name, spent in ordered[:16]}
+
+
+def _inside(event: object) -> bool:
+    """Whether an operator of attention called this one."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if _ATTENTION_OP.fullmatch(parent.name):
+            return True
+        parent = parent.cpu_parent
+    return False
+
+
+def _kernels(event: object) -> Iterator[tuple[str, float]]:
+    """Name and microseconds of what an operator and those that it called ran on the device."""
+    for kernel in event.kernels:
+        yield kernel.name, kernel.duration
+    for child in event.cpu_children:
+        yield from _kernels(child)
+
+
+def _rows(
+    runner: _Runner,
+    contenders: Sequence[Contender],
+    cosines: dict[Contender, float | None],
+    times: dict[Contender, list[float]],
+    peaks: dict[Contender, int],
+    profiles: dict[Contender, tuple[float, float, dict[str, float]]],
+    starts: dict[Contender, float],
+) -> list[Step]:
+    medians = {one: statistics.median(spent) for one, spent in times.items() if spent}
+    peers = {one: ms for one, ms in medians.items() if one.recipe is None}
+    peer = min(peers, key=peers.get) if peers else None
+    rates = peak_rates(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
+    peak = None if rates is None else rates.bf16_tflops
+    work, tokens = runner.flops(), runner.batch * runner.context
+    rows = []
+    for one in contenders:
+        ms = medians.get(one)
+        attention, busy, kernels = profiles.get(one, (None, None, {}))
+        found = ms is not None and bool(attention)
+        rows.append(
+            Step(
+                one.name, one.recipe, one.impl, runner.context, runner.batch, runner.config.optimisation.compile,
+                sum(weight.numel() for weight in runner.model.parameters()), len(times[one]), _gate(cosines[one]),
+                cosines[one], ms, times[one], ms and tokens / ms * 1e3, peer and peer.name,
+                ms and peer and medians[peer] / ms, peaks.get(one), attention if found else None,
+                busy if found else None, attention / busy if found else None, kernels, work, peak,
+                ms and peak and work / ms * 1e-9 / peak, starts[one],
+            )
+        )  # fmt: skip
+    return rows
+
+
+def facts(device: str, commit: str | None, config: Config) -> dict[str, object]:
+    """What the result depends on: as for the attention benchmark, with Transformers and the config."""
+    rates = peak_rates(torch.cuda.get_device_name()) if device.startswith("cuda") else None
+    return {
+        **environment(device, commit),
+        "transformers": transformers.__version__,
+        "peak": None if rates is None else f"{rates.bf16_tflops} TFLOP/s dense BF16, {rates.source}",
+        "model": asdict(config.model),
+    }
+
+
+def table(rows: Sequence[Step]) -> Table:
+    """The rows for a terminal."""
+    first = rows[0]
+    how = "compiled" if first.compiled else "not compiled"
+    title = f"{first.parameters / 1e6:.0f}M weights, context {first.context}, batch {first.batch}, {how}, BF16, AdamW"
+    drawn = Table(title=title, title_justify="left", box=None)
+    peak = "" if first.peak_tflops is None else f" of {first.peak_tflops:.0f} TFLOP/s BF16"
+    headings = ("attention", "step ms", "tokens/s", "over best", "peak GiB", "in attention", f"model FLOPs{peak}")
+    for heading in headings:
+        drawn.add_column(heading, justify="left" if heading == "attention" else "right")
+    for row in rows:
+        if row.step_ms is None:
+            drawn.add_row(row.attention, "[red]FAILED[/red]")
+            continue
+        share = "" if row.attention_ms is None else f"{row.attention_share:.0%}, {row.attention_ms:.1f} ms"
+        drawn.add_row(
+            row.attention,
+            f"{row.step_ms:.1f}",
+            f"{row.tokens_per_s:,.0f}",
+            "" if row.speedup is None else f"{row.speedup:.3f}x {row.peer}",
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
+            share,
+            "" if row.utilisation is None else f"{row.utilisation:.1%}",
+        )
+    return drawn

@@ -1,0 +1,112 @@
+"""Training steps timed on a CPU with a model of two narrow layers."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagebwd import cli
+from sagebwd.benchmarks import training as bench
+from sagebwd.training.config import Config
+
+TINY = Config("tiny").replace(
+    {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
+)
+
+
+def measure(*names, **arguments):
+    contenders = [bench.Contender.parse(name, "cpu") for name in names]
+    return bench.measure(TINY, contenders, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
+
+
+def test_rows_of_full_precision_and_recipes():
+    full, token, paper = measure("sdpa", "token", "paper@reference")
+    assert [row.attention for row in (full, token, paper)] == ["sdpa", "token@reference", "paper@reference"]
+    for row in (full, token, paper):
+        assert row.gate == "ok"
+        assert len(row.all_ms) == row.steps == 3
+        assert row.tokens_per_s == pytest.approx(2 * 32 / row.step_ms * 1e3)
+        assert row.peer == "sdpa"
+        assert row.speedup == pytest.approx(full.step_ms / row.step_ms)
+        assert 0 < row.attention_share < 1
+        assert row.attention_ms == pytest.approx(row.attention_share * row.busy_ms)
+        assert row.utilisation is None
+        assert row.peak_bytes is None
+    assert full.gradient_cosine == pytest.approx(1)
+    assert 0.99 < paper.gradient_cosine < token.gradient_cosine < 1
+    assert all(name.startswith("aten::_scaled_dot_product") for name in full.attention_kernels)
+    assert set(token.attention_kernels) == {"sagebwd::attention", "sagebwd::attention_backward"}
+
+
+def test_model_flops_are_those_counted_by_hand():
+    (row,) = measure("sdpa")
+    a_layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+    weights = 2 * a_layer + 40 * 64
+    pairs = 32 * 33 // 2
+    assert row.flops_per_step == 6 * weights * 2 * 32 + 3 * 4 * 2 * 2 * 32 * pairs * 2
+
+
+def test_a_wrong_attention_prints_no_figure(monkeypatch):
+    monkeypatch.setattr(bench, "FLOOR", 0.999999)
+    full, wrong = measure("sdpa", "paper")
+    assert (full.gate, wrong.gate) == ("ok", "FAILED")
+    assert wrong.step_ms is wrong.speedup is wrong.attention_ms is None
+    assert wrong.all_ms == []
+
+
+def test_without_full_precision_nothing_is_checked_or_compared():
+    (row,) = measure("token")
+    assert row.gate == "not checked"
+    assert row.peer is row.speedup is row.gradient_cosine is None
+    assert row.step_ms > 0
+
+
+def test_the_attention_that_is_asked_for_runs():
+    model = bench.build(TINY, 40)
+    ids = torch.arange(32)[None]
+    losses = {}
+    for name in ("sdpa", "flash", "token", "paper"):
+        with bench.Contender.parse(name, "cpu").applied(model), torch.no_grad():
+            losses[name] = model(input_ids=ids, labels=ids).loss.item()
+    assert losses["sdpa"] == losses["flash"]
+    assert len(set(losses.values())) == 3
+
+
+def test_utilisation_is_over_the_peak(monkeypatch):
+    (row,) = measure("sdpa")
+    shown = replace(row, peak_tflops=989.0, utilisation=0.41, peak_bytes=3 << 30)
+    text = "".join(str(column.header) + str(list(column.cells)) for column in bench.table([shown]).columns)
+    assert "989 TFLOP/s BF16" in text
+    assert "41.0%" in text
+    assert "3.0" in text
+
+
+def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    arguments = (
+        f"bench-training --config {config} --device cpu --no-compile --batch 1 --context 16 --context 32 --steps 1 "
+        f"--warmup 1 --vocabulary 20 --output {tmp_path} --commit abc"
+    )
+    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "token@reference" in capsys.readouterr().out
+    (path,) = tmp_path.glob("training_cpu_*_abc.json")
+    content = json.loads(path.read_text())
+    assert [(row["attention"], row["context"]) for row in content["rows"]] == [
+        ("sdpa", 16), ("token@reference", 16), ("sdpa", 32), ("token@reference", 32),
+    ]  # fmt: skip
+    assert content["model"]["layers"] == 1
+    assert content["commit"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("fa9", "none called 'fa9'"), ("token@turing", "'turing' is not known")]
+)
+def test_names_that_mean_nothing(name, message):
+    with pytest.raises(ValueError, match=message):
+        bench.Contender.parse(name, "cpu")
