@@ -41,3 +41,17 @@ def poisoned_allocations(monkeypatch):
 def one_thread():
     """Two test processes share two cores."""
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests counted, by `record_property("counted", text)`: captured output is not shown, under xdist never."""
+    lines = [
+        f"{report.nodeid.rpartition('::')[2]}: {text}"
+        for report in terminalreporter.stats.get("passed", [])
+        for name, text in report.user_properties
+        if name == "counted"
+    ]
+    if lines:
+        terminalreporter.section("counted")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -23,6 +23,11 @@ def op_samples(dtype):
     return [((sample.input, *sample.args), sample.kwargs) for sample in samples]
 
 
+def listed(seen):
+    """Counts for the summary that pytest prints."""
+    return f"{seen.total()} samples: " + "; ".join(f"{count} {what}" for what, count in seen.most_common())
+
+
 # relative L2 of the output against SDPA in FP64, measured 2026-11-21 with a margin: 3 queries, 6 keys, values up to 9
 SAMPLE_ERROR = {
     "full": {torch.float32: 1e-5, torch.bfloat16: 0.01},
@@ -32,7 +37,7 @@ SAMPLE_ERROR = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", SAMPLE_ERROR)
-def test_opinfo_samples_match_or_are_refused(recipe, dtype):
+def test_opinfo_samples_match_or_are_refused(recipe, dtype, record_property):
     seen, worst = collections.Counter(), 0.0
     for arguments, options in op_samples(dtype):
         try:
@@ -47,14 +52,14 @@ def test_opinfo_samples_match_or_are_refused(recipe, dtype):
         if recipe == "full" and dtype == torch.float32:  # sharp enough to hold gradients to as well
             for a, e in zip(torch.autograd.grad(out.sum(), arguments), torch.autograd.grad(exact.sum(), leaves)):
                 torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
-    print(f"{recipe} {dtype}: worst {worst:.2e}", dict(seen))
+    record_property("counted", f"worst relative L2 {worst:.1e}; {listed(seen)}")
     assert worst <= SAMPLE_ERROR[recipe][dtype]
     assert seen["matched"] >= 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opinfo_samples_through_the_patch(dtype):
+def test_opinfo_samples_through_the_patch(dtype, record_property):
     seen = collections.Counter(is_original_or_int8(*sample) for sample in op_samples(dtype))
-    print(dtype, dict(seen))
+    record_property("counted", listed(seen))
     assert seen["replaced"] >= 4
     assert seen["kept"] >= 4
