@@ -10,8 +10,9 @@ Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seq
 
 What forward saves for backward: o, v, lse and, where a backward product reads them, the INT8 codes of q and k, in
 their shape, with one FP32 scale a token, shaped as lse. q and k themselves are kept only where a product needs them
-in 16 bit. ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the
-mean taken off.
+in 16 bit. Where a gradient product is FP8, kernels also save ``row_max``, the largest score of each query times
+log2(e), shaped as lse, and ``v_scale`` (B, Hkv, D), psi's scale of each of V's channels. ``lse`` is the natural
+log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean taken off.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 IMPLEMENTATIONS = {
     "reference": "sagebwd.reference",
@@ -105,8 +106,8 @@ def attention(
     recipe: str,
     impl: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, lse, q_int8, q_scale, k_int8, k_scale, k_mean; see the module's text."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean; see the module's text."""
     if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":
         _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
         _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
@@ -132,11 +133,15 @@ def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe:
     q_saved = _saved_like(q, _token_shape(q, packed), saves and INT8 in (parsed.s, parsed.dk))
     k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (parsed.s, parsed.dq))
     batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
+    fp8 = saves and FP8 in (parsed.dv, parsed.dq, parsed.dk)
+    v_scale_shape = (batch, k.shape[1], k.shape[-1])
     return (
         q.new_empty(q.shape),
         q.new_empty(_token_shape(q, packed), dtype=_accumulator(q)),
         *q_saved,
         *k_saved,
+        q.new_empty(_token_shape(q, packed) if fp8 else (0,), dtype=torch.float32),
+        k.new_empty(v_scale_shape if fp8 else (0,), dtype=torch.float32),
         k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
     )
 
@@ -162,6 +167,8 @@ def attention_backward(
     q_scale: Tensor,
     k_int8: Tensor,
     k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -183,8 +190,8 @@ def attention_backward(
         impl = fastest(Recipe.parse(recipe), o.shape[-1], o.dtype, o.device)
     with torch.autocast(v.device.type, enabled=False):
         return implementation(impl).backward(
-            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
+            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             Recipe.parse(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
 

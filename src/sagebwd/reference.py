@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.band import Band
+from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
-from sagebwd.recipe import INT8, Recipe
+from sagebwd.recipe import FP8, INT8, Recipe
 
 # Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
 CHUNK_SCORES = 1 << 19
@@ -138,13 +139,27 @@ class Emulator:
             visible = visible & self.k_valid[..., keys, :].mT
         return visible
 
+    def _smooth_v(self) -> tuple[Tensor, Tensor]:
+        v = self.v[..., : self.tokens_k, :]
+        v_smooth, v_mean = smooth(v, self.valid)
+        return (v_smooth, v_mean) if self.recipe.smooth_v else (v, torch.zeros_like(v_mean))
+
+    def _float8(self, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Float8Operands:
+        """Operands of the e4m3 products; all but K's are padded as ``do`` is."""
+        row_max = torch.full_like(lse, -math.inf)
+        for rows, keys in self._chunks():
+            if keys.start < keys.stop:
+                row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
+        _, v_scale = quantize_tokens(self._smooth_v()[0], "sequence", self.recipe.block_k)
+        x = self.operands
+        return Float8Operands.of(
+            row_max, lse, do, dlse, v_scale[..., :1, :], x.q_codes, x.q_scale, x.k_codes, x.k_scale
+        )
+
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, D) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
         recipe = self.recipe
-        v = self.v[..., : self.tokens_k, :]
-        v_smooth, v_mean = smooth(v, self.valid)
-        if not recipe.smooth_v:
-            v_smooth, v_mean = v, torch.zeros_like(v_mean)
+        v_smooth, v_mean = self._smooth_v()
         v_smooth = pad_tokens(v_smooth, recipe.block_k)
         if recipe.o == INT8:
             codes, v_scale = quantize_tokens(v_smooth, recipe.v_scale, recipe.block_k)
@@ -186,31 +201,44 @@ class Emulator:
         do, o = self._group_heads(do), self._group_heads(o)
         delta = (do * o).sum(-1, keepdim=True)
         if dlse is not None:
-            delta = delta - dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
+            dlse = dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
+            delta = delta - dlse
+            dlse = pad_tokens(dlse, recipe.block_q)
         lse = _finite(lse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1))
         do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (do, delta, lse))
+        fp8 = self._float8(do, lse, dlse) if FP8 in (recipe.dv, recipe.dq, recipe.dk) else None
         do_codes, do_scale = quantize_tokens(do, recipe.do_scale, recipe.block_q)
         dq, dk, dv = torch.zeros_like(x.q_smooth), torch.zeros_like(x.k_exact), torch.zeros_like(self.v)
         for rows, keys in self._chunks():
             if keys.start == keys.stop:
                 continue
-            p = torch.exp(self._scores(rows, keys) - lse[..., rows, :])
+            s = self._scores(rows, keys)
+            p = torch.exp(s - lse[..., rows, :])
             dp = self._dp(do[..., rows, :], keys)
             ds = p * (dp - delta[..., rows, :])
             if observe is not None:
                 for name, value in (("p", p), ("dp", dp), ("ds", ds)):
                     observe(name, rows, keys, value)
-            if recipe.dv == INT8:
+            if fp8 is not None:
+                probability = fp8.probability(s, rows)
+                fp8_ds = fp8.ds(probability, dp, delta[..., rows, :], rows)
+            if recipe.dv == FP8:
+                dv_rows = fp8.dv(probability, rows)
+            elif recipe.dv == INT8:
                 dv_rows = self._quantized(p, recipe.p_scale_dv).mT @ (do_codes * do_scale)[..., rows, :]
             else:
                 dv_rows = self.sixteen_bit(p).mT @ do[..., rows, :]
             dv[..., keys, :] += dv_rows.sum(2, keepdim=True)
-            if recipe.dq == INT8:
+            if recipe.dq == FP8:
+                dq[..., rows, :] = fp8.dq(fp8_ds, rows, keys)
+            elif recipe.dq == INT8:
                 folded = self._quantized(ds * x.k_scale[..., keys, :].mT, recipe.ds_scale_dq)
                 dq[..., rows, :] = folded @ x.k_codes[..., keys, :]
             else:
                 dq[..., rows, :] = self.sixteen_bit(ds) @ x.k_smooth[..., keys, :]
-            if recipe.dk == INT8:
+            if recipe.dk == FP8:
+                dk_rows = fp8.dk(fp8_ds, rows)
+            elif recipe.dk == INT8:
                 folded = self._quantized(ds * x.q_scale[..., rows, :], recipe.ds_scale_dk)
                 dk_rows = folded.mT @ x.q_codes[..., rows, :]
             else:
@@ -254,7 +282,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """The "reference" implementation's forward; see `sagebwd.ops` for the interface. Saves no INT8 tensors."""
     empty_int8, empty_scale = q.new_empty(0, dtype=torch.int8), q.new_empty(0, dtype=torch.float32)
-    saved = (empty_int8, empty_scale, empty_int8.clone(), empty_scale.clone())
+    saved = (empty_int8, empty_scale, empty_int8.clone(), *(empty_scale.clone() for _ in range(3)))
     if cu_seqlens_q is None:
         band = Band.of(is_causal, window_left, window_right)
         o, lse, k_mean = Emulator(q, k, v, recipe, scale, band, key_mask).forward()
@@ -284,6 +312,8 @@ def backward(
     q_scale: Tensor,
     k_int8: Tensor,
     k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,

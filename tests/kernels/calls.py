@@ -84,7 +84,7 @@ class KernelCall:
             q = q if always or recipe.dk == SIXTEEN_BIT else None
             k = k if always or recipe.dq == SIXTEEN_BIT else None
         dq, dk, dv = implementation.backward(do, dlse, q, k, v, o, lse, *saved, *settings, True)
-        names = ("q_int8", "q_scale", "k_int8", "k_scale", "k_mean")
+        names = ("q_int8", "q_scale", "k_int8", "k_scale", "row_max", "v_scale", "k_mean")
         return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **dict(zip(names, saved))}
 
     def check(self, implementation) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ TYPES = {
     torch.int32: "i32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.float32: "fp32",
     torch.bool: "i1",
 }

@@ -15,6 +15,14 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
 
+FLOAT8 = {
+    f"fp8-{name}": dataclasses.replace(CALLS[name], recipe="token_fp8")
+    for name in (
+        "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal",
+        "window-beyond-keys", "key-mask", "packed", "packed-causal-window", "fp16",
+    )
+}  # fmt: skip
+CALLS = CALLS | FLOAT8
 SUPPORTED = [
     (name, head_dim)
     for name, call in CALLS.items()

@@ -35,7 +35,7 @@ from torch import Tensor
 from sagebwd.analysis.capture import Captured
 from sagebwd.band import Band
 from sagebwd.metrics import Comparison, relative_l2
-from sagebwd.recipe import INT8, PRODUCTS, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import PRODUCTS, SIXTEEN_BIT, Recipe
 from sagebwd.reference import Emulator, Observer
 
 TENSORS = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
@@ -210,7 +210,7 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
 
 def sources(recipe: Recipe) -> list[str]:
     """The products that a recipe computes in INT8, in the order of `sagebwd.recipe.PRODUCTS`."""
-    return [product for product in PRODUCTS if getattr(recipe, product) == INT8]
+    return [product for product in PRODUCTS if getattr(recipe, product) != SIXTEEN_BIT]
 
 
 def alone(recipe: Recipe, source: str) -> Recipe:

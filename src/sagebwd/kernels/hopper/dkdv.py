@@ -20,8 +20,10 @@ from sagebwd.kernels.hopper.tile import (
     TINY,
     block_range,
     exp2,
+    float8_scale,
     load_tile,
     operand_codes,
+    operand_float8,
     padded_block,
     sequence,
     visible,
@@ -67,11 +69,12 @@ def load(
 @gluon.jit
 def accumulate(
     memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale, CONSUMER: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys."""
-    HALF: gl.constexpr = 64
+    # INT32 sums are rescaled a part of head_dim at a time, for the registers; FP32 sums stay where they are
+    HALF: gl.constexpr = BLOCK_D if FLOAT8 else 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
@@ -79,10 +82,10 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
-    k_scale, do_scale, key_mask, dk, dv = pointers
+    k_scale, do_scale, largest, key_mask, dk, dv = pointers
     z_q, block_0 = place
     begin, count, blocks_q = steps
-    first_k, length_k, lower, upper, out_t = sizes
+    first_k, length_k, length_q, lower, upper, out_t = sizes
     first_k += CONSUMER * ROWS
     keys = first_k + gl.arange(0, ROWS, ROW)
     key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
@@ -101,23 +104,29 @@ def accumulate(
         z = z_q + head
         for i in range(begin, begin + count):
             stage = step % STAGES
-            block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
+            if not FLOAT8:
+                block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
             phase = (step // STAGES) & 1
             mbarrier.wait(full.index(stage * 3), phase)
             rows = rows_memory.index(stage)
             q = q_memory.index(stage).permute((1, 0))
             do = do_memory.index(stage).permute((1, 0))
             s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
+            if FLOAT8:
+                mbarrier.wait(full.index(stage * 3 + 1), phase)
+                dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+            else:
+                s = warpgroup_mma_wait(0, deps=[s])
             row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
             x = s.to(gl.float32) * row_scale * gl.expand_dims(key_scale, 1) - rows.slice(0, BLOCK_Q, 1).load(S_LAYOUT)
-            if HAS_LOWER or HAS_UPPER:
-                first_q = i * BLOCK_Q
-                whole = first_k >= 0
-                if HAS_LOWER:
-                    whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
-                if HAS_UPPER:
-                    whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+            first_q = i * BLOCK_Q
+            whole = first_q + BLOCK_Q <= length_q
+            if HAS_LOWER:
+                whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
+            if HAS_UPPER:
+                whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+            if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
                 if not whole:
                     queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
                     distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
@@ -125,66 +134,87 @@ def accumulate(
             if key_mask is not None:
                 x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
             p = exp2(x)
-            # the largest's bits: NaN wins
-            p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-            p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
-
-            # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
-            mbarrier.wait(full.index(stage * 3 + 1), phase)
-            dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
-            dp = warpgroup_mma_wait(0, deps=[dp])
+            if FLOAT8:
+                p_codes = operand_float8(p, OPERAND)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+            else:
+                # the largest's bits: NaN wins
+                p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+                p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
+                # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
+                mbarrier.wait(full.index(stage * 3 + 1), phase)
+                dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
+                dp = warpgroup_mma_wait(0, deps=[dp])
             dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-            row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
-            # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
-            ds = p * (dp * row_scale - rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
+            if FLOAT8:
+                row_scale = rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
+                ds = p * (dp * row_scale - rows.slice(3 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
+                if not whole:
+                    # what lies past the end need not be finite
+                    ds = gl.where(p == 0, 0.0, ds)
+            else:
+                # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
+                row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
+                ds = p * (dp * row_scale - rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-            ds_max = gl.max(gl.abs(ds), 1)
-            ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
-            # a NaN in any query's lse or delta shows in P, and must in dK
-            k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
-            v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
-            k_weight = gl.expand_dims(k_weight, 1)
-            v_weight = gl.expand_dims(v_weight, 1)
-
-            mbarrier.wait(full.index(stage * 3 + 2), phase)
-            do_t = do_t_memory.index(stage)
-            q_t = q_t_memory.index(stage)
-            part_v = warpgroup_mma(
-                p_codes, do_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-            )
-            if BLOCK_D == 2 * HALF:
-                part_v = warpgroup_mma_wait(0, deps=[part_v])
-                other_v = warpgroup_mma(
-                    p_codes, do_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                )
-                v_low += part_v.to(gl.float32) * v_weight
-                other_v = warpgroup_mma_wait(0, deps=[other_v])
-                part_k = warpgroup_mma(
-                    ds_codes, q_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                )
-                v_high += other_v.to(gl.float32) * v_weight
-                part_k = warpgroup_mma_wait(0, deps=[part_k])
-                other_k = warpgroup_mma(
-                    ds_codes, q_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                )
-                k_low += part_k.to(gl.float32) * k_weight
-                other_k = warpgroup_mma_wait(0, deps=[other_k])
+            if FLOAT8:
+                ds_codes = operand_float8(ds, OPERAND)
+                mbarrier.wait(full.index(stage * 3 + 2), phase)
+                v_low = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), v_low, is_async=True)
+                k_low = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), k_low, is_async=True)
+                v_low, k_low = warpgroup_mma_wait(0, deps=[v_low, k_low])
                 mbarrier.arrive(empty.index(stage), count=1)
-                k_high += other_k.to(gl.float32) * k_weight
             else:
-                part_k = warpgroup_mma(ds_codes, q_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
-                part_v = warpgroup_mma_wait(1, deps=[part_v])
-                v_low += part_v.to(gl.float32) * v_weight
-                part_k = warpgroup_mma_wait(0, deps=[part_k])
-                mbarrier.arrive(empty.index(stage), count=1)
-                k_low += part_k.to(gl.float32) * k_weight
+                ds_max = gl.max(gl.abs(ds), 1)
+                ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
+                # a NaN in any query's lse or delta shows in P, and must in dK
+                k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
+                v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
+                k_weight = gl.expand_dims(k_weight, 1)
+                v_weight = gl.expand_dims(v_weight, 1)
+
+                mbarrier.wait(full.index(stage * 3 + 2), phase)
+                do_t = do_t_memory.index(stage)
+                q_t = q_t_memory.index(stage)
+                part_v = warpgroup_mma(
+                    p_codes, do_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                )
+                if BLOCK_D == 2 * HALF:
+                    part_v = warpgroup_mma_wait(0, deps=[part_v])
+                    other_v = warpgroup_mma(
+                        p_codes, do_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                    )
+                    v_low += part_v.to(gl.float32) * v_weight
+                    other_v = warpgroup_mma_wait(0, deps=[other_v])
+                    part_k = warpgroup_mma(
+                        ds_codes, q_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                    )
+                    v_high += other_v.to(gl.float32) * v_weight
+                    part_k = warpgroup_mma_wait(0, deps=[part_k])
+                    other_k = warpgroup_mma(
+                        ds_codes, q_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
+                    )
+                    k_low += part_k.to(gl.float32) * k_weight
+                    other_k = warpgroup_mma_wait(0, deps=[other_k])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    k_high += other_k.to(gl.float32) * k_weight
+                else:
+                    part_k = warpgroup_mma(ds_codes, q_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
+                    part_v = warpgroup_mma_wait(1, deps=[part_v])
+                    v_low += part_v.to(gl.float32) * v_weight
+                    part_k = warpgroup_mma_wait(0, deps=[part_k])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    k_low += part_k.to(gl.float32) * k_weight
             step += 1
 
     rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, HALF, gl.SliceLayout(0, OUT_LAYOUT))
     at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
     written = gl.expand_dims(rows_out < length_k, 1)
+    if FLOAT8:
+        v_low = v_low * float8_scale(gl.load(largest))
+        k_low = k_low * float8_scale(gl.load(largest + 1))
     gl.store(dk + at, (k_low * scale).to(dk.dtype.element_ty), mask=written)
     gl.store(dv + at, v_low.to(dv.dtype.element_ty), mask=written)
     if BLOCK_D == 2 * HALF:
@@ -199,17 +229,19 @@ def accumulate(
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, key_mask, dk, dv,
-    cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, largest, key_mask, dk,
+    dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, FLOAT8: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
 
     q_desc, k_desc: INT8 codes as rows; v_desc, do_desc: 16-bit rows. Row of token t: batch * x_b + head * x_h + t, its
     first column head * x_column. q_t_desc, do_t_desc: transposed codes, (heads * D, padded tokens). rows_desc: the
-    planes of `grad_out_kernel`, a row for each padded block of queries.
+    planes of `grad_out_kernel`, a row for each padded block of queries. FLOAT8: dK and dV from e4m3 operands (see
+    `sagebwd.float8`), largest (sequences * heads, 3) those of dO, Q and K; else from INT8, do_scale one a block.
     """
     batch_head = gl.program_id(0) // grid
     block_k = gl.program_id(0) % grid
@@ -239,18 +271,20 @@ def dkdv_kernel(
         head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column, z_q,
         padded_q,
     )  # fmt: skip
-    sizes = (first_k, length_k, lower, upper, dk_t)
+    sizes = (first_k, length_k, length_q, lower, upper, dk_t)
     out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
-    pointers = (k_scale + z_k * total_k + start_k, do_scale, key_mask, dk + out, dv + out)
+    if FLOAT8:
+        largest += batch_head * 3
+    pointers = (k_scale + z_k * total_k + start_k, do_scale, largest, key_mask, dk + out, dv + out)
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
     do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
-    q_t_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
-    do_t_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
+    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
+    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -272,14 +306,14 @@ def dkdv_kernel(
                 accumulate,
                 (
                     memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 0, HAS_LOWER, HAS_UPPER,
-                    STAGES, BLOCK_Q, BLOCK_D,
+                    FLOAT8, STAGES, BLOCK_Q, BLOCK_D,
                 ),
             ),
             (
                 accumulate,
                 (
                     memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 1, HAS_LOWER, HAS_UPPER,
-                    STAGES, BLOCK_Q, BLOCK_D,
+                    FLOAT8, STAGES, BLOCK_Q, BLOCK_D,
                 ),
             ),
             (

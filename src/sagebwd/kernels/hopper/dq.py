@@ -16,8 +16,10 @@ from sagebwd.kernels.hopper.tile import (
     TINY,
     block_range,
     exp2,
+    float8_scale,
     load_tile,
     operand_codes,
+    operand_float8,
     padded_block,
     sequence,
     visible,
@@ -75,16 +77,25 @@ def probability(
 
 
 @gluon.jit
-def gradient(p, dp, row_delta, key_scale, LAYOUT: gl.constexpr):
-    """dS times K's scale, on which dQ reduces. V past the end may be NaN: no maximum heeds it, and K's codes are 0."""
+def gradient(p, dp, row_delta, row_factor, key_scale, whole, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr):
+    """dS: in units of its row's bound where FLOAT8, else times K's scale, on which dQ reduces.
+
+    V past the end may be NaN. To INT8 that is nothing: no maximum heeds it, and K's codes are 0.
+    """
     dp = gl.convert_layout(dp, LAYOUT, assert_trivial=True)
-    return p * (dp - gl.expand_dims(row_delta, 1)) * key_scale
+    if FLOAT8:
+        ds = p * (dp * gl.expand_dims(row_factor, 1) - gl.expand_dims(row_delta, 1))
+        if not whole:
+            ds = gl.where(p == 0, 0.0, ds)
+        return ds
+    else:
+        return p * (dp - gl.expand_dims(row_delta, 1)) * key_scale
 
 
 @gluon.jit
 def accumulate(
     memory, queries_full, full, empty, pointers, steps, sizes, scale, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    HAS_UPPER: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dQ of 64 queries."""
     PIECES: gl.constexpr = BLOCK_K // PIECE
@@ -95,16 +106,17 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory = memory
-    row_values, key_mask, dq = pointers
+    row_values, spread, largest, key_mask, dq = pointers
     begin, count = steps
     first_q, length_q, length_k, lower, upper, padded_q, out_t = sizes
     first_q += CONSUMER * ROWS
     rows = gl.arange(0, ROWS, ROW)
     inside = first_q + rows < length_q
-    # a row for each 64 queries: lse, Q's scale, delta times it, delta
+    # planes of 64 queries, as `grad_out_kernel` wrote them
     row_values += (padded_q + CONSUMER).to(gl.int64) * (ROWS * 4)
     row_lse = gl.load(row_values + rows, mask=inside, other=float("inf"))
     row_scale = gl.load(row_values + ROWS + rows, mask=inside, other=0) * (scale * LOG2_E)
+    row_factor = gl.load(row_values + 2 * ROWS + rows, mask=inside, other=0)
     row_delta = gl.load(row_values + 3 * ROWS + rows, mask=inside, other=0)
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0
@@ -147,8 +159,9 @@ def accumulate(
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = gradient(p, dp, row_delta, low_scale, S_LAYOUT)
-        top = gl.max(gl.abs(ds), 1)
+        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, FLOAT8, S_LAYOUT)
+        if not FLOAT8:
+            top = gl.max(gl.abs(ds), 1)
         if PIECES == 2:
             next_dp = warpgroup_mma(do, v_high, no_dp, use_acc=False, is_async=True)
             high_scale = key_scale.slice(PIECE, PIECE, 1).load(S_LAYOUT)
@@ -158,44 +171,59 @@ def accumulate(
                 key_mask, HAS_LOWER, HAS_UPPER, S_LAYOUT,
             )  # fmt: skip
             next_dp = warpgroup_mma_wait(0, deps=[next_dp])
-            next_ds = gradient(p, next_dp, row_delta, high_scale, S_LAYOUT)
-            top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
-        inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
-        k_t = k_t_memory.index(stage * PIECES)
-        codes = operand_codes(ds * inverse + ROUND, OPERAND)
-        part = warpgroup_mma(codes, k_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
-        if PIECES == 2:
-            k_t = k_t_memory.index(stage * PIECES + 1)
-            codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
-            part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
-        weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
-        part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc += part.to(gl.float32) * gl.expand_dims(weight, 1)
+            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, FLOAT8, S_LAYOUT)
+            if not FLOAT8:
+                top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
+        if FLOAT8:
+            acc = warpgroup_mma(
+                operand_float8(ds, OPERAND), k_t_memory.index(stage * PIECES).permute((1, 0)), acc, is_async=True
+            )
+            if PIECES == 2:
+                k_t = k_t_memory.index(stage * PIECES + 1).permute((1, 0))
+                acc = warpgroup_mma(operand_float8(next_ds, OPERAND), k_t, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
+            k_t = k_t_memory.index(stage * PIECES)
+            codes = operand_codes(ds * inverse + ROUND, OPERAND)
+            part = warpgroup_mma(codes, k_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
+            if PIECES == 2:
+                k_t = k_t_memory.index(stage * PIECES + 1)
+                codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
+                part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
+            weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
+            part = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc += part.to(gl.float32) * gl.expand_dims(weight, 1)
 
     rows_out = first_q + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
     at = dq + gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+    if FLOAT8:
+        row_spread = gl.load(spread + rows_out, mask=rows_out < length_q, other=0) * float8_scale(gl.load(largest + 2))
+        acc = acc * gl.expand_dims(row_spread, 1)
     gl.store(at, (acc * scale).to(dq.dtype.element_ty), mask=gl.expand_dims(rows_out < length_q, 1))
 
 
 @gluon.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads", "group", "tokens_q", "tokens_k", "blocks_q", "blocks_k", "grid", "lower", "upper",
+        "heads", "group", "tokens_q", "tokens_k", "total_q", "blocks_q", "blocks_k", "grid", "lower", "upper",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, key_mask, dq, cu_seqlens_q, cu_seqlens_k,
-    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t, heads, group,
-    tokens_q, tokens_k, blocks_q, blocks_k, grid, lower, upper, scale, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, spread, largest, key_mask, dq, cu_seqlens_q,
+    cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t,
+    heads, group, tokens_q, tokens_k, total_q, blocks_q, blocks_k, grid, lower, upper, scale,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 queries of one head. BLOCK_K is the recipe's.
 
     Rows and columns as in `dkdv_kernel`. k_t_desc: transposed codes; k_scale_desc: (heads * blocks, BLOCK_K). Both are
-    padded to blocks of BLOCK_K, row_values to 64 queries.
+    padded to blocks of BLOCK_K, row_values to 64 queries. FLOAT8: dQ from e4m3 operands, its rows in units of spread,
+    one a token, and of largest, as in `dkdv_kernel`.
     """
     batch_head = gl.program_id(0) // grid
     # the last queries see the most keys: start them first
@@ -231,14 +259,17 @@ def dq_kernel(
     dq += batch.to(gl.int64) * dq_b + head.to(gl.int64) * dq_h + start_q.to(gl.int64) * dq_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
-    pointers = (row_values, key_mask, dq)
+    if FLOAT8:
+        spread += z_q.to(gl.int64) * total_q + start_q
+        largest += (batch * (heads // group) + head_k) * 3
+    pointers = (row_values, spread, largest, key_mask, dq)
 
     PIECES: gl.constexpr = BLOCK_K // PIECE
     q_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], q_desc.layout)
     do_memory = gl.allocate_shared_memory(do_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], do_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_K, BLOCK_D], k_desc.layout)
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_K, BLOCK_D], v_desc.layout)
-    k_t_memory = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, BLOCK_D, PIECE], k_t_desc.layout)
+    k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [STAGES * PIECES, BLOCK_D, PIECE], k_t_desc.layout)
     k_scale_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_K], k_scale_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -257,15 +288,15 @@ def dq_kernel(
             (
                 accumulate,
                 (
-                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 0, HAS_LOWER, HAS_UPPER, STAGES,
-                    BLOCK_K, BLOCK_D,
+                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 0, HAS_LOWER, HAS_UPPER, FLOAT8,
+                    STAGES, BLOCK_K, BLOCK_D,
                 ),
             ),
             (
                 accumulate,
                 (
-                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 1, HAS_LOWER, HAS_UPPER, STAGES,
-                    BLOCK_K, BLOCK_D,
+                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 1, HAS_LOWER, HAS_UPPER, FLOAT8,
+                    STAGES, BLOCK_K, BLOCK_D,
                 ),
             ),
             (

@@ -113,7 +113,7 @@ def attend(
     SHIFT: gl.constexpr = ROUND - 127.0 if LEVELS == 254 else ROUND
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse = pointers
+    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max = pointers
     block_k = place[5]
     first_q, length_q, length_k, lower, upper, row, mean_row, o_t = sizes
     steps = blocks[3]
@@ -214,6 +214,8 @@ def attend(
     gl.store(at, acc.to(o.dtype.element_ty), mask=gl.expand_dims(rows_o < length_q, 1))
     log = gl.where(unseen, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + row + first_q + rows, log, mask=inside)
+    if row_max is not None:
+        gl.store(row_max + row + first_q + rows, m, mask=inside)
 
 
 @gluon.jit(
@@ -222,7 +224,7 @@ def attend(
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse,
+    q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max,
     cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower,
     upper, scale, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
     K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr,
@@ -233,7 +235,7 @@ def forward_kernel(
     q_desc, k_desc: INT8 codes as (tokens, D) rows. v_desc: transposed codes, (heads * D, padded tokens). k_scale
     (heads * blocks, BLOCK_K) and v_sum (heads * blocks, D; see `quantize_kernel`, int32) are padded, and read through
     descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
-    softmax scale's magnitude, NEGATIVE its sign.
+    softmax scale's magnitude, NEGATIVE its sign. row_max: each query's largest score times log2(e), if not None.
     """
     batch_head = gl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
@@ -299,7 +301,7 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc)
     memory = (q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory)
     full = (q_full, k_full, v_full)
-    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse)
+    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max)
     gl.warp_specialize(
         [
             (

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sagebwd.kernels import triton
 from sagebwd.kernels.call import Call, Packing, capability
+from sagebwd.kernels.float8 import DO, K, Q, launch_float8, launch_row_values
 from sagebwd.kernels.hopper.descriptor import Rows, descriptor, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
@@ -14,7 +15,7 @@ from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
-from sagebwd.recipe import INT8, Recipe
+from sagebwd.recipe import FP8, INT8, Recipe
 
 HEAD_DIMS = (64, 128)
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
@@ -24,11 +25,12 @@ FORWARD_STAGES = 2
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
 
-# What every recipe that these kernels run has in common; others run Triton's backward, on the same saved tensors.
-BACKWARD_NEEDS = {
-    "s": INT8, "dv": INT8, "dq": INT8, "dk": INT8, "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
-    "ds_scale_dk": "key", "block_q": 64, "smooth_q": False,
+# Which recipes these kernels have a backward for; others run Triton's, on the same saved tensors.
+INT8_BACKWARD = {
+    **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
+    "ds_scale_dk": "key", "block_q": 64,
 }  # fmt: skip
+FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale": "sequence", "block_q": 64}
 # Warpgroups that share what a program's warp loads, the stages of its ring, and registers of a thread at launch and of
 # one that computes: 128 x (2 x 240 + 24) are 168 for each of 384 threads. Measured on an H200, docs/kernels.md.
 CONSUMERS, REGISTERS_AT_LAUNCH, REGISTERS = 2, 168, 240
@@ -50,8 +52,15 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
     for product in ("s", "o"):
         if getattr(recipe, product) != INT8:
             return f"{product}={getattr(recipe, product)!r}: only 'int8' runs"
+    if FP8 in (recipe.dv, recipe.dq, recipe.dk) and not _has(recipe, FLOAT8_BACKWARD):
+        needed = ", ".join(f"{name}={value!r}" for name, value in FLOAT8_BACKWARD.items())
+        return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
-    return triton.unsupported(recipe, head_dim, dtype)
+    return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
+
+
+def _has(recipe: Recipe, fields: dict[str, object]) -> bool:
+    return all(getattr(recipe, name) == value for name, value in fields.items())
 
 
 def forward(
@@ -69,7 +78,7 @@ def forward(
     scale: float,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
-    """o, lse of the smoothed scores, and what backward reads: q_int8, q_scale, k_int8, k_scale, k_mean."""
+    """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
     if capability(q.device) != 90:
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {q.device}")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -92,6 +101,8 @@ def forward(
 
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = queries.per_token(q.device)
+    float8 = recipe.dv == FP8
+    row_max = queries.per_token(q.device) if float8 else None
     packed = cu_seqlens_q is not None
     rows = (-1, head_dim) if not packed else None
     q_rows, k_rows = (x.codes.view(rows or (x.codes.shape[0], -1)) for x in (q_pass, k_pass))
@@ -110,6 +121,7 @@ def forward(
         key_mask,
         o,
         lse,
+        row_max,
         cu_seqlens_q,
         cu_seqlens_k,
         *queries.strides(o),
@@ -137,14 +149,8 @@ def forward(
         num_warps=4,
         maxnreg=FORWARD_REGISTERS[head_dim],
     )
-    return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, k_mean
-
-
-def has_backward(recipe: Recipe) -> bool:
-    """Whether these kernels compute a recipe's gradients."""
-    return recipe.block_k in (64, 128) and all(
-        getattr(recipe, name) == value for name, value in BACKWARD_NEEDS.items()
-    )
+    bounds = (row_max, v_scale) if float8 else (lse.new_empty(0), lse.new_empty(0))
+    return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, *bounds, k_mean
 
 
 def backward(
@@ -159,6 +165,8 @@ def backward(
     q_scale: Tensor,
     k_int8: Tensor,
     k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -173,10 +181,12 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; every run is bit for bit the same whether ``deterministic`` or not."""
-    if not has_backward(recipe):
+    float8 = recipe.dv == FP8
+    if not float8 and not _has(recipe, INT8_BACKWARD):
         return triton.backward(
-            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, deterministic,
+            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
+            recipe, deterministic,
         )  # fmt: skip
     do, v, o = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, v, o))
     queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
@@ -186,9 +196,19 @@ def backward(
         capability(o.device),
     )  # fmt: skip
     head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
-    row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale, planes=True)
-    q_t, _ = launch_transpose(q_int8, queries, block_q)
-    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
+    do_scale, spread, largest = None, None, None
+    if float8:
+        row_values, do_factor, q_factor, spread, bits = launch_row_values(
+            call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale
+        )
+        largest = bits.view(torch.float32)
+        do_t, _ = launch_float8(do, do_factor, bits, DO, queries, call.group, block_q)
+        q_t, _ = launch_float8(q_int8, q_factor, bits, Q, queries, call.group, block_q)
+        k_t, padded_k_scale = launch_float8(k_int8, k_scale, bits, K, keys, 1, block_k, k_scale)
+    else:
+        row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale, planes=True)
+        q_t, _ = launch_transpose(q_int8, queries, block_q)
+        k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
     q_rows, k_rows, v_rows, do_rows = (
         Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
     )
@@ -196,6 +216,7 @@ def backward(
     masks = {name: call.band[name] for name in ("HAS_LOWER", "HAS_UPPER")}
     options = {
         "VARLEN": call.varlen,
+        "FLOAT8": float8,
         "CONSUMERS": CONSUMERS,
         "BLOCK_D": head_dim,
         "REGISTERS": REGISTERS,
@@ -216,6 +237,7 @@ def backward(
         vectors(row_values, 4 * block_q),
         k_scale,
         do_scale,
+        largest,
         key_mask,
         dk,
         dv,
@@ -251,6 +273,8 @@ def backward(
         descriptor(k_t, (head_dim, PIECE.value)),
         vectors(padded_k_scale, block_k),
         row_values,
+        spread,
+        largest,
         key_mask,
         dq,
         cu_seqlens_q,
@@ -264,6 +288,7 @@ def backward(
         call.group,
         queries.tokens,
         keys.tokens,
+        queries.total,
         queries.blocks(block_q),
         keys.blocks(block_k),
         grid,

@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: `sagebwd.kernels.tile`'s index arithmetic, compiled by Gluon, and INT8 operands."""
+"""What the Gluon kernels share: `sagebwd.kernels.tile`'s index arithmetic, compiled by Gluon, and 8-bit operands."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +16,7 @@ LOG2_E = gl.constexpr(tile.LOG2_E.value)
 LN_2 = gl.constexpr(tile.LN_2.value)
 ROUND = gl.constexpr(tile.ROUND.value)
 TINY = gl.constexpr(tile.TINY.value)
+E4M3_MAX = gl.constexpr(448.0)
 # Rows of a warpgroup's product.
 ROWS = gl.constexpr(64)
 
@@ -27,10 +28,27 @@ def exp2(x):
 
 
 @gluon.jit
-def operand_codes(x, LAYOUT: gl.constexpr):
-    """Integers + ROUND as the INT8 operand of the next product: the same registers under other names."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    codes = x.to(gl.int32, bitcast=True).to(gl.int8)
+def operand(codes, LAYOUT: gl.constexpr):
+    """8-bit results as the operand of the next product: the same registers under other names."""
+    M: gl.constexpr = codes.shape[0]
+    N: gl.constexpr = codes.shape[1]
     codes = codes.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
     return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def operand_codes(x, LAYOUT: gl.constexpr):
+    """Integers + ROUND as an INT8 operand."""
+    return operand(x.to(gl.int32, bitcast=True).to(gl.int8), LAYOUT)
+
+
+@gluon.jit
+def operand_float8(x, LAYOUT: gl.constexpr):
+    """e4m3 of x, saturated, as an operand."""
+    return operand(x.to(gl.float8e4nv), LAYOUT)
+
+
+@gluon.jit
+def float8_scale(largest):
+    """What takes a product of e4m3 operands back: one had 448 for ``largest``, the other for 1."""
+    return gl.where(largest == 0, 1.0, largest) * (1 / (E4M3_MAX * E4M3_MAX))

@@ -18,7 +18,7 @@ from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.kernels.triton.dkdv import launch_dkdv
 from sagebwd.kernels.triton.dq import launch_dq
 from sagebwd.kernels.triton.forward import launch_forward
-from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 BLOCK_SIZES = (32, 64, 128)
 
@@ -27,6 +27,8 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
     """Why these kernels cannot run a call, or None."""
     if recipe.dp != SIXTEEN_BIT:
         return "dp='int8' is for error studies: only impl='reference' computes it"
+    if FP8 in (recipe.dv, recipe.dq, recipe.dk):
+        return "FP8 products run on compute capability 9.0 alone, with head_dim 64 or 128"
     if head_dim > 256:
         return f"head_dim {head_dim} is over 256"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -56,7 +58,7 @@ def forward(
     scale: float,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
-    """o, lse of the smoothed scores, and what backward reads: q_int8, q_scale, k_int8, k_scale, k_mean."""
+    """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
     q, k, v = (_rows_contiguous(x) for x in (q, k, v))
     queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     key_mask = None if key_mask is None else key_mask.contiguous()
@@ -106,7 +108,8 @@ def forward(
     none = torch.empty(0, dtype=torch.int8, device=q.device), torch.empty(0, dtype=torch.float32, device=q.device)
     saved_q = (q_pass.codes, q_pass.token_scale) if q_int8 else none
     saved_k = (k_pass.codes, k_pass.token_scale) if k_int8 else tuple(x.clone() for x in none)
-    return o, lse, *saved_q, *saved_k, k_mean
+    unused = tuple(torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2))
+    return o, lse, *saved_q, *saved_k, *unused, k_mean
 
 
 def backward(
@@ -121,6 +124,8 @@ def backward(
     q_scale: Tensor,
     k_int8: Tensor,
     k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,

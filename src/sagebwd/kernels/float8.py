@@ -1,0 +1,309 @@
+"""Passes before the e4m3 gradient products of `sagebwd.float8`: row values, bounds, and operands transposed.
+
+Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
+from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence
+
+E4M3_MAX = tl.constexpr(448.0)
+LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
+# Whose largest magnitude: places in a row of ``largest``.
+DO, Q, K = 0, 1, 2
+
+
+@triton.jit(do_not_specialize=[*NO_SPECIALIZE, "group"])
+def row_values_kernel(
+    do,
+    o,
+    lse,
+    dlse,
+    row_max,
+    v_scale,
+    q,
+    q_scale,
+    cu_seqlens,
+    rows,
+    do_factor,
+    q_factor,
+    spread,
+    largest,
+    do_b,
+    do_h,
+    do_t,
+    o_b,
+    o_h,
+    o_t,
+    q_b,
+    q_h,
+    q_t,
+    heads,
+    group,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What the FLOAT8 kernels read of each query.
+
+    rows: planes of a block, one after the other: m in base 2 less log2(448), Q's scale, 1 / u, delta / u; m is +inf
+    where a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
+    w u; one a token. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
+    """
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    inside = first + local < length
+    batch_64 = batch.to(tl.int64)
+    token = (start + first).to(tl.int64)
+    do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_t
+    o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_t
+    q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_t
+    tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    codes = load_rows(q, local, columns, q_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    owner = batch * (heads // group) + head // group
+    channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
+    # psi gives a channel without range the scale 1, which says nothing of V
+    squares = tl.sum(tl.where(channel == 1, 0.0, channel * channel), 0)
+    norm = 127.0 * tl.sqrt(tl.where(squares == 0, head_dim, squares))
+
+    row = z * total + start + first + local
+    delta = tl.sum(tile * out, 1)
+    bound = norm * tl.sqrt(tl.sum(tile * tile, 1))
+    if dlse is not None:
+        change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+        delta -= change
+        bound += tl.abs(change)
+    row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+    top = tl.load(row_max + row, mask=inside, other=float("-inf"))
+    seen = row_lse != float("-inf")
+    weight = tl.where(seen, tl.exp2(top - row_lse * LOG2_E), 0.0)
+    inverse = tl.where(bound == 0, 1.0, 1.0 / bound)
+    scale = tl.load(q_scale + row, mask=inside, other=0)
+    rows += block * BLOCK * 4
+    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
+    tl.store(rows + local, tl.where(seen, top - LOG2_E4M3_MAX, float("inf")) + delta * 0)
+    tl.store(rows + BLOCK + local, scale)
+    tl.store(rows + 2 * BLOCK + local, inverse)
+    tl.store(rows + 3 * BLOCK + local, delta * inverse)
+    tl.store(do_factor + row, weight, mask=inside)
+    tl.store(q_factor + row, scale * weight * bound, mask=inside)
+    tl.store(spread + row, weight * bound, mask=inside)
+    largest += owner * 3
+    keep_largest(largest, abs_max(tile, 1) * weight)
+    keep_largest(largest + 1, abs_max(codes, 1) * (scale * weight * bound))
+
+
+@triton.jit
+def keep_largest(largest, x):
+    """Raise ``largest`` to that of x, none of which is negative."""
+    tl.atomic_max(largest, tl.max(x.to(tl.int32, bitcast=True), 0))
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def largest_kernel(
+    codes,
+    token_scale,
+    cu_seqlens,
+    largest,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    tokens,
+    total,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The largest magnitude of INT8 codes times their scales, as `row_values_kernel` leaves Q's."""
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    tile = load_rows(codes, local, columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
+    keep_largest(largest + tl.program_id(1) * 3 + 2, abs_max(tile, 1) * scale)
+
+
+@triton.jit(do_not_specialize=[*NO_SPECIALIZE, "group"])
+def float8_kernel(
+    x,
+    factor,
+    token_scale,
+    cu_seqlens,
+    largest,
+    transposed,
+    padded_scale,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    group,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    WHOSE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """e4m3 of rows times their factor, the largest at 448, transposed as INT8 codes are; WHOSE: which largest.
+
+    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
+    """
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = first + local < length
+    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    tile = load_rows(x, local, columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    owner = batch * (heads // group) + head // group
+    top = tl.load(largest + owner * 3 + WHOSE).to(tl.float32, bitcast=True)
+    row = z * total + start + first + local
+    multiplier = tl.load(factor + row, mask=inside, other=0) * (E4M3_MAX / tl.where(top == 0, 1.0, top))
+    # rounding may leave the largest a little over 448; NaN must stay
+    code = tile * multiplier[:, None]
+    code = tl.where(code > E4M3_MAX, E4M3_MAX, tl.where(code < -E4M3_MAX, -E4M3_MAX, code))
+    code = code.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+    if padded_scale is not None:
+        scale = tl.load(token_scale + row, mask=inside, other=0)
+        tl.store(padded_scale + block * BLOCK + local, scale)
+
+
+def launch_row_values(
+    call: Call,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    row_max: Tensor,
+    v_scale: Tensor,
+    q: Tensor,
+    q_scale: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Planes of row values, the factors of dO and Q, the spread of dQ's rows, and ``largest`` as FP32."""
+    queries, keys, block = call.queries, call.keys, call.recipe.block_q
+    row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
+    do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
+    largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)
+    shape = {"head_dim": call.head_dim, "VARLEN": call.varlen, "BLOCK": block, "BLOCK_D": call.block_d}
+    row_values_kernel[(queries.grid(block), queries.batch * queries.heads)](
+        do,
+        o,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        row_max,
+        v_scale,
+        q,
+        q_scale,
+        queries.cu_seqlens,
+        row_values,
+        do_factor,
+        q_factor,
+        spread,
+        largest,
+        *queries.strides(do),
+        *queries.strides(o),
+        *queries.strides(q),
+        queries.heads,
+        call.group,
+        queries.tokens,
+        queries.total,
+        queries.blocks(block),
+        num_warps=pass_warps(block, call.head_dim),
+        **shape,
+    )
+    largest_kernel[(keys.grid(block), keys.batch * keys.heads)](
+        k,
+        k_scale,
+        keys.cu_seqlens,
+        largest,
+        *keys.strides(k),
+        keys.heads,
+        keys.tokens,
+        keys.total,
+        num_warps=pass_warps(block, call.head_dim),
+        **shape,
+    )
+    return row_values, do_factor, q_factor, spread, largest
+
+
+def launch_float8(
+    x: Tensor,
+    factor: Tensor,
+    largest: Tensor,
+    whose: int,
+    packing: Packing,
+    group: int,
+    block: int,
+    token_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The transposed e4m3 copy of rows, and their scales padded to whole blocks if given."""
+    head_dim = x.shape[-1]
+    transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
+    padded_scale = None
+    if token_scale is not None:
+        padded_scale = packing.padded(block, block, dtype=torch.float32, device=x.device)
+    float8_kernel[(packing.grid(block), packing.batch * packing.heads)](
+        x,
+        factor,
+        token_scale,
+        packing.cu_seqlens,
+        largest,
+        transposed,
+        padded_scale,
+        *packing.strides(x),
+        packing.heads,
+        group,
+        packing.tokens,
+        packing.total,
+        packing.blocks(block),
+        head_dim=head_dim,
+        WHOSE=whose,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+    )
+    return transposed.view(torch.float8_e4m3fn), padded_scale
