@@ -7,6 +7,7 @@ when they run, so that `sagebwd --help` is quick and a missing extra is named.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,12 +41,15 @@ def pretrain(
 
     chosen = load(config, setting)
     _quiet()
-    from sagebwd.training.pretrain import RESULT, run
+    from sagebwd.training.folder import RESULT
+    from sagebwd.training.pretrain import run
+    from sagebwd.training.processes import is_first
 
     folder = output or Path("runs") / chosen.name
     with _interruptible("go on with --resume"):
         run(chosen, folder, resume)
-    console.print(f"finished: {folder / RESULT}")
+    if is_first():
+        console.print(f"finished: {folder / RESULT}")
 
 
 @app.command()
@@ -64,21 +68,27 @@ def compare(
     chosen = load(config, setting)
     _quiet()
     from sagebwd.training import compare as comparison
+    from sagebwd.training.processes import is_first
 
     folder = output or Path("runs") / chosen.name
     with _interruptible("the same command goes on from there"):
         outcomes = comparison.compare(chosen, folder, only)
-    console.print(comparison.table(outcomes))
-    console.print(f"report: {folder / 'report.html'}")
+    if is_first():
+        console.print(comparison.table(outcomes))
+        console.print(f"report: {folder / 'report.html'}")
 
 
 @contextmanager
 def _interruptible(hint: str) -> Iterator[None]:
-    """Ctrl-C as one line that says what is left."""
+    """Ctrl-C as one line that says what is left; processes of one run end together."""
+    from sagebwd.training import processes
+
     try:
         yield
+        processes.leave()
     except KeyboardInterrupt:
-        errors.print(f"\nsagebwd: stopped; checkpoints written so far are whole, {hint}")
+        if processes.is_first():
+            errors.print(f"\nsagebwd: stopped; checkpoints written so far are whole, {hint}")
         raise typer.Exit(130) from None
 
 
@@ -379,7 +389,9 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        errors.print(f"sagebwd: {error}", style="red", highlight=False, markup=False)
+        # settings are wrong in all processes of a run alike
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OSError):
+            errors.print(f"sagebwd: {error}", style="red", highlight=False, markup=False)
         sys.exit(2)
 
 

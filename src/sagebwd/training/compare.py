@@ -13,6 +13,7 @@ from rich.table import Table
 
 from sagebwd.training import pretrain
 from sagebwd.training.config import Config
+from sagebwd.training.folder import CONFIG, RESULT, checkpoints, read_metrics
 from sagebwd.training.report import Run, write_curves, write_report
 
 
@@ -96,14 +97,14 @@ def _variants(config: Config) -> dict[str, Config]:
 
 def _digest(folder: Path) -> str | None:
     """The digest of the run in a folder, finished or not; None where there is none."""
-    for name in (pretrain.RESULT, pretrain.CONFIG):
+    for name in (RESULT, CONFIG):
         if (folder / name).exists():
             return yaml.safe_load((folder / name).read_text(encoding="utf-8"))["digest"]
     return None
 
 
 def _finished(variant: Config, folder: Path) -> bool:
-    return (folder / pretrain.RESULT).exists() and _digest(folder) == variant.digest()
+    return (folder / RESULT).exists() and _digest(folder) == variant.digest()
 
 
 def _train(variant: Config, folder: Path) -> None:
@@ -111,15 +112,15 @@ def _train(variant: Config, folder: Path) -> None:
     if _finished(variant, folder):
         print(f"{folder.name}: finished before, kept", file=sys.stderr)
         return
-    pretrain.run(variant, folder, resume=bool(pretrain.checkpoints(folder)))
+    pretrain.run(variant, folder, resume=bool(checkpoints(folder)))
 
 
 def _read(config: Config, name: str, folder: Path) -> Run:
     """A finished variant from its folder."""
     overrides = config.variants[name] or {}
-    result = json.loads((folder / pretrain.RESULT).read_text(encoding="utf-8"))
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     recipe = config.replace(overrides).attention.recipe
-    return Run(name, overrides, recipe, pretrain.read_metrics(folder), result)
+    return Run(name, overrides, recipe, read_metrics(folder), result)
 
 
 def _outcome(run: Run, baseline: Run | None) -> Outcome:

@@ -123,8 +123,11 @@ def _tokenise(data: Data, folder: Path, wanted: int) -> None:
                 raise ValueError(f"data.source={data.source!r}: no {part.replace('_', '-')} text in it")
         meta = {"dtype": np.dtype(dtype).name, "vocabulary": tokenizer.vocabulary, **counts}
         (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        if not folder.exists():
+        try:
             scratch.rename(folder)
+        except OSError:
+            if not (folder / "meta.json").exists():  # else another process has made it meanwhile
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -1,8 +1,12 @@
 """One training run through Transformers' Trainer, in a folder that says all there is to know about it.
 
 The folder holds ``config.yaml``, ``metrics.jsonl`` (a line a logging step, an evaluation and a check of the attention
-monitor), TensorBoard's files, checkpoints, and, once the run has finished, ``result.json``. A checkpoint counts only
-when its marker file is there, which is written last, so a half-written one is never resumed from.
+monitor), TensorBoard's files, checkpoints, and, once the run has finished, ``result.json``, or ``diverged.json`` where
+it stopped at a NaN. A checkpoint counts only when its marker file is there, which is written last, so a half-written
+one is never resumed from.
+
+Under ``torchrun`` every process runs this: a step holds the same sequences whatever their number, and a checkpoint of
+one number resumes on another.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from pathlib import Path
 
 import torch
 import transformers
-import yaml
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from tqdm import tqdm
@@ -31,14 +34,21 @@ from transformers.masking_utils import AttentionMaskInterface
 from sagebwd.hardware import command_output
 from sagebwd.nn import largest_logit
 from sagebwd.training import data as text
+from sagebwd.training import processes
 from sagebwd.training.config import SDPA, Config
+from sagebwd.training.folder import (
+    COMPLETE,
+    DIVERGED,
+    METRICS,
+    RESULT,
+    checkpoints,
+    open_folder,
+    read_metrics,
+    write_whole,
+)
 from sagebwd.training.model import build
 from sagebwd.training.monitor import PREFIX, AttentionMonitor
 from sagebwd.version import __version__
-
-METRICS, RESULT, CONFIG = "metrics.jsonl", "result.json", "config.yaml"
-COMPLETE = "complete"
-"""The file that makes a checkpoint folder a checkpoint."""
 
 
 class TrainingStopped(ValueError):
@@ -50,14 +60,15 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
 
     With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped.
 
-    Raises ValueError where the folder holds another run, where there is nothing to resume, or where the loss is not
-    finite (the last good checkpoint stays); OSError where a checkpoint cannot be written.
+    Raises ValueError where tokens_per_step does not divide among the devices, where the folder holds another run,
+    where there is nothing to resume, or where the loss is not finite (the last good checkpoint stays); OSError where a
+    checkpoint cannot be written.
     """
     transformers.utils.logging.disable_progress_bar()
-    devices = max(1, int(os.environ.get("WORLD_SIZE", "0")) or torch.cuda.device_count())
-    accumulation = config.accumulation(devices)
-    checkpoint = _open_folder(config, output, resume)
-    tokens = text.load(config)
+    processes.join()
+    accumulation, checkpoint = processes.agreed(lambda: _prepare(config, output, resume))
+    with processes.first_of_host():
+        tokens = text.load(config)
     model = build(config, tokens.vocabulary)
     settings, optimisation = config.logging, config.optimisation
     if optimisation.gradient_checkpointing:
@@ -80,12 +91,26 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if not trainer.is_world_process_zero():
-        return
-    model.save_pretrained(output / "model")
-    result = _result(config, output, model, time.monotonic() - start, monitor)
-    _write_whole(output / RESULT, json.dumps(result, indent=1))
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except TrainingStopped as stopped:
+            if processes.is_first():
+                result = _result(config, output, trainer, time.monotonic() - start, monitor)
+                write_whole(output / DIVERGED, json.dumps({**result, "diverged": str(stopped)}, indent=1))
+            raise
+    if processes.is_first():
+        model.save_pretrained(output / "model")
+        result = _result(config, output, trainer, time.monotonic() - start, monitor)
+        write_whole(output / RESULT, json.dumps(result, indent=1))
+
+
+def _prepare(config: Config, output: Path, resume: bool) -> tuple[int, Path | None]:
+    """What the first process does before all begin: micro-batches a step, the folder, and the token files' making."""
+    devices = processes.count() if processes.count() > 1 else max(1, torch.cuda.device_count())
+    accumulation = config.accumulation(devices)
+    checkpoint = open_folder(config, output, resume)
+    text.load(config)
+    return accumulation, checkpoint
 
 
 def _monitor(config: Config, held_out: text.Blocks, trainer: Trainer) -> AttentionMonitor | None:
@@ -126,6 +151,8 @@ def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArgum
         disable_tqdm=True,
         report_to="tensorboard",
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         prediction_loss_only=True,
     )
@@ -143,6 +170,7 @@ class _Trainer(Trainer):
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # every process has a part in it
             if self.args.should_save:
                 (folder / COMPLETE).touch()
         except (OSError, RuntimeError) as error:
@@ -178,7 +206,8 @@ class _Record(TrainerCallback):
         kept = [line for line in read_metrics(self.output) if line["step"] <= state.global_step]
         if state.global_step == 0:
             kept = []
-        _write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        if processes.is_first():
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.seconds = max((line.get("seconds", 0.0) for line in kept), default=0.0)
         self.clock, self.seen_step = time.monotonic(), state.global_step
 
@@ -216,7 +245,7 @@ class _Record(TrainerCallback):
         self.clock = time.monotonic()
 
     def _write(self, line: dict[str, object]) -> None:
-        if self.trainer is None or self.trainer.is_world_process_zero():
+        if processes.is_first():
             with (self.output / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -287,54 +316,6 @@ class _Progress(TrainerCallback):
             self.bar.close()
 
 
-def read_metrics(output: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
-    path = output / METRICS
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
-
-
-def checkpoints(output: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in output.glob("checkpoint-*") if (path / COMPLETE).exists()]
-    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
-
-
-def _open_folder(config: Config, output: Path, resume: bool) -> Path | None:
-    """Make or check the run's folder; returns the checkpoint to go on from."""
-    known = output / CONFIG
-    whole = checkpoints(output)
-    if known.exists():
-        before = yaml.safe_load(known.read_text(encoding="utf-8"))
-        if before["digest"] != config.digest():
-            raise ValueError(f"{output} holds a run of another config; choose another --output, or delete the folder")
-        if (output / RESULT).exists():
-            raise ValueError(f"{output} holds this run, finished; choose another --output, or delete the folder")
-        if whole and not resume:
-            raise ValueError(f"{output} holds this run, unfinished; go on with --resume, or choose another --output")
-    if resume and not whole:
-        raise ValueError(f"{output} holds no whole checkpoint to resume from; start without --resume")
-    output.mkdir(parents=True, exist_ok=True)
-    for path in set(output.glob("checkpoint-*")) - set(whole):
-        shutil.rmtree(path)
-    _write_whole(known, yaml.safe_dump({"digest": config.digest(), **config.as_dict()}, sort_keys=False))
-    return whole[-1] if whole else None
-
-
-def _write_whole(path: Path, content: str) -> None:
-    """Write a file so that it is there in full or not at all."""
-    scratch = path.with_name(f".{path.name}.writing")
-    scratch.write_text(content, encoding="utf-8")
-    scratch.replace(path)
-
-
 def _not_finite(what: str, step: int, output: Path) -> str:
     whole = checkpoints(output)
     kept = f"the last good checkpoint is {whole[-1]}" if whole else "no checkpoint had been written yet"
@@ -345,22 +326,22 @@ def _not_finite(what: str, step: int, output: Path) -> str:
 
 
 def _result(
-    config: Config, output: Path, model: nn.Module, seconds: float, monitor: AttentionMonitor | None
+    config: Config, output: Path, trainer: Trainer, seconds: float, monitor: AttentionMonitor | None
 ) -> dict[str, object]:
     lines = read_metrics(output)
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in lines if "loss" in line and math.isfinite(line["loss"])]
     evaluations = [line for line in lines if "held_out_loss" in line]
     last = losses[-max(1, len(losses) // 10) :]
-    tokens = config.optimisation.steps * config.optimisation.tokens_per_step
+    tokens = trainer.state.global_step * config.optimisation.tokens_per_step
     trained = [line for line in lines if "seconds" in line]
     return {
         "digest": config.digest(),
-        "held_out_loss": evaluations[-1]["held_out_loss"],
-        "train_loss": sum(last) / len(last),
-        "largest_logit": max(line["largest_logit"] for line in evaluations),
-        "steps": config.optimisation.steps,
+        "held_out_loss": evaluations[-1]["held_out_loss"] if evaluations else None,
+        "train_loss": sum(last) / len(last) if last else None,
+        "largest_logit": max((line["largest_logit"] for line in evaluations), default=None),
+        "steps": trainer.state.global_step,
         "tokens": tokens,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "seconds": seconds,
         "tokens_per_s": tokens / trained[-1]["seconds"] if trained and trained[-1]["seconds"] else 0.0,
         "monitor": None if monitor is None else monitor.summary(),
@@ -379,5 +360,6 @@ def environment() -> dict[str, str | None]:
         "triton": triton.__version__,
         "sagebwd": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "processes": str(processes.count()),
         "commit": command_output("git", "rev-parse", "--short", "HEAD"),
     }

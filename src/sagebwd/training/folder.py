@@ -1,0 +1,68 @@
+"""The folder of a run: what is in it, and how it is opened and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import yaml
+
+from sagebwd.training.config import Config
+
+METRICS, RESULT, DIVERGED, CONFIG = "metrics.jsonl", "result.json", "diverged.json", "config.yaml"
+COMPLETE = "complete"
+"""The file that makes a checkpoint folder a checkpoint."""
+
+
+def read_metrics(output: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    path = output / METRICS
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in output.glob("checkpoint-*") if (path / COMPLETE).exists()]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def open_folder(config: Config, output: Path, resume: bool) -> Path | None:
+    """Make or check the run's folder; returns the checkpoint to go on from.
+
+    Raises ValueError where it holds another run or a finished one, or does not fit ``resume``.
+    """
+    known = output / CONFIG
+    whole = checkpoints(output)
+    if known.exists():
+        before = yaml.safe_load(known.read_text(encoding="utf-8"))
+        if before["digest"] != config.digest():
+            raise ValueError(f"{output} holds a run of another config; choose another --output, or delete the folder")
+        if (output / RESULT).exists():
+            raise ValueError(f"{output} holds this run, finished; choose another --output, or delete the folder")
+        if whole and not resume:
+            raise ValueError(f"{output} holds this run, unfinished; go on with --resume, or choose another --output")
+    if resume and not whole:
+        raise ValueError(f"{output} holds no whole checkpoint to resume from; start without --resume")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / DIVERGED).unlink(missing_ok=True)
+    for path in set(output.glob("checkpoint-*")) - set(whole):
+        shutil.rmtree(path)
+    write_whole(known, yaml.safe_dump({"digest": config.digest(), **config.as_dict()}, sort_keys=False))
+    return whole[-1] if whole else None
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file so that it is there in full or not at all; of several processes that write it, one prevails."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    scratch.write_text(content, encoding="utf-8")
+    scratch.replace(path)

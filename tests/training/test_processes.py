@@ -1,0 +1,123 @@
+"""The same run on one process and on two that torchrun starts, over gloo."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sagebwd.training import folder, pretrain, processes
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Run a command of ``sagebwd`` on two processes: exit code and all that they print."""
+
+    def run(command, config, output, *arguments):
+        path = tmp_path / f"{config.name}.yaml"
+        path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
+        finished = subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+                "sagebwd.cli", command, "--config", str(path), "--output", str(output), *arguments,
+            ],
+            capture_output=True, text=True, check=False, timeout=120,
+            env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        return finished.returncode, finished.stdout + finished.stderr
+
+    return run
+
+
+@pytest.fixture
+def config(tiny):
+    """Two micro-batches a step on one process, one each on two; every checkpoint is kept."""
+    return tiny.replace({"logging.keep_checkpoints": 10, "monitor.every": 3})
+
+
+def losses(output):
+    return {
+        (line["step"], key): line[key]
+        for line in folder.read_metrics(output)
+        for key in ("loss", "grad_norm", "held_out_loss")
+        if key in line
+    }
+
+
+def cut_after(step, finished, output):
+    """A copy of a finished run as it was when ``step``'s checkpoint had been written."""
+    shutil.copytree(finished, output)
+    (output / folder.RESULT).unlink()
+    for path in folder.checkpoints(output):
+        if int(path.name.rsplit("-", 1)[1]) > step:
+            shutil.rmtree(path)
+
+
+def test_two_processes_train_as_one_and_resume_each_others_checkpoints(config, launch, tmp_path):
+    # fills the cache, so that both processes come to the fresh folder of the next run at once
+    pretrain.run(config, tmp_path / "one")
+    one = losses(tmp_path / "one")
+
+    code, printed = launch("pretrain", config, tmp_path / "two")
+    assert code == 0, printed
+    assert printed.count("finished:") == 1
+    two = losses(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-4)
+    lines = folder.read_metrics(tmp_path / "two")
+    assert len(lines) == len(folder.read_metrics(tmp_path / "one"))
+    assert json.loads((tmp_path / "two" / "result.json").read_text())["environment"]["processes"] == "2"
+
+    cut_after(4, tmp_path / "two", tmp_path / "two then one")
+    pretrain.run(config, tmp_path / "two then one", resume=True)
+    assert losses(tmp_path / "two then one") == pytest.approx(one, rel=1e-4)
+
+    cut_after(4, tmp_path / "one", tmp_path / "one then two")
+    code, printed = launch("pretrain", config, tmp_path / "one then two", "--resume")
+    assert code == 0, printed
+    assert losses(tmp_path / "one then two") == pytest.approx(one, rel=1e-4)
+
+
+def test_a_step_that_does_not_divide_is_one_clear_line(config, launch, tmp_path):
+    odd = config.replace({"optimisation.tokens_per_step": 3 * 4 * 32})
+    code, printed = launch("pretrain", odd, tmp_path / "out")
+    assert code != 0
+    (line,) = [line for line in printed.splitlines() if "is not a multiple of" in line]
+    assert line.startswith("sagebwd: optimisation.tokens_per_step=384 is not a multiple of data.context (32)")
+    assert "devices (2) = 256" in line
+    assert not (tmp_path / "out").exists()
+
+
+def write_often(path, start):
+    start.wait()
+    for _ in range(300):
+        folder.write_whole(path, "content\n" * 100)
+
+
+def test_processes_that_write_one_file_at_once_do_not_disturb_each_other(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start = context.Event()
+    writers = [context.Process(target=write_often, args=(tmp_path / "file", start)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    start.set()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_one_process_decides_for_itself(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    assert processes.count() == 1
+    assert processes.is_first()
+    assert processes.agreed(lambda: 7) == 7
+    with pytest.raises(ValueError, match="no"):
+        processes.agreed(lambda: (_ for _ in ()).throw(ValueError("no")))
