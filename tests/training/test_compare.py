@@ -1,10 +1,11 @@
 import json
+import math
 
 import pytest
 from rich.console import Console
 
 from sagebwd.training import compare as comparison
-from sagebwd.training import pretrain
+from sagebwd.training import folder, pretrain
 
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
@@ -36,13 +37,13 @@ def calls(monkeypatch):
              "seconds": 1.0},
             {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
         ]  # fmt: skip
-        (output / pretrain.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (output / folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {
             "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0,
             "steps": 8, "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0,
             "environment": {"torch": "x", "device": "<somewhere> & elsewhere"},
         }  # fmt: skip
-        (output / pretrain.RESULT).write_text(json.dumps(result))
+        (output / folder.RESULT).write_text(json.dumps(result))
 
     monkeypatch.setattr(pretrain, "run", run)
     return calls
@@ -96,7 +97,7 @@ def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
     def interrupted(variant, output, resume=False):
         if output.name == "token" and not resume:
             (output / "checkpoint-2").mkdir(parents=True)
-            (output / "checkpoint-2" / pretrain.COMPLETE).touch()
+            (output / "checkpoint-2" / folder.COMPLETE).touch()
             raise KeyboardInterrupt
         real(variant, output, resume)
 
@@ -105,6 +106,56 @@ def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
         comparison.compare(config, tmp_path / "out")
     comparison.compare(config, tmp_path / "out")
     assert calls == [("full precision", False), ("token", True), ("paper", False)]
+
+
+def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_path, monkeypatch, capsys):
+    real = pretrain._Trainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        loss = real(self, *args, **kwargs)
+        broken = self.model.config._attn_implementation == "sagebwd" and self.state.global_step >= 5
+        return loss * math.nan if broken else loss
+
+    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
+    variants = {"token": {}, "full precision": {"attention.recipe": "sdpa"}}
+    config = config.replace({"variants": variants})
+    token, full = comparison.compare(config, tmp_path / "out")
+    assert "token: the loss (nan) is not finite at step 6" in capsys.readouterr().err
+    assert token.diverged.startswith("the loss (nan) is not finite at step 6")
+    assert (token.steps, token.gap, full.diverged, full.gap) == (6, None, None, None)
+    assert math.isfinite(token.train_loss)
+    assert token.held_out_loss == pytest.approx(full.held_out_loss, abs=1)
+    assert "| token | token | diverged, step 6 |  |" in (tmp_path / "out" / "comparison.md").read_text()
+    assert "diverged, step 6" in (tmp_path / "out" / "report.html").read_text()
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text(), parse_constant=pytest.fail)
+    assert content["outcomes"][0]["diverged"] == token.diverged
+
+    monkeypatch.undo()
+    assert comparison.compare(config, tmp_path / "out") == [token, full]
+    assert "token: diverged before" in capsys.readouterr().err
+
+
+def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, monkeypatch):
+    real = pretrain.run
+
+    def run(variant, output, resume=False):
+        real(variant, output, resume)
+        if variant.attention.recipe != "token":
+            return
+        (output / folder.CONFIG).write_text(f"digest: {variant.digest()}")
+        content = json.loads((output / folder.RESULT).read_text()) | {
+            "diverged": "the loss", "held_out_loss": None, "largest_logit": None, "train_loss": None,
+        }  # fmt: skip
+        (output / folder.DIVERGED).write_text(json.dumps(content))
+        (output / folder.RESULT).unlink()
+        raise pretrain.TrainingStopped("the loss")
+
+    monkeypatch.setattr(pretrain, "run", run)
+    outcomes = comparison.compare(config, tmp_path / "out")
+    assert [x.gap for x in outcomes] == [0, None, pytest.approx(0.01)]
+    assert [x.diverged for x in outcomes] == [None, "the loss", None]
+    first_diverged = config.replace({"variants": {"token": {}, "paper": {"attention.recipe": "paper"}}})
+    assert [x.gap for x in comparison.compare(first_diverged, tmp_path / "out")] == [None, None]
 
 
 def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path, monkeypatch):

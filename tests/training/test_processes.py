@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sagebwd.training import folder, pretrain, processes
+from sagebwd.training import compare, folder, pretrain, processes
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -121,3 +121,15 @@ def test_one_process_decides_for_itself(monkeypatch):
     assert processes.agreed(lambda: 7) == 7
     with pytest.raises(ValueError, match="no"):
         processes.agreed(lambda: (_ for _ in ()).throw(ValueError("no")))
+
+
+def test_two_processes_compare_as_one(config, launch, tmp_path):
+    variants = {"full precision": {"attention.recipe": "sdpa"}, "token": {}}
+    config = config.replace({"optimisation.steps": 4, "variants": variants, "optimisation.learning_rate": 1e-3})
+    code, printed = launch("compare", config, tmp_path / "two")
+    assert code == 0, printed
+    assert printed.count("report:") == 1
+    rows = json.loads((tmp_path / "two" / "comparison.json").read_text())["outcomes"]
+    assert [row["variant"] for row in rows] == list(variants)
+    expected = compare.compare(config, tmp_path / "one")
+    assert [row["held_out_loss"] for row in rows] == pytest.approx([x.held_out_loss for x in expected], rel=1e-4)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import yaml
 from rich.table import Table
 
-from sagebwd.training import pretrain
+from sagebwd.training import pretrain, processes
 from sagebwd.training.config import Config
-from sagebwd.training.folder import CONFIG, RESULT, checkpoints, read_metrics
+from sagebwd.training.folder import CONFIG, DIVERGED, RESULT, checkpoints, read_metrics
 from sagebwd.training.report import Run, write_curves, write_report
 
 
@@ -21,25 +23,29 @@ from sagebwd.training.report import Run, write_curves, write_report
 class Outcome:
     """What one variant came to; losses in nats a token.
 
-    ``gap`` is the held-out loss minus the config's first variant's, None while that one has not finished.
+    ``gap`` is the held-out loss minus the config's first variant's, None while that one has not finished. Of a variant
+    that diverged, ``diverged`` says where and why; its losses are the last that were finite, and it has no gap.
     """
 
     variant: str
     recipe: str
-    held_out_loss: float
+    held_out_loss: float | None
     gap: float | None
-    train_loss: float
-    largest_logit: float
+    train_loss: float | None
+    largest_logit: float | None
     tokens_per_s: float
     seconds: float
+    steps: int
+    diverged: str | None
 
 
 def compare(config: Config, output: Path, only: list[str] | None = None) -> list[Outcome]:
     """Train each variant, or those in ``only``, into a folder of its own under ``output``; then compare and report.
 
-    A variant that has finished is kept, one that was interrupted goes on from its newest checkpoint. The config's
-    first variant is the baseline; every variant that has finished is compared, whether it ran now or before. Writes
-    comparison.json, comparison.md, curves.png and report.html.
+    A variant that has finished is kept, one that was interrupted goes on from its newest checkpoint; one that diverges
+    is reported as such, and the others go on. The config's first variant is the baseline; every variant that has come
+    to an end is compared, whether it ran now or before. Writes comparison.json, comparison.md, curves.png and
+    report.html. Of several processes the first one compares and writes; the others return no outcomes.
 
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
@@ -49,14 +55,22 @@ def compare(config: Config, output: Path, only: list[str] | None = None) -> list
     if unknown:
         raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
     chosen = {name: variant for name, variant in variants.items() if not only or name in only}
+    processes.join()
+    processes.agreed(lambda: _check(chosen, output))
+    for name, variant in chosen.items():
+        _train(variant, output / name)
+    return _report(config, variants, output) if processes.is_first() else []
+
+
+def _check(chosen: dict[str, Config], output: Path) -> None:
     for name, variant in chosen.items():
         if _digest(output / name) not in (None, variant.digest()):
             raise ValueError(f"{output / name} holds a run of other settings; choose another --output, or delete it")
-    for name, variant in chosen.items():
-        _train(variant, output / name)
-    runs = [
-        _read(config, name, output / name) for name, variant in variants.items() if _finished(variant, output / name)
-    ]
+
+
+def _report(config: Config, variants: dict[str, Config], output: Path) -> list[Outcome]:
+    """Compare the variants that have come to an end, and write what the comparison is."""
+    runs = [_read(config, name, output / name) for name, variant in variants.items() if _end(variant, output / name)]
     baseline = next((run for run in runs if run.name == next(iter(variants))), None)
     outcomes = [_outcome(run, baseline) for run in runs]
     rows = [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
@@ -103,37 +117,57 @@ def _digest(folder: Path) -> str | None:
     return None
 
 
-def _finished(variant: Config, folder: Path) -> bool:
-    return (folder / RESULT).exists() and _digest(folder) == variant.digest()
+def _end(variant: Config, folder: Path) -> str | None:
+    """The file that says how a variant ended, `RESULT` or `DIVERGED`; None where it has not."""
+    if _digest(folder) != variant.digest():
+        return None
+    return next((name for name in (RESULT, DIVERGED) if (folder / name).exists()), None)
 
 
 def _train(variant: Config, folder: Path) -> None:
-    """Run a variant unless it has finished."""
-    if _finished(variant, folder):
-        print(f"{folder.name}: finished before, kept", file=sys.stderr)
+    """Run a variant unless it has come to an end."""
+    end, begun = processes.agreed(lambda: (_end(variant, folder), bool(checkpoints(folder))))
+    if end is not None:
+        how = "finished before" if end == RESULT else f"diverged before (delete {folder} to train it again)"
+        _say(f"{folder.name}: {how}, kept")
         return
-    pretrain.run(variant, folder, resume=bool(checkpoints(folder)))
+    try:
+        pretrain.run(variant, folder, resume=begun)
+    except pretrain.TrainingStopped as stopped:
+        _say(f"{folder.name}: {stopped}")
+    finally:  # compiled code counts against torch's limit, a model against the GPU's memory
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def _say(line: str) -> None:
+    if processes.is_first():
+        print(line, file=sys.stderr)
 
 
 def _read(config: Config, name: str, folder: Path) -> Run:
-    """A finished variant from its folder."""
+    """A variant that has come to an end, from its folder."""
     overrides = config.variants[name] or {}
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    recipe = config.replace(overrides).attention.recipe
-    return Run(name, overrides, recipe, read_metrics(folder), result)
+    variant = config.replace({**overrides, "variants": {}})
+    result = json.loads((folder / _end(variant, folder)).read_text(encoding="utf-8"))
+    return Run(name, overrides, variant.attention.recipe, read_metrics(folder), result)
 
 
 def _outcome(run: Run, baseline: Run | None) -> Outcome:
     result = run.result
+    diverged = result.get("diverged")
+    comparable = baseline is not None and not diverged and not baseline.result.get("diverged")
     return Outcome(
         run.name,
         run.recipe,
         result["held_out_loss"],
-        None if baseline is None else result["held_out_loss"] - baseline.result["held_out_loss"],
+        result["held_out_loss"] - baseline.result["held_out_loss"] if comparable else None,
         result["train_loss"],
         result["largest_logit"],
         result["tokens_per_s"],
         result["seconds"],
+        result["steps"],
+        diverged,
     )
 
 
@@ -144,10 +178,10 @@ def _rows(outcomes: list[Outcome]) -> list[list[str]]:
         [
             outcome.variant,
             outcome.recipe,
-            f"{outcome.held_out_loss:.4f}",
+            f"diverged, step {outcome.steps}" if outcome.diverged else f"{outcome.held_out_loss:.4f}",
             "" if outcome.gap is None else f"{outcome.gap:+.4f}",
-            f"{outcome.train_loss:.4f}",
-            f"{outcome.largest_logit:.1f}",
+            "" if outcome.train_loss is None else f"{outcome.train_loss:.4f}",
+            "" if outcome.largest_logit is None else f"{outcome.largest_logit:.1f}",
             f"{outcome.tokens_per_s:,.0f}",
         ]
         for outcome in outcomes
