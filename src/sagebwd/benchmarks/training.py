@@ -278,7 +278,9 @@ def _profile(runner: _Runner) -> tuple[float, float, dict[str, float]]:
         runner.wait()
     events = prof.events()
     if cuda:
-        kernels = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+        kernels = (
+            e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+        )
         busy = sum(event.self_device_time_total for event in kernels)
     else:
         busy = sum(event.self_cpu_time_total for event in events)
