@@ -52,8 +52,8 @@ class Case:
     recipe: str
 
     @classmethod
-    def drawn(cls, seed: int, longest: int) -> Case:
-        """The case of a seed, no sequence longer than ``longest``."""
+    def drawn(cls, seed: int, longest: int, recipe: str | None) -> Case:
+        """The case of a seed, no sequence longer than ``longest``; a named recipe at the head_dims of every family."""
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
 
         def length() -> int:
@@ -61,6 +61,8 @@ class Case:
 
         layout = kernels.choice(("dense", "dense", "padded", "packed"))
         head_dim = kernels.choice((32, 64, 64, 64, 96, 128, 128, 128, 256, 40))
+        if recipe is not None:
+            head_dim = kernels.choice((64, 128))
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         batch = rng.randint(1, 3)
         kv_heads = rng.choice((1, 2, 3))
@@ -84,7 +86,7 @@ class Case:
             if left or right
             else None,
             scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
-            recipe=kernels.choice(RECIPES),
+            recipe=recipe or kernels.choice(RECIPES),
         )
 
     def inputs(self, device: str) -> list[Tensor]:
@@ -153,11 +155,11 @@ def check(case: Case, impl: str | None, device: str) -> str | None:
     return None
 
 
-def _run(seeds: range, impl: str | None, device: str, longest: int) -> list[tuple[int, str]]:
+def _run(seeds: range, impl: str | None, device: str, longest: int, recipe: str | None) -> list[tuple[int, str]]:
     """(seed, what is wrong) of each case that failed."""
     failures = []
     for seed in seeds:
-        case = Case.drawn(seed, longest)
+        case = Case.drawn(seed, longest, recipe)
         try:
             problem = check(case, impl, device)
         except Exception as error:  # a crash is a finding, with its case
@@ -173,6 +175,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--impl", help="the fastest for each call, unless named")
+    parser.add_argument("--recipe", help="the same for all cases, not drawn")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--longest", type=int, default=700, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)
@@ -187,7 +190,8 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         tasks = {
-            pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest): group for group in groups
+            pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest, arguments.recipe): group
+            for group in groups
         }
         for task in as_completed(tasks):
             done += len(tasks[task])

@@ -1,22 +1,23 @@
 """Gradient products in 8-bit floating point (e4m3): scales from bounds, sums in FP32 from the first block to the last.
 
 An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
-before the loop, will do, and a product can add up in the tensor cores' accumulators without being rescaled. With m the
-largest score of a query's row, w = exp(m - lse) its largest probability, R the norm of V's largest magnitudes by
-channel and u = R |dO_i| + |dlse_i| a bound (up to 2) on a row of dP - delta::
+before the loop, will do, and a product can add up in the tensor cores' accumulators without being rescaled. All scales
+are powers of two and exact. With m the largest score of query i, R the norm of V's largest magnitudes by channel and
+u = R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dP - delta::
 
-    P'  = e4m3(448 exp(S - m))                        row i of P over w_i
-    dS' = e4m3(448 exp(S - m) (dP - delta) / u)       row i of dS over w_i u_i
-    dO' = e4m3(448 w dO / largest)                    dV = P'^T dO' * scale
-    Q'  = e4m3(448 w u Q / largest)                   dK = dS'^T Q' * scale
-    K'  = e4m3(448 K / largest)                       dQ = dS' K' * scale * w u
+    e = floor(log2(448 exp(lse - m)))      b = ceil(log2 u)
+    P'  = e4m3(2^e P)                      dO' = e4m3(2^-e dO 2^g)         dV = P'^T dO' 2^-g
+    dS' = e4m3(2^e P (dP - delta) 2^-b)    Q'  = e4m3(2^(b - e) Q 2^g)     dK = dS'^T Q' 2^-g
+                                           K'  = e4m3(K 2^g)               dQ = 2^(b - e) dS' K' 2^-g
 
-Q and K are the dequantised INT8 operands of S. ``largest`` is taken over the tokens of a sequence and, for queries,
-over the heads that share a key head, as their sums do. What exceeds 448 is 448.
+Q and K are the dequantised INT8 operands of S. Each operand has its own g, the largest that leaves its magnitudes at
+most 448, over the tokens of a sequence and, for queries, over the heads that share a key head, as its sums run.
+What exceeds 448 all the same is 448.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,19 +31,27 @@ def e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn).to(x.dtype)
 
 
+def _power(exponent: Tensor, like: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(like), exponent)
+
+
 def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of x with its largest at 448, and what takes a product with 448 of the other operand back."""
+    """e4m3 of 2^g x, and 2^-g."""
+    if x.numel() == 0:
+        return x, x.new_ones((*x.shape[:-3], 1, 1, 1))
     largest = x.abs().amax((-3, -2, -1), keepdim=True)
-    largest = torch.where(largest == 0, torch.ones_like(largest), largest)
-    return e4m3(x * (E4M3_MAX / largest)), largest / E4M3_MAX**2
+    mantissa, exponent = torch.frexp(largest)
+    # 448 is 0.875 * 2^9
+    g = torch.where(mantissa <= 0.875, 9, 8) - exponent.clamp(-110)
+    return e4m3(x * _power(g, largest)), _power(-g, largest)
 
 
 @dataclass(frozen=True)
 class Float8Operands:
     """The operands of dV, dK and dQ that do not depend on the block, (B, H, G, tokens, D), and their scales."""
 
-    row_max: Tensor  # m, (B, H, G, N, 1), 0 where a query sees no key
-    bound: Tensor  # u, (B, H, G, N, 1), 1 where it is 0
+    shift: Tensor  # e log(2), (B, H, G, N, 1)
+    inverse_bound: Tensor  # 2^-b, (B, H, G, N, 1)
     do: Tensor
     q: Tensor
     k: Tensor
@@ -68,32 +77,32 @@ class Float8Operands:
         Args: row_max (-inf where a query sees no key), lse and dlse (B, H, G, N, 1); do (B, H, G, N, D); v_scale
         (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .).
         """
-        weight = torch.exp(row_max - lse)
-        row_max = torch.where(row_max == -torch.inf, 0, row_max)
+        seen = row_max != -math.inf
+        e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
         # psi gives a channel without range the scale 1, which says nothing of V
         squares = torch.where(v_scale == 1, 0, v_scale.square()).sum(-1, keepdim=True)
         norm = 127 * torch.where(squares == 0, v_scale.shape[-1], squares).sqrt()
         bound = norm * do.square().sum(-1, keepdim=True).sqrt()
         if dlse is not None:
             bound = bound + dlse.abs()
-        spread = weight * bound
-        do_codes, dv_scale = _normalised(do * weight)
+        mantissa, b = torch.frexp(bound)
+        b = torch.where(mantissa == 0.5, b - 1, b).clamp(-125)
+        exponent = torch.nan_to_num(e).to(b.dtype)
+        weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
+        spread = weight * _power(b, bound) + bound * 0
+        do, dv_scale = _normalised(do * weight)
         q, dk_scale = _normalised(q_codes * (q_scale * spread))
         k, dq_scale = _normalised(k_codes * k_scale)
-        bound = torch.where(bound == 0, torch.ones_like(bound), bound)
-        return cls(row_max, bound, do_codes, q, k, dv_scale, dk_scale, dq_scale * spread)
-
-    def probability(self, s: Tensor, rows: slice) -> Tensor:
-        """exp(S - m), the largest of each row 1."""
-        return torch.exp(s - self.row_max[..., rows, :])
+        return cls(e * math.log(2), _power(-b, bound), do, q, k, dv_scale, dk_scale, dq_scale * spread)
 
     def dv(self, probability: Tensor, rows: slice) -> Tensor:
-        """P^T dO of a chunk of queries."""
-        return e4m3(E4M3_MAX * probability).mT @ self.do[..., rows, :] * self.dv_scale
+        """P^T dO of a chunk of queries; probability, 2^e P."""
+        return e4m3(probability).mT @ self.do[..., rows, :] * self.dv_scale
 
     def ds(self, probability: Tensor, dp: Tensor, delta: Tensor, rows: slice) -> Tensor:
         """dS' of a chunk of queries."""
-        return e4m3(E4M3_MAX * probability * ((dp - delta) / self.bound[..., rows, :]))
+        inverse = self.inverse_bound[..., rows, :]
+        return e4m3(probability * (dp * inverse - delta * inverse))
 
     def dk(self, ds: Tensor, rows: slice) -> Tensor:
         """dS^T Q of a chunk of queries, without the softmax scale."""

@@ -46,6 +46,11 @@ def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.dev
     return "triton"
 
 
+def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel family runs a recipe; the reference runs all."""
+    return impl == "reference" or implementation(impl).unsupported(recipe, head_dim, dtype) is None
+
+
 def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
     """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
     if impl == "reference":

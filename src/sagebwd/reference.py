@@ -220,7 +220,7 @@ class Emulator:
                 for name, value in (("p", p), ("dp", dp), ("ds", ds)):
                     observe(name, rows, keys, value)
             if fp8 is not None:
-                probability = fp8.probability(s, rows)
+                probability = torch.exp(s - (lse - fp8.shift)[..., rows, :])
                 fp8_ds = fp8.ds(probability, dp, delta[..., rows, :], rows)
             if recipe.dv == FP8:
                 dv_rows = fp8.dv(probability, rows)

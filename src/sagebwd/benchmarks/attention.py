@@ -10,7 +10,6 @@ TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import statistics
 import time
@@ -28,6 +27,7 @@ from sagebwd.attention import sage_attention
 from sagebwd.band import Band
 from sagebwd.hardware import command_output, flops
 from sagebwd.metrics import rms
+from sagebwd.ops import is_supported
 from sagebwd.recipe import Recipe
 from sagebwd.reference import Emulator
 
@@ -262,15 +262,15 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], device: str = "cuda", rounds: int = ROUNDS
 ) -> list[Measurement]:
-    """Every contender on one shape: rows for each recipe in each implementation and for each peer, by direction.
+    """Every contender on one shape: rows for each recipe in each implementation that runs it, and for each peer.
 
-    Raises what `sage_attention` raises where an implementation does not take the shape.
+    Raises NotImplementedError where none runs a recipe.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
     contenders: dict[tuple[str, str], Attention] = {}
     gates: dict[tuple[str, str], str] = {}
-    for impl, recipe in itertools.product(impls, map(Recipe.parse, recipes)):
+    for impl, recipe in _pairs(shape, recipes, impls, dtype):
         key = (impl, str(recipe))
 
         def attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe = recipe, impl: str = impl) -> Tensor:
@@ -288,6 +288,17 @@ def measure_shape(
     return [
         _row(shape, key, direction, times, gates, used) for key in contenders for direction in DIRECTIONS
     ]  # fmt: skip
+
+
+def _pairs(
+    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], dtype: torch.dtype
+) -> list[tuple[str, Recipe]]:
+    """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
+    pairs = []
+    for recipe in map(Recipe.parse, recipes):
+        runs = [impl for impl in impls if is_supported(impl, recipe, shape.head_dim, dtype)]
+        pairs += [(impl, recipe) for impl in runs or impls]
+    return pairs
 
 
 def _time_contenders(

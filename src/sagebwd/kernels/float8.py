@@ -14,7 +14,6 @@ from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
 from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence
 
-E4M3_MAX = tl.constexpr(448.0)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Whose largest magnitude: places in a row of ``largest``.
 DO, Q, K = 0, 1, 2
@@ -57,9 +56,9 @@ def row_values_kernel(
 ):
     """What the FLOAT8 kernels read of each query.
 
-    rows: planes of a block, one after the other: m in base 2 less log2(448), Q's scale, 1 / u, delta / u; m is +inf
-    where a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
-    w u; one a token. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
+    rows: planes of a block, one after the other: lse in base 2 less e, Q's scale, 2^-b, delta 2^-b; lse is +inf where
+    a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
+    2^(b - e); one a token. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -97,21 +96,38 @@ def row_values_kernel(
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
     top = tl.load(row_max + row, mask=inside, other=float("-inf"))
     seen = row_lse != float("-inf")
-    weight = tl.where(seen, tl.exp2(top - row_lse * LOG2_E), 0.0)
-    inverse = tl.where(bound == 0, 1.0, 1.0 / bound)
+    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
+    row_lse = row_lse * LOG2_E + delta * 0
+    e = tl.floor(LOG2_E4M3_MAX + tl.where(seen, row_lse - top, 0.0))
+    weight = tl.where(seen, power_of_2(-e), 0.0) + e * 0
+    b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, -125).to(tl.float32)
+    inverse = power_of_2(-b)
+    spread_row = weight * power_of_2(b) + bound * 0
     scale = tl.load(q_scale + row, mask=inside, other=0)
     rows += block * BLOCK * 4
-    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
-    tl.store(rows + local, tl.where(seen, top - LOG2_E4M3_MAX, float("inf")) + delta * 0)
+    tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
     tl.store(rows + BLOCK + local, scale)
     tl.store(rows + 2 * BLOCK + local, inverse)
     tl.store(rows + 3 * BLOCK + local, delta * inverse)
     tl.store(do_factor + row, weight, mask=inside)
-    tl.store(q_factor + row, scale * weight * bound, mask=inside)
-    tl.store(spread + row, weight * bound, mask=inside)
+    tl.store(q_factor + row, scale * spread_row, mask=inside)
+    tl.store(spread + row, spread_row, mask=inside)
     largest += owner * 3
     keep_largest(largest, abs_max(tile, 1) * weight)
-    keep_largest(largest + 1, abs_max(codes, 1) * (scale * weight * bound))
+    keep_largest(largest + 1, abs_max(codes, 1) * (scale * spread_row))
+
+
+@triton.jit
+def power_of_2(exponent):
+    """2^exponent for a whole number from -126 to 127, exactly; 0 for NaN."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_factor(bits):
+    """2^g for a largest magnitude of these bits: what leaves it at most 448, which is 1.75 * 2^8."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    return ((262 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -177,7 +193,7 @@ def float8_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """e4m3 of rows times their factor, the largest at 448, transposed as INT8 codes are; WHOSE: which largest.
+    """e4m3 of rows times their factor and 2^g, transposed as INT8 codes are; WHOSE: which largest.
 
     padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
     """
@@ -196,12 +212,9 @@ def float8_kernel(
     EVEN: tl.constexpr = head_dim == BLOCK_D
     tile = load_rows(x, local, columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
     owner = batch * (heads // group) + head // group
-    top = tl.load(largest + owner * 3 + WHOSE).to(tl.float32, bitcast=True)
     row = z * total + start + first + local
-    multiplier = tl.load(factor + row, mask=inside, other=0) * (E4M3_MAX / tl.where(top == 0, 1.0, top))
-    # rounding may leave the largest a little over 448; NaN must stay
-    code = tile * multiplier[:, None]
-    code = tl.where(code > E4M3_MAX, E4M3_MAX, tl.where(code < -E4M3_MAX, -E4M3_MAX, code))
+    multiplier = tl.load(factor + row, mask=inside, other=0)
+    code = tile * multiplier[:, None] * float8_factor(tl.load(largest + owner * 3 + WHOSE))
     code = code.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
     if padded_scale is not None:
@@ -222,7 +235,7 @@ def launch_row_values(
     k: Tensor,
     k_scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Planes of row values, the factors of dO and Q, the spread of dQ's rows, and ``largest`` as FP32."""
+    """Planes of row values, the factors of dO and Q, the spread of dQ's rows, and ``largest``."""
     queries, keys, block = call.queries, call.keys, call.recipe.block_q
     row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
     do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))

@@ -32,10 +32,10 @@ from sagebwd.kernels.hopper.tile import (
 
 @gluon.jit
 def load(
-    descriptors, memory, keys_full, full, empty, place, steps, heads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """The loading warp: the keys' K and V once, then four operands and the row values of each query block."""
+    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
     row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = place
@@ -68,11 +68,11 @@ def load(
 
 @gluon.jit
 def accumulate(
-    memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale, CONSUMER: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
+    FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys."""
+    memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale = shared
     # INT32 sums are rescaled a part of head_dim at a time, for the registers; FP32 sums stay where they are
     HALF: gl.constexpr = BLOCK_D if FLOAT8 else 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -149,9 +149,10 @@ def accumulate(
             if FLOAT8:
                 row_scale = rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
                 ds = p * (dp * row_scale - rows.slice(3 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
-                if not whole:
-                    # what lies past the end need not be finite
-                    ds = gl.where(p == 0, 0.0, ds)
+                if RAGGED or HAS_LOWER or HAS_UPPER:  # noqa: SIM102
+                    if not whole:
+                        # what lies past the end need not be finite
+                        ds = gl.where(p == 0, 0.0, ds)
             else:
                 # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
                 row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
@@ -232,7 +233,8 @@ def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, largest, key_mask, dk,
     dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, FLOAT8: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
+    FLOAT8: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -242,6 +244,7 @@ def dkdv_kernel(
     first column head * x_column. q_t_desc, do_t_desc: transposed codes, (heads * D, padded tokens). rows_desc: the
     planes of `grad_out_kernel`, a row for each padded block of queries. FLOAT8: dK and dV from e4m3 operands (see
     `sagebwd.float8`), largest (sequences * heads, 3) those of dO, Q and K; else from INT8, do_scale one a block.
+    RAGGED: some block of queries may end past its sequence.
     """
     batch_head = gl.program_id(0) // grid
     block_k = gl.program_id(0) % grid
@@ -250,6 +253,8 @@ def dkdv_kernel(
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
+    # shared memory comes in powers of two
+    SLOTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     first_k = block_k * SPAN
     if first_k >= length_k:
         return
@@ -280,8 +285,8 @@ def dkdv_kernel(
     pointers = (k_scale + z_k * total_k + start_k, do_scale, largest, key_mask, dk + out, dv + out)
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
-    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
-    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
+    k_memory = gl.allocate_shared_memory(gl.int8, [SLOTS, ROWS, BLOCK_D], k_desc.layout)
+    v_memory = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, ROWS, BLOCK_D], v_desc.layout)
     do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
     q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
     do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
@@ -300,30 +305,26 @@ def dkdv_kernel(
     descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc)
     memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory)
     at = (z_q, padded_q)
-    gl.warp_specialize(
-        [
-            (
-                accumulate,
-                (
-                    memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 0, HAS_LOWER, HAS_UPPER,
-                    FLOAT8, STAGES, BLOCK_Q, BLOCK_D,
-                ),
-            ),
-            (
-                accumulate,
-                (
-                    memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale, 1, HAS_LOWER, HAS_UPPER,
-                    FLOAT8, STAGES, BLOCK_Q, BLOCK_D,
-                ),
-            ),
-            (
-                load,
-                (
-                    descriptors, memory, keys_full, full, empty, place, steps, heads, STAGES, CONSUMERS, BLOCK_Q,
-                    BLOCK_D,
-                ),
-            ),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    shared = (memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale)
+    operands = (descriptors, memory, keys_full, full, empty, place, steps, heads)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

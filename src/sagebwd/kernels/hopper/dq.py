@@ -31,10 +31,10 @@ PIECE = gl.constexpr(64)
 
 @gluon.jit
 def load(
-    descriptors, memory, queries_full, full, empty, place, steps, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """The loading warp: the queries' Q and dO once, then K, V, K's transposed copy and scales of each key block."""
+    descriptors, memory, queries_full, full, empty, place, steps = operands
     q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc = descriptors
     q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory = memory
     row_q, column_q, row_do, column_do, row_k, column_k, row_v, column_v, row_t, row_scale, block_0 = place
@@ -61,23 +61,26 @@ def load(
 @gluon.jit
 def probability(
     s, key_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P of a piece of a block of keys; 0 where masked."""
     x = s.to(gl.float32) * key_scale * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_lse, 1)
-    if not whole:
-        keys = first_k + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
-        queries = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        keep = visible(gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1), lower, upper, HAS_LOWER, HAS_UPPER)
-        inside = keys < length_k
-        if key_mask is not None:
-            inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
-        x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
+    if MASKED:  # noqa: SIM102 (one is of compile time)
+        if not whole:
+            keys = first_k + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
+            queries = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            keep = visible(gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1), lower, upper, HAS_LOWER, HAS_UPPER)
+            inside = keys < length_k
+            if key_mask is not None:
+                inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
+            x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
     return exp2(x)
 
 
 @gluon.jit
-def gradient(p, dp, row_delta, row_factor, key_scale, whole, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr):
+def gradient(
+    p, dp, row_delta, row_factor, key_scale, whole, MASKED: gl.constexpr, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
     """dS: in units of its row's bound where FLOAT8, else times K's scale, on which dQ reduces.
 
     V past the end may be NaN. To INT8 that is nothing: no maximum heeds it, and K's codes are 0.
@@ -85,8 +88,9 @@ def gradient(p, dp, row_delta, row_factor, key_scale, whole, FLOAT8: gl.constexp
     dp = gl.convert_layout(dp, LAYOUT, assert_trivial=True)
     if FLOAT8:
         ds = p * (dp * gl.expand_dims(row_factor, 1) - gl.expand_dims(row_delta, 1))
-        if not whole:
-            ds = gl.where(p == 0, 0.0, ds)
+        if MASKED:  # noqa: SIM102
+            if not whole:
+                ds = gl.where(p == 0, 0.0, ds)
         return ds
     else:
         return p * (dp - gl.expand_dims(row_delta, 1)) * key_scale
@@ -94,11 +98,13 @@ def gradient(p, dp, row_delta, row_factor, key_scale, whole, FLOAT8: gl.constexp
 
 @gluon.jit
 def accumulate(
-    memory, queries_full, full, empty, pointers, steps, sizes, scale, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
+    FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dQ of 64 queries."""
+    memory, queries_full, full, empty, pointers, steps, sizes, scale = shared
     PIECES: gl.constexpr = BLOCK_K // PIECE
+    MASKED: gl.constexpr = RAGGED or HAS_LOWER or HAS_UPPER
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -124,13 +130,20 @@ def accumulate(
     no_dp = gl.zeros([ROWS, PIECE], gl.float32, DP_LAYOUT)
     no_part = gl.zeros([ROWS, BLOCK_D], gl.int32, OUT_LAYOUT)
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
-    q = q_memory.index(CONSUMER)
-    do = do_memory.index(CONSUMER)
     mbarrier.wait(queries_full, 0)
+    if FLOAT8 or BLOCK_D == 64:
+        # where registers are left, tensor cores need not read these from shared memory again and again
+        q = q_memory.index(CONSUMER).load(gl.DotOperandLayout(0, S_LAYOUT, 4))
+        do = do_memory.index(CONSUMER).load(gl.DotOperandLayout(0, DP_LAYOUT, 2))
+    else:
+        q = q_memory.index(CONSUMER)
+        do = do_memory.index(CONSUMER)
     for step in range(count):
         stage = step % STAGES
         first_k = (begin + step) * BLOCK_K
-        whole = first_k + BLOCK_K <= length_k
+        whole = first_k >= 0
+        if RAGGED:
+            whole = whole & (first_k + BLOCK_K <= length_k)
         if HAS_LOWER:
             whole = whole & (first_k - (first_q + ROWS - 1) >= lower)
         if HAS_UPPER:
@@ -152,14 +165,14 @@ def accumulate(
             s = warpgroup_mma_wait(1, deps=[s])
         low_scale = key_scale.slice(0, PIECE, 1).load(S_LAYOUT)
         p = probability(
-            s, low_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask, HAS_LOWER,
-            HAS_UPPER, S_LAYOUT,
+            s, low_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask, MASKED,
+            HAS_LOWER, HAS_UPPER, S_LAYOUT,
         )  # fmt: skip
         if PIECES == 2:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, FLOAT8, S_LAYOUT)
+        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, MASKED, FLOAT8, S_LAYOUT)
         if not FLOAT8:
             top = gl.max(gl.abs(ds), 1)
         if PIECES == 2:
@@ -168,10 +181,10 @@ def accumulate(
             next_s = warpgroup_mma_wait(1, deps=[next_s])
             p = probability(
                 next_s, high_scale, row_scale, row_lse, whole, first_q, first_k + PIECE, length_k, lower, upper,
-                key_mask, HAS_LOWER, HAS_UPPER, S_LAYOUT,
+                key_mask, MASKED, HAS_LOWER, HAS_UPPER, S_LAYOUT,
             )  # fmt: skip
             next_dp = warpgroup_mma_wait(0, deps=[next_dp])
-            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, FLOAT8, S_LAYOUT)
+            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, MASKED, FLOAT8, S_LAYOUT)
             if not FLOAT8:
                 top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
         if FLOAT8:
@@ -216,14 +229,15 @@ def dq_kernel(
     q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, spread, largest, key_mask, dq, cu_seqlens_q,
     cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t,
     heads, group, tokens_q, tokens_k, total_q, blocks_q, blocks_k, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, FLOAT8: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
+    FLOAT8: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 queries of one head. BLOCK_K is the recipe's.
 
     Rows and columns as in `dkdv_kernel`. k_t_desc: transposed codes; k_scale_desc: (heads * blocks, BLOCK_K). Both are
     padded to blocks of BLOCK_K, row_values to 64 queries. FLOAT8: dQ from e4m3 operands, its rows in units of spread,
-    one a token, and of largest, as in `dkdv_kernel`.
+    one a token, and of largest, as in `dkdv_kernel`. RAGGED: a block may end past its sequence, or be masked.
     """
     batch_head = gl.program_id(0) // grid
     # the last queries see the most keys: start them first
@@ -234,6 +248,8 @@ def dq_kernel(
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
+    # shared memory comes in powers of two
+    SLOTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     first_q = block_q * SPAN
     if first_q >= length_q:
         return
@@ -265,8 +281,8 @@ def dq_kernel(
     pointers = (row_values, spread, largest, key_mask, dq)
 
     PIECES: gl.constexpr = BLOCK_K // PIECE
-    q_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], q_desc.layout)
-    do_memory = gl.allocate_shared_memory(do_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], do_desc.layout)
+    q_memory = gl.allocate_shared_memory(gl.int8, [SLOTS, ROWS, BLOCK_D], q_desc.layout)
+    do_memory = gl.allocate_shared_memory(do_desc.dtype, [SLOTS, ROWS, BLOCK_D], do_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_K, BLOCK_D], k_desc.layout)
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_K, BLOCK_D], v_desc.layout)
     k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [STAGES * PIECES, BLOCK_D, PIECE], k_t_desc.layout)
@@ -283,27 +299,26 @@ def dq_kernel(
 
     descriptors = (q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc)
     memory = (q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory)
-    gl.warp_specialize(
-        [
-            (
-                accumulate,
-                (
-                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 0, HAS_LOWER, HAS_UPPER, FLOAT8,
-                    STAGES, BLOCK_K, BLOCK_D,
-                ),
-            ),
-            (
-                accumulate,
-                (
-                    memory, queries_full, full, empty, pointers, steps, sizes, scale, 1, HAS_LOWER, HAS_UPPER, FLOAT8,
-                    STAGES, BLOCK_K, BLOCK_D,
-                ),
-            ),
-            (
-                load,
-                (descriptors, memory, queries_full, full, empty, place, steps, STAGES, CONSUMERS, BLOCK_K, BLOCK_D),
-            ),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    shared = (memory, queries_full, full, empty, pointers, steps, sizes, scale)
+    operands = (descriptors, memory, queries_full, full, empty, place, steps)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

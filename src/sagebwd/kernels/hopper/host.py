@@ -31,10 +31,11 @@ INT8_BACKWARD = {
     "ds_scale_dk": "key", "block_q": 64,
 }  # fmt: skip
 FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale": "sequence", "block_q": 64}
-# Warpgroups that share what a program's warp loads, the stages of its ring, and registers of a thread at launch and of
-# one that computes: 128 x (2 x 240 + 24) are 168 for each of 384 threads. Measured on an H200, docs/kernels.md.
-CONSUMERS, REGISTERS_AT_LAUNCH, REGISTERS = 2, 168, 240
+# Warpgroups that share what a program's warp loads, and the stages of its ring. Measured on an H200, docs/kernels.md.
+CONSUMERS = {"dkdv": {64: 3, 128: 2}, "dq": {64: 2, 128: 2}}
 STAGES = {"dkdv": {64: 4, 128: 2}, "dq": {64: 3, 128: 2}}
+# Registers of a thread at launch and of one that computes, by warpgroups; the loading warp's 128 threads keep 24 each.
+REGISTERS = {2: (168, 240), 3: (128, 160)}
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -57,6 +58,13 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
     return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
+
+
+def _launch(kernel: str, head_dim: int) -> dict[str, int]:
+    consumers = CONSUMERS[kernel][head_dim]
+    at_launch, computing = REGISTERS[consumers]
+    stages = STAGES[kernel][head_dim]
+    return {"CONSUMERS": consumers, "STAGES": stages, "REGISTERS": computing, "maxnreg": at_launch, "num_warps": 4}
 
 
 def _has(recipe: Recipe, fields: dict[str, object]) -> bool:
@@ -198,13 +206,12 @@ def backward(
     head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
     do_scale, spread, largest = None, None, None
     if float8:
-        row_values, do_factor, q_factor, spread, bits = launch_row_values(
+        row_values, do_factor, q_factor, spread, largest = launch_row_values(
             call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale
         )
-        largest = bits.view(torch.float32)
-        do_t, _ = launch_float8(do, do_factor, bits, DO, queries, call.group, block_q)
-        q_t, _ = launch_float8(q_int8, q_factor, bits, Q, queries, call.group, block_q)
-        k_t, padded_k_scale = launch_float8(k_int8, k_scale, bits, K, keys, 1, block_k, k_scale)
+        do_t, _ = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
+        q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
+        k_t, padded_k_scale = launch_float8(k_int8, k_scale, largest, K, keys, 1, block_k, k_scale)
     else:
         row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale, planes=True)
         q_t, _ = launch_transpose(q_int8, queries, block_q)
@@ -214,19 +221,12 @@ def backward(
     )
     q_t, do_t, k_t = (x.view(x.shape[0] * head_dim, -1) for x in (q_t, do_t, k_t))
     masks = {name: call.band[name] for name in ("HAS_LOWER", "HAS_UPPER")}
-    options = {
-        "VARLEN": call.varlen,
-        "FLOAT8": float8,
-        "CONSUMERS": CONSUMERS,
-        "BLOCK_D": head_dim,
-        "REGISTERS": REGISTERS,
-        "num_warps": 4,
-        "maxnreg": REGISTERS_AT_LAUNCH,
-    }
+    options = {"VARLEN": call.varlen, "FLOAT8": float8, "BLOCK_D": head_dim}
     band = call.band["lower"], call.band["upper"]
 
     dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
-    grid = keys.grid(CONSUMERS * rows)
+    launch = _launch("dkdv", head_dim)
+    grid = keys.grid(launch["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
         descriptor(q_rows.matrix, (block_q, head_dim)),
         descriptor(k_rows.matrix, (rows, head_dim)),
@@ -257,14 +257,16 @@ def backward(
         grid,
         *band,
         scale,
-        STAGES=STAGES["dkdv"][head_dim],
+        RAGGED=call.varlen or queries.tokens % block_q != 0,
         BLOCK_Q=block_q,
         **masks,
         **options,
+        **launch,
     )
 
     dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
-    grid = queries.grid(CONSUMERS * rows)
+    launch = _launch("dq", head_dim)
+    grid = queries.grid(launch["CONSUMERS"] * rows)
     dq_kernel[(grid * queries.batch * queries.heads,)](
         descriptor(q_rows.matrix, (rows, head_dim)),
         descriptor(do_rows.matrix, (rows, head_dim)),
@@ -294,9 +296,10 @@ def backward(
         grid,
         *band,
         scale,
-        STAGES=STAGES["dq"][head_dim],
+        RAGGED=call.varlen or keys.tokens % block_k != 0 or key_mask is not None,
         BLOCK_K=block_k,
         **masks,
         **options,
+        **launch,
     )
     return dq, dk, dv

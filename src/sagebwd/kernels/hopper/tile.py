@@ -16,7 +16,6 @@ LOG2_E = gl.constexpr(tile.LOG2_E.value)
 LN_2 = gl.constexpr(tile.LN_2.value)
 ROUND = gl.constexpr(tile.ROUND.value)
 TINY = gl.constexpr(tile.TINY.value)
-E4M3_MAX = gl.constexpr(448.0)
 # Rows of a warpgroup's product.
 ROWS = gl.constexpr(64)
 
@@ -49,6 +48,7 @@ def operand_float8(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def float8_scale(largest):
-    """What takes a product of e4m3 operands back: one had 448 for ``largest``, the other for 1."""
-    return gl.where(largest == 0, 1.0, largest) * (1 / (E4M3_MAX * E4M3_MAX))
+def float8_scale(bits):
+    """2^-g: what takes back `float8_factor` of the same bits."""
+    exponent = gl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    return ((exponent - 8) << 23).to(gl.float32, bitcast=True)
