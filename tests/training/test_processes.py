@@ -22,7 +22,7 @@ def launch(tmp_path):
 
     def run(command, config, output, *arguments):
         path = tmp_path / f"{config.name}.yaml"
-        path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
+        path.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
         finished = subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
@@ -124,12 +124,21 @@ def test_one_process_decides_for_itself(monkeypatch):
 
 
 def test_two_processes_compare_as_one(config, launch, tmp_path):
-    variants = {"full precision": {"attention.recipe": "sdpa"}, "token": {}}
-    config = config.replace({"optimisation.steps": 4, "variants": variants, "optimisation.learning_rate": 1e-3})
+    variants = {
+        "full precision": {"attention.recipe": "sdpa"},
+        "too fast": {"optimisation.learning_rate": 1e20},
+        "token": {},
+    }
+    changes = {"optimisation.steps": 5, "optimisation.learning_rate": 1e-3, "monitor.every": 0, "variants": variants}
+    config = config.replace(changes)
     code, printed = launch("compare", config, tmp_path / "two")
     assert code == 0, printed
     assert printed.count("report:") == 1
+    assert printed.count("too fast: the loss (nan) is not finite at step 4") == 1
     rows = json.loads((tmp_path / "two" / "comparison.json").read_text())["outcomes"]
-    assert [row["variant"] for row in rows] == list(variants)
+    assert [(row["variant"], row["steps"]) for row in rows] == [("full precision", 5), ("too fast", 4), ("token", 5)]
     expected = compare.compare(config, tmp_path / "one")
-    assert [row["held_out_loss"] for row in rows] == pytest.approx([x.held_out_loss for x in expected], rel=1e-4)
+    for row, one in zip(rows, expected):
+        assert row["steps"] == one.steps
+        assert (row["diverged"] is None) == (one.diverged is None)
+        assert row["train_loss"] == pytest.approx(one.train_loss, rel=1e-4)
