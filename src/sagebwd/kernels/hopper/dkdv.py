@@ -149,7 +149,7 @@ def accumulate(
             if FLOAT8:
                 row_scale = rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
                 ds = p * (dp * row_scale - rows.slice(3 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
-                if RAGGED or HAS_LOWER or HAS_UPPER:  # noqa: SIM102
+                if RAGGED:  # noqa: SIM102
                     if not whole:
                         # what lies past the end need not be finite
                         ds = gl.where(p == 0, 0.0, ds)

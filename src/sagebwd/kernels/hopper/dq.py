@@ -61,25 +61,29 @@ def load(
 @gluon.jit
 def probability(
     s, key_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask,
-    MASKED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, LAYOUT: gl.constexpr,
+    RAGGED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P of a piece of a block of keys; 0 where masked."""
     x = s.to(gl.float32) * key_scale * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_lse, 1)
-    if MASKED:  # noqa: SIM102 (one is of compile time)
+    if RAGGED or HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
         if not whole:
             keys = first_k + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
             queries = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            keep = visible(gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1), lower, upper, HAS_LOWER, HAS_UPPER)
-            inside = keys < length_k
-            if key_mask is not None:
-                inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
-            x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
+            # code that runs once a program is fetched from afar: the less of it the better
+            if HAS_LOWER or HAS_UPPER:
+                distance = gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1)
+                x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
+            if RAGGED:
+                inside = keys < length_k
+                if key_mask is not None:
+                    inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
+                x = gl.where(gl.expand_dims(inside, 0), x, float("-inf"))
     return exp2(x)
 
 
 @gluon.jit
 def gradient(
-    p, dp, row_delta, row_factor, key_scale, whole, MASKED: gl.constexpr, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr
+    p, dp, row_delta, row_factor, key_scale, whole, RAGGED: gl.constexpr, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """dS: in units of its row's bound where FLOAT8, else times K's scale, on which dQ reduces.
 
@@ -88,7 +92,7 @@ def gradient(
     dp = gl.convert_layout(dp, LAYOUT, assert_trivial=True)
     if FLOAT8:
         ds = p * (dp * gl.expand_dims(row_factor, 1) - gl.expand_dims(row_delta, 1))
-        if MASKED:  # noqa: SIM102
+        if RAGGED:  # noqa: SIM102
             if not whole:
                 ds = gl.where(p == 0, 0.0, ds)
         return ds
@@ -104,7 +108,6 @@ def accumulate(
     """A computing warpgroup: dQ of 64 queries."""
     memory, queries_full, full, empty, pointers, steps, sizes, scale = shared
     PIECES: gl.constexpr = BLOCK_K // PIECE
-    MASKED: gl.constexpr = RAGGED or HAS_LOWER or HAS_UPPER
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -165,14 +168,14 @@ def accumulate(
             s = warpgroup_mma_wait(1, deps=[s])
         low_scale = key_scale.slice(0, PIECE, 1).load(S_LAYOUT)
         p = probability(
-            s, low_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask, MASKED,
+            s, low_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask, RAGGED,
             HAS_LOWER, HAS_UPPER, S_LAYOUT,
         )  # fmt: skip
         if PIECES == 2:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, MASKED, FLOAT8, S_LAYOUT)
+        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, RAGGED, FLOAT8, S_LAYOUT)
         if not FLOAT8:
             top = gl.max(gl.abs(ds), 1)
         if PIECES == 2:
@@ -181,10 +184,10 @@ def accumulate(
             next_s = warpgroup_mma_wait(1, deps=[next_s])
             p = probability(
                 next_s, high_scale, row_scale, row_lse, whole, first_q, first_k + PIECE, length_k, lower, upper,
-                key_mask, MASKED, HAS_LOWER, HAS_UPPER, S_LAYOUT,
+                key_mask, RAGGED, HAS_LOWER, HAS_UPPER, S_LAYOUT,
             )  # fmt: skip
             next_dp = warpgroup_mma_wait(0, deps=[next_dp])
-            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, MASKED, FLOAT8, S_LAYOUT)
+            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, RAGGED, FLOAT8, S_LAYOUT)
             if not FLOAT8:
                 top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
         if FLOAT8:
