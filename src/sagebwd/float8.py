@@ -43,7 +43,8 @@ def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)
     # 448 is 0.875 * 2^9
     g = torch.where(mantissa <= 0.875, 9, 8) - exponent.clamp(-110)
-    return e4m3(x * _power(g, largest)), _power(-g, largest)
+    # + 0 * largest: e4m3 has no infinity, so that the scale says it
+    return e4m3(x * _power(g, largest)), _power(-g, largest) + largest * 0
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Float8Operands:
         bound = norm * do.square().sum(-1, keepdim=True).sqrt()
         if dlse is not None:
             bound = bound + dlse.abs()
-        mantissa, b = torch.frexp(bound)
-        b = torch.where(mantissa == 0.5, b - 1, b).clamp(-125)
+        mantissa, b = torch.frexp(bound.clamp(min=2.0**-125))  # of 0 too: its Q' must not be the largest
+        b = torch.where(mantissa == 0.5, b - 1, b)
         exponent = torch.nan_to_num(e).to(b.dtype)
         weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
         spread = weight * _power(b, bound) + bound * 0

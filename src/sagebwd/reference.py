@@ -206,7 +206,9 @@ class Emulator:
             dlse = pad_tokens(dlse, recipe.block_q)
         lse = _finite(lse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1))
         do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (do, delta, lse))
-        fp8 = self._float8(do, lse, dlse) if FP8 in (recipe.dv, recipe.dq, recipe.dk) else None
+        fp8 = None
+        if FP8 in (recipe.dv, recipe.dq, recipe.dk) and self.tokens_k:
+            fp8 = self._float8(do, lse, dlse)
         do_codes, do_scale = quantize_tokens(do, recipe.do_scale, recipe.block_q)
         dq, dk, dv = torch.zeros_like(x.q_smooth), torch.zeros_like(x.k_exact), torch.zeros_like(self.v)
         for rows, keys in self._chunks():
