@@ -1,0 +1,284 @@
+"""token_fp8: e4m3, the emulator against the formulas of `sagebwd.float8` row by row, and what follows from them."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from sagebwd import reference, sage_attention, sage_attention_varlen
+from sagebwd.band import Band
+from sagebwd.float8 import E4M3_MAX, _normalised, e4m3
+from sagebwd.metrics import relative_l2
+from sagebwd.recipe import Recipe
+from tests.inputs import draw
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The magnitudes of e4m3 in the order of their codes: subnormal, then eight an octave; the last, 480, is NaN instead.
+GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0**octave for octave in range(-9, 6) for m in range(8)][:-1]
+
+
+def to_grid(x):
+    """The nearest of GRID, and of two as near the one of an even code. FP64 goes through FP32, where ties are ties."""
+    grid = torch.tensor(GRID, dtype=torch.float64)
+    distance = (x.float().double().abs().clamp(max=GRID[-1])[..., None] - grid).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    even = 2 - torch.arange(len(GRID)) % 2
+    return grid[(nearest * even).argmax(-1)] * x.sign()
+
+
+def normalised(x):
+    """x times the largest power of two that leaves it at most 448, on the grid; and what undoes the power."""
+    largest = x.abs().max().item()
+    power = 2.0 ** math.floor(math.log2(448 / largest)) if largest > 0 else 1.0
+    return to_grid(x * power), 1 / power
+
+
+def psi(x):
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / torch.where(scale == 0, 1, scale)) * scale
+
+
+def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
+    """dQ, dK and dV of one key head and of the queries (G, N, D) that share it, row by row, in FP64."""
+    q, k = psi(q), psi(k - k.mean(0))
+    norm_v = (v - v.mean(0) if smooth_v else v).abs().amax(0).norm()  # R
+    pairs = (*q.shape[:2], len(k))
+    p_codes, ds_codes = torch.zeros(pairs, dtype=q.dtype), torch.zeros(pairs, dtype=q.dtype)
+    do_weighted, q_weighted, spread = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q[..., :1])
+    for row in [(g, i) for g in range(len(q)) for i in range(q.shape[1]) if visible[i].any()]:
+        seen = visible[row[1]]
+        s = k[seen] @ q[row] * scale
+        p = torch.exp(s - lse[row])
+        dp = v[seen] @ do[row]
+        delta = do[row] @ o[row] - dlse[row]
+        u = (norm_v * do[row].norm() + dlse[row].abs()).item()
+        e = math.floor(math.log2(448 * math.exp(lse[row] - s.max())))
+        p_codes[row][seen] = to_grid(2.0**e * p)
+        do_weighted[row] = do[row] * 2.0**-e
+        if u > 0:  # dS is 0 otherwise
+            b = math.ceil(math.log2(u))
+            ds_codes[row][seen] = to_grid(2.0**e * p * (dp - delta) * 2.0**-b)
+            q_weighted[row] = q[row] * 2.0 ** (b - e)
+            spread[row] = 2.0 ** (b - e)
+    (do_codes, dv_scale), (q_codes, dk_scale), (k_codes, dq_scale) = map(normalised, (do_weighted, q_weighted, k))
+    dv = (p_codes.mT @ do_codes).sum(0) * dv_scale
+    dk = (ds_codes.mT @ q_codes).sum(0) * dk_scale * scale
+    dq = ds_codes @ k_codes * dq_scale * spread * scale
+    return dq, dk, dv
+
+
+def case(name):
+    """Inputs in FP64: q, k, v, do, and whether it is causal, dlse, which keys count, and V-smoothing."""
+    group = 3 if name == "group" else 1
+    tokens_q, tokens_k = (70, 150) if name == "blocks" else (40, 40)
+    q, k, v, do = draw(
+        heads=2 * group, kv_heads=2, tokens=tokens_q, kv_tokens=tokens_k, head_dim=16, dtype=torch.float64
+    )
+    dlse, valid = torch.zeros(q.shape[:3], dtype=torch.float64), torch.ones(1, tokens_k, dtype=torch.bool)
+    smooth_v = True
+    if name == "group":
+        do[:, 1] *= 100
+        q[:, 5] *= 3
+    elif name == "dlse":
+        dlse = 30 * draw(tokens=tokens_q, head_dim=1, seed=1, dtype=torch.float64)[0][..., 0]
+    elif name == "rows-without-keys":
+        valid[:, :3] = False
+    elif name == "channel-without-range":
+        v = 0.01 * v
+        v[..., 2] = 7
+    elif name == "zeros":
+        do *= 1e-6
+        for x in (q, k, v, do):
+            x[:, :, 10:13] = 0
+        do[:, :, 20] = 0
+        k[:, 1] = 1
+    elif name == "saturated":  # equal P, one key against all others: 2^e P (dP - delta) 2^-b is 737 at that key
+        smooth_v = False
+        q, v = 0 * q, -torch.ones_like(v)
+        q, k, v, do = (x[:, :, :10] for x in (q, k, v, torch.ones_like(do)))
+        v[:, :, 4] = 1
+        dlse, valid = dlse[..., :10], valid[:, :10]
+    return (q, k, v, do), name not in ("full", "saturated"), dlse, valid, smooth_v
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full", "causal", "blocks", "group", "dlse", "rows-without-keys", "channel-without-range", "zeros", "saturated"],
+)
+def test_emulator_is_the_formulas(name):
+    (q, k, v, do), is_causal, dlse, valid, smooth_v = case(name)
+    recipe = Recipe.named("token_fp8").replace(smooth_v=smooth_v)
+    emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal), valid)
+    o, lse, _ = emulator.forward()
+    actual = emulator.backward(do, o, lse, dlse if name == "dlse" else None)
+    group = q.shape[1] // k.shape[1]
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    visible = (visible.tril() if is_causal else visible)[:, valid[0]]
+    for head in range(k.shape[1]):
+        queries = slice(head * group, (head + 1) * group)
+        expected = transcription(
+            q[0, queries], k[0, head, valid[0]], v[0, head, valid[0]],
+            *(x[0, queries] for x in (do, o, lse, dlse)), visible, 0.2, smooth_v,
+        )  # fmt: skip
+        shares = (actual[0][0, queries], *(x[0, head, valid[0]] for x in actual[1:]))
+        for gradient, target in zip(shares, expected):
+            assert_close(gradient, target, rtol=1e-9, atol=1e-9 * target.abs().max().item())
+    assert all((x[0, :, ~valid[0]] == 0).all() for x in actual[1:])
+
+
+def test_a_row_without_keys_has_no_gradient():
+    (q, k, v, do), _, _, valid, _ = case("rows-without-keys")
+    emulator = reference.Emulator(q, k, v, Recipe.named("token_fp8"), 0.2, Band.of(True), valid)
+    o, lse, _ = emulator.forward()
+    assert (emulator.backward(do, o, lse)[0][:, :, :3] == 0).all()
+    do[:, :, :3] = 1e30
+    louder = emulator.backward(do, o, lse)
+    do[:, :, :3] = 0
+    for gradient, expected in zip(louder, emulator.backward(do, o, lse)):
+        assert torch.equal(gradient, expected)
+
+
+def test_packed_sequences_are_each_their_own():
+    lengths = [(9, 9), (0, 0), (0, 5), (4, 0), (33, 33)]  # queries and keys
+    ends_q, ends_k = ([0, *torch.tensor(column).cumsum(0).tolist()] for column in zip(*lengths))
+    q, _, _, do = draw(heads=4, tokens=ends_q[-1], head_dim=16, dtype=torch.float64)
+    _, k, v, _ = draw(kv_heads=2, tokens=ends_k[-1], head_dim=16, seed=1, dtype=torch.float64)
+    do[:, :, : ends_q[1]] *= 1000
+    packed = [x[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
+    options = {"is_causal": True, "recipe": "token_fp8"}
+    o = sage_attention_varlen(*packed, *offsets, 33, 33, **options)
+    gradients = torch.autograd.grad(o, packed, do[0].transpose(0, 1))
+    for index, (tokens_q, tokens_k) in enumerate(lengths):
+        rows, keys = (slice(ends[index], ends[index + 1]) for ends in (ends_q, ends_k))
+        shares = [x[tokens].transpose(0, 1)[None] for x, tokens in zip(gradients, (rows, keys, keys))]
+        if not (tokens_q and tokens_k):
+            assert all((x == 0).all() for x in shares)
+            continue
+        leaves = [x[:, :, tokens].detach().requires_grad_() for x, tokens in ((q, rows), (k, keys), (v, keys))]
+        alone = sage_attention(*leaves, enable_gqa=True, **options)
+        for gradient, expected in zip(shares, torch.autograd.grad(alone, leaves, do[:, :, rows])):
+            assert_close(gradient, expected)
+
+
+# What changes by 2^n, and the powers of 2^n by which dQ, dK and dV then change; the softmax scale undoes Q's and K's.
+POWERS = {"do": (1, 1, 1), "v": (1, 1, 0), "q": (-1, 0, 0), "k": (0, -1, 0)}
+
+
+@pytest.mark.parametrize("n", [-20, -1, 13])
+@pytest.mark.parametrize("which", POWERS)
+def test_scales_are_powers_of_two(which, n):
+    """A power of two on an input is one on its gradients, to the last bit: no scale rounds anything."""
+    inputs = dict(zip(("q", "k", "v", "do"), draw("mean-and-outliers", heads=4, kv_heads=2, tokens=100)))
+    inputs["do"][:, :, 30:40] = 0
+
+    def gradients(scale, q, k, v, do):
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = sage_attention(*leaves, enable_gqa=True, is_causal=True, scale=scale, recipe="token_fp8")
+        return torch.autograd.grad(o, leaves, do)
+
+    expected = gradients(0.125, **inputs)
+    changed = inputs | {which: inputs[which].detach() * 2.0**n}
+    scale = 0.125 * 2.0**-n if which in "qk" else 0.125
+    for actual, target, power in zip(gradients(scale, **changed), expected, POWERS[which]):
+        assert torch.equal(actual, target * 2.0 ** (n * power))
+
+
+def test_a_token_of_zeros_costs_the_others_nothing():
+    """Loss masks give such tokens; however small the other gradients are, their scale is not that of the zeros."""
+    q, k, v, do = draw(tokens=128)
+    do[:, :, 1::2] = 0
+    error = []
+    for size in (1.0, 1e-9):
+        exact, actual = (_gradients(q, k, v, size * do, recipe) for recipe in ("full", "token_fp8"))
+        error.append([relative_l2(a, e) for a, e in zip(actual, exact)])
+    assert_close(*error, rtol=0.1, atol=0)
+
+
+def _gradients(q, k, v, do, recipe):
+    emulator = reference.Emulator(q, k, v, Recipe.parse(recipe), 0.125, Band.of(True))
+    o, lse, _ = emulator.forward()
+    return emulator.backward(do, o, lse)
+
+
+def test_small_gradients_beside_large_ones():
+    """The price of one scale a sequence: a key is lost where all its queries have a dO 2^16 times below others'."""
+    q, k, v, do = draw(tokens=256)
+    error = {}
+    for n in (0, 4, 16):
+        quiet = torch.cat([do[:, :, :128], do[:, :, 128:] * 2.0**-n], 2)
+        exact, actual = (_gradients(q, k, v, quiet, recipe) for recipe in ("full", "token_fp8"))
+        error[n] = [relative_l2(a[:, :, 128:], e[:, :, 128:]) for a, e in zip(actual, exact)]
+    assert_close(error[4], error[0], rtol=0.1, atol=0)
+    assert_close(error[16][0], error[0][0], rtol=0.1, atol=0)  # dQ's scale is its own row's
+    assert min(error[16][1:]) > 0.9
+
+
+def test_each_product_is_chosen_by_itself():
+    q, k, v, do = draw(tokens=100)
+    sides = [_gradients(q, k, v, do, recipe) for recipe in ("token", "token_fp8")]
+    for index, name in enumerate(("dq", "dk", "dv")):
+        actual = _gradients(q, k, v, do, f"token({name}=fp8)")
+        for other, gradient in enumerate(actual):
+            assert torch.equal(gradient, sides[other == index][other])
+            assert not torch.equal(gradient, sides[other != index][other])
+
+
+def test_forward_is_that_of_token():
+    inputs = draw(tokens=100)[:3]
+    assert torch.equal(*(sage_attention(*inputs, recipe=recipe) for recipe in ("token", "token_fp8")))
+
+
+def test_e4m3_rounds_to_the_nearest():
+    grid = torch.tensor(GRID)
+    middles = (grid[1:] + grid[:-1]) / 2
+    x = torch.cat([grid, middles, middles.nextafter(grid[1:]), middles.nextafter(grid[:-1]), 500 * torch.rand(1000)])
+    x = torch.cat([x, -x])
+    assert torch.equal(e4m3(x), to_grid(x).float())
+    assert torch.equal(e4m3(grid), grid)
+    ties = [(1.0625, 1.0), (1.1875, 1.25), (17.0, 16.0), (432.0, 448.0), (2.0**-10, 0.0), (3 * 2.0**-10, 2.0**-8)]
+    assert e4m3(torch.tensor([tie for tie, _ in ties])).tolist() == [even for _, even in ties]
+
+
+def test_e4m3_saturates_and_keeps_nan_and_dtype():
+    x = torch.tensor([448, 464, 465, 1e30, math.inf, -500, -math.inf, math.nan])
+    assert_close(e4m3(x), torch.tensor([448.0] * 5 + [-448.0] * 2 + [math.nan]), equal_nan=True)
+    assert E4M3_MAX == torch.finfo(torch.float8_e4m3fn).max == GRID[-1]
+    for dtype in (torch.float32, torch.float64):
+        assert e4m3(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.75, 1.7500001, 1.99, 448.0, 449.0, 2.0**-60, 3e30, 1e-30])
+def test_the_largest_power_of_two_that_fits(largest):
+    x = torch.tensor([largest, -largest / 3, 0.0], dtype=torch.float64).reshape(1, 1, 3)
+    codes, scale = _normalised(x)
+    assert_close(codes, to_grid(x / scale), rtol=0, atol=0)
+    assert 224 < largest / scale.item() <= 448
+    assert math.frexp(scale.item())[0] == 0.5
+
+
+def test_recipe_takes_fp8_in_gradient_products_alone():
+    token = Recipe.named("token")
+    assert Recipe.named("token_fp8") == token.replace(dv="fp8", dq="fp8", dk="fp8")
+    assert str(token.replace(dv="fp8")) == "token(dv=fp8)"
+    for product in ("s", "o", "dp"):
+        with pytest.raises(ValueError, match=f"{product}='fp8' is not supported; accepted: int8, 16bit$"):
+            token.replace(**{product: "fp8"})
+
+
+@pytest.mark.parametrize("recipe", ["token_fp8", "token(dv=fp8)", "paper(dk=fp8)"])
+def test_triton_refuses_it_by_name(recipe):
+    inputs = [x.to(DEVICE) for x in draw(tokens=16, dtype=torch.bfloat16)[:3]]
+    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 alone"):
+        sage_attention(*inputs, recipe=recipe, impl="triton")
+
+
+def test_hopper_takes_three_fp8_products_or_none():
+    hopper = pytest.importorskip("sagebwd.kernels.hopper")
+    token = Recipe.named("token")
+    for head_dim in (64, 128):
+        assert hopper.unsupported(Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None
+    assert "head_dim 96" in hopper.unsupported(Recipe.named("token_fp8"), 96, torch.bfloat16)
+    for product in ("dv", "dq", "dk"):
+        assert "FP8 runs with" in hopper.unsupported(token.replace(**{product: "fp8"}), 64, torch.bfloat16)
