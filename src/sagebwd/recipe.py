@@ -18,8 +18,8 @@ is quantised, so that the sum over tokens stays an integer product.
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products and moves every scale to the finest
-group that is still free. ``token_fp8`` is ``token`` with the three gradient products in e4m3: about twice its error in
-them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
+group that is still free. ``token_fp8`` is ``token`` with the three gradient products in e4m3: on Gaussian inputs about
+twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
 """
 
 from __future__ import annotations

@@ -67,6 +67,19 @@ def load(
 
 
 @gluon.jit
+def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """One of the row values of a block of queries, as a row of a score tile."""
+    return rows.slice(index * BLOCK_Q, BLOCK_Q, 1).load(LAYOUT)
+
+
+@gluon.jit
+def partial_product(codes, copy, first: gl.constexpr, no_part):
+    """INT32 product with columns [first, first + width) of a transposed copy; in flight."""
+    operand = copy.slice(first, no_part.shape[1], 0).permute((1, 0))
+    return warpgroup_mma(codes, operand, no_part, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def accumulate(
     shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
     FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -118,8 +131,8 @@ def accumulate(
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
-            row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
-            x = s.to(gl.float32) * row_scale * gl.expand_dims(key_scale, 1) - rows.slice(0, BLOCK_Q, 1).load(S_LAYOUT)
+            x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, S_LAYOUT) * gl.expand_dims(key_scale, 1)
+            x -= plane(rows, 0, BLOCK_Q, S_LAYOUT)
             first_q = i * BLOCK_Q
             whole = first_q + BLOCK_Q <= length_q
             if HAS_LOWER:
@@ -147,16 +160,14 @@ def accumulate(
                 dp = warpgroup_mma_wait(0, deps=[dp])
             dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
             if FLOAT8:
-                row_scale = rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
-                ds = p * (dp * row_scale - rows.slice(3 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
+                ds = p * (dp * plane(rows, 2, BLOCK_Q, S_LAYOUT) - plane(rows, 3, BLOCK_Q, S_LAYOUT))
                 if RAGGED:  # noqa: SIM102
                     if not whole:
                         # what lies past the end need not be finite
                         ds = gl.where(p == 0, 0.0, ds)
             else:
                 # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
-                row_scale = rows.slice(BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT)
-                ds = p * (dp * row_scale - rows.slice(2 * BLOCK_Q, BLOCK_Q, 1).load(S_LAYOUT))
+                ds = p * (dp * plane(rows, 1, BLOCK_Q, S_LAYOUT) - plane(rows, 2, BLOCK_Q, S_LAYOUT))
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
             if FLOAT8:
@@ -178,30 +189,22 @@ def accumulate(
                 mbarrier.wait(full.index(stage * 3 + 2), phase)
                 do_t = do_t_memory.index(stage)
                 q_t = q_t_memory.index(stage)
-                part_v = warpgroup_mma(
-                    p_codes, do_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                )
+                part_v = partial_product(p_codes, do_t, 0, no_part)
                 if BLOCK_D == 2 * HALF:
                     part_v = warpgroup_mma_wait(0, deps=[part_v])
-                    other_v = warpgroup_mma(
-                        p_codes, do_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                    )
+                    other_v = partial_product(p_codes, do_t, HALF, no_part)
                     v_low += part_v.to(gl.float32) * v_weight
                     other_v = warpgroup_mma_wait(0, deps=[other_v])
-                    part_k = warpgroup_mma(
-                        ds_codes, q_t.slice(0, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                    )
+                    part_k = partial_product(ds_codes, q_t, 0, no_part)
                     v_high += other_v.to(gl.float32) * v_weight
                     part_k = warpgroup_mma_wait(0, deps=[part_k])
-                    other_k = warpgroup_mma(
-                        ds_codes, q_t.slice(HALF, HALF, 0).permute((1, 0)), no_part, use_acc=False, is_async=True
-                    )
+                    other_k = partial_product(ds_codes, q_t, HALF, no_part)
                     k_low += part_k.to(gl.float32) * k_weight
                     other_k = warpgroup_mma_wait(0, deps=[other_k])
                     mbarrier.arrive(empty.index(stage), count=1)
                     k_high += other_k.to(gl.float32) * k_weight
                 else:
-                    part_k = warpgroup_mma(ds_codes, q_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
+                    part_k = partial_product(ds_codes, q_t, 0, no_part)
                     part_v = warpgroup_mma_wait(1, deps=[part_v])
                     v_low += part_v.to(gl.float32) * v_weight
                     part_k = warpgroup_mma_wait(0, deps=[part_k])

@@ -49,6 +49,6 @@ def operand_float8(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def float8_scale(bits):
-    """2^-g: what takes back `float8_factor` of the same bits."""
+    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
     exponent = gl.maximum((bits + 0x1FFFFF) >> 23, 16)
-    return ((exponent - 8) << 23).to(gl.float32, bitcast=True)
+    return gl.where(bits >= 0x7F800000, float("nan"), ((exponent - 8) << 23).to(gl.float32, bitcast=True))
