@@ -98,8 +98,9 @@ def row_values_kernel(
     seen = row_lse != float("-inf")
     # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
     row_lse = row_lse * LOG2_E + delta * 0
-    e = tl.floor(LOG2_E4M3_MAX + tl.where(seen, row_lse - top, 0.0))
-    weight = tl.where(seen, power_of_2(-e), 0.0) + e * 0
+    # never negative, so that cutting off is rounding down
+    e = (tl.where(seen, row_lse - top, 0.0) + LOG2_E4M3_MAX).to(tl.int32).to(tl.float32)
+    weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
     b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, -125).to(tl.float32)
     inverse = power_of_2(-b)
     spread_row = weight * power_of_2(b) + bound * 0

@@ -1,0 +1,125 @@
+"""The passes before the e4m3 products against `Float8Operands`: interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagebwd.float8 import Float8Operands
+from sagebwd.quantize import quantize_tokens
+from sagebwd.recipe import Recipe
+
+passes = pytest.importorskip("sagebwd.kernels.float8")
+from sagebwd.kernels.call import Call, Packing  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 90, 64, 64
+LOG2_E = 1.4426950408889634
+
+
+class Operands:
+    """What forward saved and backward was given, and both sides' operands."""
+
+    def __init__(self, with_dlse: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        heads = HEADS_K * GROUP
+        q_codes, q_scale = quantize_tokens(draw(BATCH, heads, TOKENS, HEAD_DIM), "token", BLOCK)
+        k_codes, k_scale = quantize_tokens(draw(BATCH, HEADS_K, KEYS, HEAD_DIM), "token", BLOCK)
+        self.do, self.o = (draw(BATCH, heads, TOKENS, HEAD_DIM).bfloat16() for _ in range(2))
+        # gradients of one head far larger, and a row of zeros
+        self.do[:, 1] *= 64
+        self.do[:, :, 3] = 0
+        self.lse = draw(BATCH, heads, TOKENS) + 4
+        self.row_max = self.lse - 6 * torch.rand(BATCH, heads, TOKENS, generator=generator)
+        self.lse[:, :, 5] = self.row_max[:, :, 5] = -torch.inf  # sees no key
+        self.dlse = draw(BATCH, heads, TOKENS) if with_dlse else None
+        self.v_scale = torch.rand(BATCH, HEADS_K, HEAD_DIM, generator=generator)
+        self.queries = Packing(BATCH, heads, TOKENS, TOKENS, None)
+        self.keys = Packing(BATCH, HEADS_K, KEYS, KEYS, None)
+        call = Call(
+            Recipe.named("token_fp8"), 1.0, torch.bfloat16, HEAD_DIM, self.queries, self.keys, None, False, -1, -1, 90
+        )
+        device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
+        codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
+        scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
+        self.rows, do_factor, q_factor, self.spread, self.largest = passes.launch_row_values(
+            call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)),
+            *map(device, (codes[0], scales[0], codes[1], scales[1])),
+        )  # fmt: skip
+        on = self.largest
+        self.do_t, _ = passes.launch_float8(device(self.do), do_factor, on, passes.DO, self.queries, GROUP, BLOCK)
+        self.q_t, _ = passes.launch_float8(device(codes[0]), q_factor, on, passes.Q, self.queries, GROUP, BLOCK)
+        k_scale_on = device(scales[1])
+        self.k_t, self.padded = passes.launch_float8(
+            device(codes[1]), k_scale_on, on, passes.K, self.keys, 1, BLOCK, k_scale_on
+        )
+        self.k_scale = scales[1]
+        grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
+        column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
+        lse = torch.where(self.lse == -torch.inf, 0, self.lse)
+        self.emulated = Float8Operands.of(
+            column(self.row_max), column(lse), grouped(self.do), column(self.dlse),
+            self.v_scale.double()[:, :, None, None], grouped(q_codes), column(q_scale[..., 0]),
+            k_codes.double()[:, :, None], k_scale.double()[:, :, None],
+        )  # fmt: skip
+        self.delta = (self.do.double() * self.o.double()).sum(-1)
+        if self.dlse is not None:
+            self.delta -= self.dlse.double()
+
+
+def rows_of(transposed: Tensor, heads: int, tokens: int) -> Tensor:
+    """(batch, heads, tokens, head_dim) of a transposed, interleaved copy."""
+    x = transposed.cpu().float().view(BATCH, heads, HEAD_DIM, -1, 4, 2, 2)
+    return x.transpose(-2, -3).reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)[:, :, :tokens]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "dlse"])
+def operands(request) -> Operands:
+    return Operands(request.param)
+
+
+@pytest.mark.parametrize("name", ["do", "q", "k"])
+def test_operands_are_the_emulators(operands, name):
+    heads, tokens = (HEADS_K, KEYS) if name == "k" else (HEADS_K * GROUP, TOKENS)
+    actual = rows_of(getattr(operands, f"{name}_t"), heads, tokens)
+    expected = getattr(operands.emulated, name).flatten(1, 2)
+    # FP32 products may fall on the other side of a tie, and the interpreter breaks ties in its own way
+    assert (actual != expected).float().mean() < (0.05 if DEVICE == "cpu" else 1e-3)
+    assert torch.allclose(actual.double(), expected, rtol=0.13, atol=2.0**-9)
+    assert actual.abs().max() > 224, "the largest is within an octave of 448"
+
+
+def test_scales_are_the_emulators(operands):
+    largest = operands.largest.cpu().view(torch.float32).view(BATCH, HEADS_K, 3)
+    spread = operands.spread.cpu().double().unflatten(1, (HEADS_K, GROUP)).unsqueeze(-1)
+    for index, scale in enumerate((operands.emulated.dv_scale, operands.emulated.dk_scale, None)):
+        mantissa, exponent = torch.frexp(largest[..., index].double())
+        power = torch.ldexp(torch.ones_like(mantissa), exponent - torch.where(mantissa <= 0.875, 9, 8))
+        expected = scale.flatten(1) if scale is not None else None
+        if expected is None:
+            assert torch.equal(spread * power[:, :, None, None, None], operands.emulated.dq_scale)
+        else:
+            assert torch.equal(power, expected)
+
+
+def test_row_values(operands):
+    planes = operands.rows.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 4, BLOCK).transpose(2, 3).flatten(3)
+    lse, _, inverse, delta = planes[..., :TOKENS].unbind(2)
+    unseen = operands.lse == -torch.inf
+    assert (lse[unseen] == torch.inf).all()
+    assert (planes[:, :, 0, TOKENS:] == torch.inf).all()
+    shift = operands.emulated.shift.flatten(1, 2).squeeze(-1) * LOG2_E
+    torch.testing.assert_close(lse[~unseen], (operands.lse.double() * LOG2_E - shift)[~unseen], rtol=1e-5, atol=1e-4)
+    expected = operands.emulated.inverse_bound.flatten(1, 2).squeeze(-1)
+    assert torch.equal(inverse, expected)
+    torch.testing.assert_close(delta, operands.delta * expected, rtol=1e-4, atol=1e-4)
+
+
+def test_padded_scales(operands):
+    padded = operands.padded.cpu().view(BATCH, HEADS_K, -1)
+    assert torch.equal(padded[..., :KEYS], operands.k_scale)
+    assert (padded[..., KEYS:] == 0).all()
