@@ -235,6 +235,89 @@ def test_wrong_calls_get_the_error_of_the_original():
         assert raised.partition(":")[0] == expected.partition(":")[0]
 
 
+# unsupported="raise"
+
+REFUSED = {
+    "dropout": (NotImplementedError, "dropout_p=0.5 is not supported"),
+    "head_dim 264": (ValueError, "head_dim 264 is not supported"),
+    "head_dims differ": (ValueError, "value: head_dim 8 differs"),
+    "not 4 dimensions": (ValueError, "expected 4 dimensions"),
+    "heads differ": (ValueError, "pass enable_gqa=True"),
+    "shapes differ": (ValueError, "key: batch 1 differs"),
+    "attn_mask is not boolean key padding": (NotImplementedError, "torch.float32 of shape"),
+    "attn_mask is not boolean key padding ": (NotImplementedError, "sage_attention_varlen"),
+    "attn_mask is not boolean key padding  ": (NotImplementedError, "Use is_causal"),
+    "attn_mask with is_causal": (NotImplementedError, "attn_mask with is_causal: not supported.*'original'"),
+    "scale is not a finite number": (ValueError, "scale=nan must be finite"),
+    "a NestedTensor": (NotImplementedError, "a nested tensor: not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_calls_raise_where_that_is_asked_for(name):
+    arguments, options = KEPT[name]
+    error, message = REFUSED[name]
+    with replace_sdpa(impl="reference", unsupported="raise") as sdpa:
+        with pytest.raises(error, match=message):
+            F.scaled_dot_product_attention(*arguments, **options)
+        assert torch.equal(F.scaled_dot_product_attention(*qkv()), in_int8(*qkv()))
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+
+
+def test_every_kept_call_but_the_short_one_is_refused():
+    assert set(KEPT) - set(REFUSED) == {"fewer keys than min_tokens"}
+
+
+def test_short_calls_go_to_the_original_whatever_else_they_ask_for():
+    q = qkv()[0]
+    calls = [qkv(), qkv(head_dim=264), tuple(x[0] for x in qkv())]
+    with replace_sdpa(impl="reference", min_tokens=25, unsupported="raise") as sdpa:
+        for arguments in calls:
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert sdpa.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 4}}
+
+
+def test_a_dtype_is_refused_for_itself_and_not_for_its_padding():
+    mask = MASKS["over-heads-and-queries"](padding())
+    with replace_sdpa(impl="triton", unsupported="raise"), pytest.raises(TypeError, match=r"float32.*torch\.autocast"):
+        F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
+
+
+def test_function_transforms_are_refused():
+    q, k, v = qkv()
+    with (
+        replace_sdpa(impl="reference", unsupported="raise"),
+        pytest.raises(NotImplementedError, match=r"torch\.func or forward-mode"),
+    ):
+        torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
+
+
+def test_after_the_context_a_held_function_is_the_original():
+    arguments, options = KEPT["attn_mask is not boolean key padding"]
+    with replace_sdpa(impl="reference", unsupported="raise"):
+        held = F.scaled_dot_product_attention
+    assert torch.equal(held(*arguments, **options), ORIGINAL(*arguments, **options))
+
+
+def test_install_refuses_too():
+    install_sdpa(impl="reference", unsupported="raise")
+    try:
+        with pytest.raises(NotImplementedError, match="dropout"):
+            F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
+    finally:
+        uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_compile_refuses_what_eager_refuses():
+    arguments = qkv(tokens=4, head_dim=264)
+    with replace_sdpa(impl="reference", unsupported="raise"):
+        compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
+        with pytest.raises(Exception, match="head_dim 264 is not supported"):
+            compiled(*arguments)
+
+
 # nesting, exceptions, threads
 
 
@@ -345,6 +428,7 @@ def test_install_and_uninstall():
         ({"impl": "cuda"}, ValueError, "impl='cuda'.*reference"),
         ({"min_tokens": -1}, ValueError, "min_tokens=-1"),
         ({"min_tokens": 1.5}, TypeError, "min_tokens=1.5"),
+        ({"unsupported": "sdpa"}, ValueError, "unsupported='sdpa' is not known; accepted: 'original', 'raise'"),
     ],
 )
 def test_wrong_arguments(arguments, error, match):

@@ -47,7 +47,7 @@ def calls_it_cannot_do():
     }
 
 
-@pytest.mark.parametrize(
+each_refusal = pytest.mark.parametrize(
     ("reason", "message"),
     [
         ("head_dim 512", "head_dim 512 is not supported"),
@@ -56,11 +56,28 @@ def calls_it_cannot_do():
         ("attn_mask is not boolean key padding", r"torch.bfloat16 of shape \(1, 2, 20, 20\) is not supported"),
     ],
 )
+
+
+@each_refusal
 def test_story_2_what_it_cannot_do_is_refused_with_the_value(reason, message):
     """“each raises with the value in the message”."""
     tensors, options = calls_it_cannot_do()[reason]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         sage_attention(*tensors, impl="triton", **options)
+
+
+@each_refusal
+def test_story_2_sdpa_patch_refuses_those_calls(reason, message):
+    """“Inside [the patch] each raises with the value in the message”."""
+    tensors, options = calls_it_cannot_do()[reason]
+    original = F.scaled_dot_product_attention
+    with (
+        sagebwd.replace_sdpa(impl="triton", unsupported="raise") as sdpa,
+        pytest.raises((ValueError, TypeError, NotImplementedError), match=message),
+    ):
+        F.scaled_dot_product_attention(*tensors, **options)
+    assert sdpa.counts == {"replaced": 0, "kept": {}}
+    assert F.scaled_dot_product_attention is original
 
 
 def test_story_2_sdpa_patch_leaves_those_calls_to_sdpa_and_counts_them():

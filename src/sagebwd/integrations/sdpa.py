@@ -5,7 +5,8 @@
         model(x).sum().backward()
     print(sdpa.counts)   # {"replaced": 24, "kept": {"head_dim 512": 2}}
 
-Calls that `sage_attention` supports run there; all others run on the original, untouched, and are counted by reason.
+Calls that `sage_attention` supports run there; all others run on the original, untouched, and are counted by reason,
+or are refused: `replace_sdpa(unsupported="raise")`.
 
 The patch is process-wide: every thread sees it, whoever entered it. It reaches calls through the module
 (``F.scaled_dot_product_attention(...)``), not names that were bound by ``from torch.nn.functional import ...`` before.
@@ -19,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from typing import Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,11 @@ from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_
 from sagebwd.recipe import Recipe
 from sagebwd.switches import apply_to
 
+_LEFT = "after the context was left"
+_SHORT = "fewer keys than min_tokens"
+_ASKED_FOR = (_LEFT, _SHORT)
+"""Reasons that send a call to the original whatever ``unsupported`` says."""
+
 _lock = threading.RLock()
 _active: list[SdpaReplacement] = []
 _installed: SdpaReplacement | None = None
@@ -38,7 +45,9 @@ _installed: SdpaReplacement | None = None
 class SdpaReplacement:
     """One replacement of scaled_dot_product_attention: a context manager, and the counts of what ran where."""
 
-    def __init__(self, recipe: str | Recipe, impl: str | None, min_tokens: int) -> None:
+    def __init__(
+        self, recipe: str | Recipe, impl: str | None, min_tokens: int, unsupported: Literal["original", "raise"]
+    ) -> None:
         if impl is not None and impl not in ops.IMPLEMENTATIONS:
             accepted = ", ".join(map(repr, ops.IMPLEMENTATIONS))
             raise ValueError(f"impl={impl!r} is not known; accepted: None, {accepted}")
@@ -46,9 +55,12 @@ class SdpaReplacement:
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
         if min_tokens < 0:
             raise ValueError(f"min_tokens={min_tokens} must be at least 0")
+        if unsupported not in ("original", "raise"):
+            raise ValueError(f"unsupported={unsupported!r} is not known; accepted: 'original', 'raise'")
         self.recipe = Recipe.parse(recipe)
         self.impl = impl
         self.min_tokens = min_tokens
+        self.unsupported = unsupported
         self._entered = False
         self._original: Callable = F.scaled_dot_product_attention
         self._previous: Callable = self._original
@@ -98,7 +110,12 @@ class SdpaReplacement:
                 self._kept[reason] += 1
 
 
-def replace_sdpa(recipe: str | Recipe = "token", impl: str | None = None, min_tokens: int = 0) -> SdpaReplacement:
+def replace_sdpa(
+    recipe: str | Recipe = "token",
+    impl: str | None = None,
+    min_tokens: int = 0,
+    unsupported: Literal["original", "raise"] = "original",
+) -> SdpaReplacement:
     """A context manager inside which ``torch.nn.functional.scaled_dot_product_attention`` runs in INT8 where it can.
 
     Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
@@ -110,27 +127,36 @@ def replace_sdpa(recipe: str | Recipe = "token", impl: str | None = None, min_to
     Args:
         recipe, impl: as in `sage_attention`.
         min_tokens: calls with fewer key tokens stay on the original; short sequences do not gain from INT8.
+        unsupported: what becomes of calls that cannot run in INT8: "original" hands them on; "raise" raises what
+            `sage_attention` raises for them (NotImplementedError, ValueError or TypeError, with what to do), so that
+            none slips by. Calls below min_tokens go to the original under both.
 
     Returns:
         An object to enter with ``with``, which yields itself. Its ``counts`` are ``{"replaced": n, "kept": {reason:
-        n}}``; calls inside torch.compile are replaced or kept alike, but not counted.
+        n}}``; calls inside torch.compile are replaced or kept alike, but not counted, nor are calls that are refused.
 
     Process-wide, whichever thread enters. Where several are entered the last decides alone, and leaving in any order
     is safe. Entering one object twice raises ValueError; make two.
 
     Raises:
-        ValueError, TypeError: an unknown recipe or impl, or min_tokens that is not an integer of at least 0.
+        ValueError, TypeError: an unknown recipe, impl or unsupported, or min_tokens that is not an integer of at
+            least 0.
     """
-    return SdpaReplacement(recipe, impl, min_tokens)
+    return SdpaReplacement(recipe, impl, min_tokens, unsupported)
 
 
-def install_sdpa(recipe: str | Recipe = "token", impl: str | None = None, min_tokens: int = 0) -> SdpaReplacement:
+def install_sdpa(
+    recipe: str | Recipe = "token",
+    impl: str | None = None,
+    min_tokens: int = 0,
+    unsupported: Literal["original", "raise"] = "original",
+) -> SdpaReplacement:
     """`replace_sdpa` until `uninstall_sdpa`; installing again takes the new settings. Returns what holds the counts.
 
     Raises as `replace_sdpa`.
     """
     global _installed
-    replacement = SdpaReplacement(recipe, impl, min_tokens)
+    replacement = SdpaReplacement(recipe, impl, min_tokens, unsupported)
     with _lock:
         uninstall_sdpa()
         _installed = replacement.__enter__()
@@ -158,11 +184,14 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        arguments = (query, key, value)
+        arguments, padding = (query, key, value), attn_mask
         reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
+            padding = None if attn_mask is None else attn_mask[:, :1, :1]
             arguments = _autocast(*arguments)
             reason = _reason_in_implementation(*arguments, replacement)
+        if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
+            _refuse(reason, replacement, *arguments, padding, dropout_p, is_causal, scale, enable_gqa)
         # a graph cannot hold the side effect of counting
         if not torch.compiler.is_compiling():
             replacement._count(reason)
@@ -170,12 +199,36 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             return replacement._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        padding = None if attn_mask is None else attn_mask[:, :1, :1]
         return sage_attention(
             *arguments, padding, 0.0, is_causal, scale, enable_gqa, recipe=replacement.recipe, impl=replacement.impl
         )
 
     return scaled_dot_product_attention
+
+
+def _refuse(
+    reason: str,
+    settings: SdpaReplacement,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> NoReturn:
+    """Raise what `sage_attention` raises for a call; NotImplementedError where it has no check of its own."""
+    checked = _reason_in_kind(query, key, value) is None and not (attn_mask is not None and is_causal)
+    if checked:
+        sage_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            recipe=settings.recipe, impl=settings.impl,
+        )  # fmt: skip
+    raise NotImplementedError(
+        f"scaled_dot_product_attention: {reason}: not supported under replace_sdpa(unsupported='raise'); make this "
+        "call outside of it, or use unsupported='original'"
+    )
 
 
 def _reason_to_keep(
@@ -192,12 +245,18 @@ def _reason_to_keep(
     """Why a call stays on the original, in a few words; None where `sage_attention` has a place for it."""
     # code that took hold of the function, such as another patch, may call it later
     if not settings._entered:
-        return "after the context was left"
+        return _LEFT
+    if _is_short(key, settings.min_tokens):
+        return _SHORT
     return (
         _reason_in_kind(query, key, value)
-        or _reason_in_shapes(query, key, value, enable_gqa, settings.min_tokens)
+        or _reason_in_shapes(query, key, value, enable_gqa)
         or _reason_in_options(query, key, attn_mask, dropout_p, is_causal, scale)
     )
+
+
+def _is_short(key: Tensor, min_tokens: int) -> bool:
+    return isinstance(key, Tensor) and not key.is_nested and key.dim() >= 2 and key.shape[-2] < min_tokens
 
 
 def _reason_in_kind(*tensors: Tensor) -> str | None:
@@ -215,7 +274,7 @@ def _reason_in_kind(*tensors: Tensor) -> str | None:
     return None
 
 
-def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, min_tokens: int) -> str | None:
+def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     if not query.dim() == key.dim() == value.dim() == 4:
         return "not 4 dimensions"
     if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
@@ -229,8 +288,6 @@ def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: boo
         return "heads differ"
     if not query.device == key.device == value.device:
         return "devices differ"
-    if key.shape[2] < min_tokens:
-        return "fewer keys than min_tokens"
     return None
 
 
