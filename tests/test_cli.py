@@ -104,7 +104,7 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert code == 0
     assert "reference token" in out
     assert "over the best peer" in out
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 
 def test_pretrain_and_its_second_run(command, config, tmp_path):

@@ -243,7 +243,7 @@ def bench(
     special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 10,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
     """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
@@ -269,14 +269,14 @@ def bench(
         rows += measured
         console.print(_bench_table(str(shape), measured))
     path = benchmark.save(rows, facts, output)
-    console.print(f"wrote {path}")
+    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
     for name, text, over in itertools.product(impl, map(str, recipes), ("peer", "fa2")):
         means = {
             direction: benchmark.geometric_mean_speedup(rows, name, text, direction, over)
             for direction in benchmark.DIRECTIONS
         }
         if None not in means.values():
-            line = ", ".join(f"{direction} {mean:.2f}x" for direction, mean in means.items())
+            line = ", ".join(f"{way} {mean:.2f}x{' (slower)' if mean < 1 else ''}" for way, mean in means.items())
             console.print(f"{text} ({name}) over {'the best peer' if over == 'peer' else 'FlashAttention-2'}: {line}")
     if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
         console.print(f"wrote {plot_attention(path)}")

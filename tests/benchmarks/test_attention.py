@@ -1,5 +1,6 @@
 """The benchmark's own rules, on a CPU at small shapes."""
 
+import csv
 import itertools
 import json
 import math
@@ -101,6 +102,11 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     content = json.loads(path.read_text())
     assert {"gpu", "driver", "torch", "triton", "commit", "dirty", "date", "rows"} == set(content)
     assert len(content["rows"]) == len(rows)
+    with bench.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    as_text = [{key: "" if x is None else str(x) for key, x in row.items()} for row in content["rows"]]
+    assert lines == as_text
+    assert path.with_suffix(".csv").exists()
     assert plot_attention(path).read_bytes().startswith(b"\x89PNG")
     expected = rows[2].peer_ms / rows[2].ms
     assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") == pytest.approx(expected)

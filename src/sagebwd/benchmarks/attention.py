@@ -9,12 +9,13 @@ TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -368,6 +369,16 @@ def save(rows: list[Measurement], facts: dict[str, object], folder: Path, name: 
     path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def save_csv(rows: list[Measurement], path: Path) -> Path:
+    """Write the rows beside ``path``, the JSON that `save` wrote, as .csv; its path. What is None there is empty."""
+    path = path.with_suffix(".csv")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
     return path
 
 
