@@ -1,5 +1,12 @@
 """Stories 1, 7, 8 and 9: attention itself."""
 
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +128,62 @@ def test_story_8_compile_and_opcheck(device):
         for a, e in zip(ours, eager):
             assert relative_l2(a.grad, e.grad) < (1e-6 if device == "cpu" else 0.03)
     assert compilations <= 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "recipe", "layout", "again"),
+    [
+        ("90", 128, "token", "heads", 0),
+        ("89", 64, "token", "packed", 0),
+        ("90", 64, "paper", "tokens", 0),
+        # strides of heads are multiples of 16 at some lengths only
+        ("90", 72, "token", "heads", 10),
+        # dK and dV, and dQ: for lengths that are whole blocks, and for the others
+        ("hopper", 64, "token", "tokens", 2),
+        ("hopper", 128, "token_fp8", "heads", 2),
+        ("hopper", 128, "token", "packed", 0),
+    ],
+)
+def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again):
+    """“30 different seqlens: <= 2 recompiles, no autotune after warm-up”, by Triton's own cache keys; needs no GPU."""
+    lengths = [1024, 1001, 1, 7, 16, 17, 40, 63, 64, 65, 96, 100, 127, 128, 129, 160, 192, 200, 255, 256, 300, 333]
+    lengths += [384, 400, 512, 640, 777, 1000, 1023, 1536]
+    assert len(set(lengths)) == 30
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "tests.kernels.compilations", arch, str(head_dim), recipe, layout]
+    command += map(str, lengths)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, ragged, *others = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= set(first["compiled"])
+    assert len(ragged["compiled"]) == again
+    assert [row["length"] for row in others if row["compiled"]] == []
+    # Hopper's launches are fixed
+    assert (first["timed"] > 0) == (arch != "hopper")
+    assert [row["length"] for row in (ragged, *others) if row["timed"]] == []
+
+
+@pytest.mark.gpu
+def test_story_8_steps_of_other_lengths_take_no_longer():
+    """“30 different seqlens: no autotune after warm-up (step time within 1.5x median)”."""
+
+    def step_ms(tokens):
+        q, k, v, do = (torch.randn(4, 16, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        inputs = leaves(q, k, v)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        sage_attention(*inputs, is_causal=True).backward(do)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    # the longest first, so that no later step waits for memory; work differs by 4%
+    lengths = [8192 - 5 * n for n in range(32)]
+    for tokens in 2 * lengths[:2]:
+        step_ms(tokens)
+    times = {tokens: step_ms(tokens) for tokens in lengths[2:]}
+    assert len(times) == 30
+    assert max(times.values()) <= 1.5 * statistics.median(times.values()), times
 
 
 HARD = {
