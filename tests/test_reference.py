@@ -12,6 +12,7 @@ from sagebwd.band import Band
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import RECIPES, Recipe
 from tests.inputs import draw
+from tests.traced import trace
 
 FULL = Recipe.named("full")
 
@@ -156,17 +157,14 @@ def test_q_smoothing_helps_where_queries_share_a_direction():
 def test_dp_int8_ruins_ds():
     """Why dP stays in 16 bit: the paper's observation, seen in the emulator."""
     q, k, v, do = draw("mean-and-outliers", tokens=256)
-    sides = {
-        dp: reference.trace(q, k, v, do, Recipe.named("token").replace(dp=dp), is_causal=True)
-        for dp in ("16bit", "int8")
-    }
+    sides = {dp: trace(q, k, v, do, Recipe.named("token").replace(dp=dp), is_causal=True) for dp in ("16bit", "int8")}
     error = {dp: relative_l2(side["recipe"]["ds"], side["full"]["ds"]) for dp, side in sides.items()}
     assert error["int8"] > 1.5 * error["16bit"]
 
 
 def test_trace_is_consistent():
     q, k, v, do = draw(heads=4, kv_heads=2, tokens=100, kv_tokens=90, head_dim=32)
-    sides = reference.trace(q, k, v, do, "token", is_causal=True, window=(30, -1))
+    sides = trace(q, k, v, do, "token", is_causal=True, window=(30, -1))
     full = sides["full"]
     assert set(sides["recipe"]) == set(full) == {"o", "lse", "delta", "p", "dp", "ds", "dq", "dk", "dv"}
     k_full, v_full = (x.double().repeat_interleave(2, 1) for x in (k, v))

@@ -15,6 +15,7 @@ from sagebwd.metrics import cosine, relative_l2, rms
 from sagebwd.nn import largest_logit
 from sagebwd.recipe import Recipe
 from tests.analysis.test_capture import build, tokens
+from tests.traced import trace
 
 
 def call(q, k, v, do, is_causal=False, window=None, scale=None):
@@ -55,9 +56,9 @@ TIES = 2e-3
     [{}, {"is_causal": True}, {"is_causal": True, "window": (70, -1), "scale": 0.3}, {"window": (20, 90)}],
 )
 def test_pieces_give_the_figures_of_whole_tensors(monkeypatch, recipe, settings):
-    """Heads and query blocks in turn against `reference.trace`, which holds all of them at once."""
+    """Heads and query blocks in turn against `traced.trace`, which holds all of them at once."""
     whole = random_call(**settings)
-    sides = reference.trace(whole.q, whole.k, whole.v, whole.do, recipe, **settings)
+    sides = trace(whole.q, whole.k, whole.v, whole.do, recipe, **settings)
     monkeypatch.setattr(reference, "CHUNK_SCORES", 1)  # one block of queries at a time
     for row in study.measure([whole], [recipe]):
         for name in study.TENSORS:
@@ -74,9 +75,9 @@ def test_pieces_give_the_figures_of_whole_tensors(monkeypatch, recipe, settings)
 
 
 def test_gradients_of_keys_and_values_are_compared_too():
-    """Without groups they are `reference.trace`'s."""
+    """Without groups they are `traced.trace`'s."""
     whole = random_call(kv_heads=4)
-    sides = reference.trace(whole.q, whole.k, whole.v, whole.do, "token")
+    sides = trace(whole.q, whole.k, whole.v, whole.do, "token")
     for row in study.measure([whole], ["token"]):
         for name in ("dk", "dv"):
             expected = relative_l2(sides["recipe"][name][:, row.head], sides["full"][name][:, row.head])
