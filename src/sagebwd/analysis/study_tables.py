@@ -1,0 +1,119 @@
+"""The error study's JSON as Markdown tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from sagebwd.analysis.leads import BASES, LEADS, NOT_MEASURED
+
+LABELS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+SHOWN = 0.01
+"""A lead is in a tensor's table if some kind of data changes by more than this."""
+NO_WORSE, BETTER = 1.02, 0.97
+"""Ratios to `token`'s error, give or take two standard errors of the mean: over the first anywhere is worse than
+`token`; to beat it, at most the second somewhere too."""
+
+
+def markdown(content: dict) -> str:
+    """The tables of one file of `sagebwd.analysis.study`."""
+    tables = {"leads": _leads, "lengths": _lengths, "roundings": _roundings}[content["part"]](content["rows"])
+    return "\n\n".join(tables)
+
+
+def ratios(rows: Sequence[dict], tensor: str) -> dict[str, dict[str, list[float]]]:
+    """lead to kind to each sample's error over `token`'s on the same sample."""
+    base = {row["kind"]: row["errors"][tensor] for row in rows if row["lead"] == "token"}
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        pairs = zip(row["errors"][tensor], base[row["kind"]])
+        found.setdefault(row["lead"], {})[row["kind"]] = [a / b if b else 1.0 for a, b in pairs]
+    return found
+
+
+def _leads(rows: Sequence[dict]) -> list[str]:
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    bases = [str(lead) for lead in BASES]
+    by_place = {(row["kind"], row["lead"]): row["errors"] for row in rows}
+    lines = [
+        [kind, f"`{base}`", *(_spread(by_place[kind, base][name], 4) for name in LABELS)]
+        for kind in kinds for base in bases
+    ]  # fmt: skip
+    tables = [_table(["data", "recipe", *LABELS.values()], lines)]
+    by_tensor = {name: ratios(rows, name) for name in LABELS}
+    for name, label in LABELS.items():
+        lines = []
+        for lead, by_kind in by_tensor[name].items():
+            means = [statistics.mean(by_kind[kind]) for kind in kinds]
+            if lead not in bases and max(abs(mean - 1) for mean in means) > SHOWN:
+                lines.append([_quoted(lead), *(_spread(by_kind[kind], 2) for kind in kinds)])
+        tables.append(_table([f"{label}: error over `token`'s", *kinds], lines))
+    lines = []
+    for lead in (*BASES[1:], *LEADS):
+        places = {
+            (name, kind): (statistics.mean(values), 2 * _standard_error(values))
+            for name in LABELS for kind, values in by_tensor[name].get(str(lead), {}).items()
+        }  # fmt: skip
+        if not places:
+            continue
+        means = {place: mean for place, (mean, _) in places.items()}
+        worst, best = max(means, key=means.get), min(means, key=means.get)
+        no_worse = all(mean - margin <= NO_WORSE for mean, margin in places.values())
+        verdict = "no"
+        if no_worse and any(mean + margin <= BETTER for mean, margin in places.values()):
+            measured = not lead.cost.startswith(NOT_MEASURED)
+            verdict = "**yes**" if lead.no_more else "at a cost" if measured else "cost not measured"
+        cells = [f"{means[place]:.2f} ({LABELS[place[0]]}, {place[1]})" for place in (best, worst)]
+        lines.append([_quoted(str(lead)), *cells, lead.cost, verdict])
+    heads = ["lead", "least error over `token`'s", "largest", "added cost", "beats `token`"]
+    return [*tables, _table(heads, lines)]
+
+
+def _lengths(rows: Sequence[dict]) -> list[str]:
+    tokens = sorted({row["tokens"] for row in rows})
+    by_place = {(row["kind"], row["is_causal"], row["lead"], row["tokens"]): row["errors"] for row in rows}
+    curves = list(dict.fromkeys(place[:3] for place in by_place))
+    tables = []
+    for name, label in LABELS.items():
+        lines = [
+            [kind, "causal" if is_causal else "none", f"`{lead}`"]
+            + [_spread(by_place[kind, is_causal, lead, n][name], 4) for n in tokens]
+            for kind, is_causal, lead in curves
+        ]
+        tables.append(_table([f"{label} of", "mask", "recipe", *(f"{n} tokens" for n in tokens)], lines))
+    return tables
+
+
+def _roundings(rows: Sequence[dict]) -> list[str]:
+    by_place = {(row["kind"], row["rounding"]): row for row in rows}
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        pair = [by_place[kind, rounding] for rounding in ("nearest", "stochastic")]
+        for name in pair[0]["error"]:
+            gains = [row["gain"][name] for row in pair]
+            lines.append([
+                kind, LABELS[name], *(f"{row['error'][name]:.4f}" for row in pair),
+                f"{pair[1]['error_of_mean'][name]:.4f}",
+                *(f"{100 * statistics.mean(gain):+.3f}% ± {100 * _standard_error(gain):.3f}%" for gain in gains),
+            ])  # fmt: skip
+    heads = ["nearest, error", "stochastic, error", "of its mean", "nearest, gain", "stochastic, gain"]
+    return [_table(["data", "tensor", *heads], lines)]
+
+
+def _quoted(lead: str) -> str:
+    return f"`{lead}`" if lead.startswith(("token", "paper")) else lead
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def _table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
+    headings = list(headings)
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
