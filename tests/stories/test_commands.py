@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -99,7 +99,11 @@ def test_story_10_honest_bench(tmp_path):
         (row["impl"], row["direction"], row["ms"]) for row in rows
     ]
     assert {line["impl"] for line in lines} == {"reference", "sdpa"}
-    # the emulator is slower than SDPA
-    assert all(row["speedup"] < 1 for row in ours)
-    assert re.search(r"over the best peer: fwd 0\.\d\dx \(slower\), bwd 0\.\d\dx \(slower\)", said)
+    # “slower” stands where the saved rows say it; which of the two is faster depends on the machine
+    means = {
+        way: statistics.geometric_mean(row["speedup"] for row in ours if row["direction"] == way)
+        for way in ("fwd", "bwd", "fwd+bwd")
+    }
+    line = ", ".join(f"{way} {mean:.2f}x" + (" (slower)" if mean < 1 else "") for way, mean in means.items())
+    assert f"over the best peer: {line}" in said
     assert results.with_suffix(".png").exists()
