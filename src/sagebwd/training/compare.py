@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from rich.table import Table
 
 from sagebwd.training import pretrain, processes
 from sagebwd.training.config import Config
-from sagebwd.training.folder import CONFIG, DIVERGED, RESULT, checkpoints, read_metrics
+from sagebwd.training.folder import RESULT, checkpoints, digest_in, end_of, read_metrics
 from sagebwd.training.report import Run, write_curves, write_report
 
 
@@ -50,7 +48,9 @@ def compare(config: Config, output: Path, only: list[str] | None = None) -> list
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
     """
-    variants = _variants(config)
+    if not config.variants:
+        raise ValueError(f"config {config.name}: it has no variants to compare; `sagebwd pretrain` trains one run")
+    variants = config.each_variant()
     unknown = [name for name in only or [] if name not in variants]
     if unknown:
         raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
@@ -64,13 +64,13 @@ def compare(config: Config, output: Path, only: list[str] | None = None) -> list
 
 def _check(chosen: dict[str, Config], output: Path) -> None:
     for name, variant in chosen.items():
-        if _digest(output / name) not in (None, variant.digest()):
+        if digest_in(output / name) not in (None, variant.digest()):
             raise ValueError(f"{output / name} holds a run of other settings; choose another --output, or delete it")
 
 
 def _report(config: Config, variants: dict[str, Config], output: Path) -> list[Outcome]:
     """Compare the variants that have come to an end, and write what the comparison is."""
-    runs = [_read(config, name, output / name) for name, variant in variants.items() if _end(variant, output / name)]
+    runs = [_read(config, name, output / name) for name, variant in variants.items() if end_of(variant, output / name)]
     baseline = next((run for run in runs if run.name == next(iter(variants))), None)
     outcomes = [_outcome(run, baseline) for run in runs]
     rows = [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
@@ -93,40 +93,9 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def _variants(config: Config) -> dict[str, Config]:
-    """Each variant as a config of its own, so that a mistake in the last one shows before the first has run."""
-    if not config.variants:
-        raise ValueError(f"config {config.name}: it has no variants to compare; `sagebwd pretrain` trains one run")
-    variants = {}
-    for name, overrides in config.variants.items():
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w .()=,-]*", name):
-            raise ValueError(f"variants: {name!r} cannot name a folder; use a text of letters, digits, spaces, .()=,-")
-        if not isinstance(overrides or {}, dict) or not all(isinstance(key, str) for key in overrides or {}):
-            raise ValueError(
-                f"variants: {name} must map keys to values, as attention.recipe: paper; got {overrides!r}"
-            )
-        variants[name] = config.replace({**(overrides or {}), "variants": {}})
-    return variants
-
-
-def _digest(folder: Path) -> str | None:
-    """The digest of the run in a folder, finished or not; None where there is none."""
-    for name in (RESULT, CONFIG):
-        if (folder / name).exists():
-            return yaml.safe_load((folder / name).read_text(encoding="utf-8"))["digest"]
-    return None
-
-
-def _end(variant: Config, folder: Path) -> str | None:
-    """The file that says how a variant ended, `RESULT` or `DIVERGED`; None where it has not."""
-    if _digest(folder) != variant.digest():
-        return None
-    return next((name for name in (RESULT, DIVERGED) if (folder / name).exists()), None)
-
-
 def _train(variant: Config, folder: Path) -> None:
     """Run a variant unless it has come to an end."""
-    end, begun = processes.agreed(lambda: (_end(variant, folder), bool(checkpoints(folder))))
+    end, begun = processes.agreed(lambda: (end_of(variant, folder), bool(checkpoints(folder))))
     if end is not None:
         how = "finished before" if end == RESULT else f"diverged before (delete {folder} to train it again)"
         _say(f"{folder.name}: {how}, kept")
@@ -149,7 +118,7 @@ def _read(config: Config, name: str, folder: Path) -> Run:
     """A variant that has come to an end, from its folder."""
     overrides = config.variants[name] or {}
     variant = config.replace({**overrides, "variants": {}})
-    result = json.loads((folder / _end(variant, folder)).read_text(encoding="utf-8"))
+    result = json.loads((folder / end_of(variant, folder)).read_text(encoding="utf-8"))
     return Run(name, overrides, variant.attention.recipe, read_metrics(folder), result)
 
 

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -118,8 +119,52 @@ class Monitor:
             raise ValueError("monitor.precision=auto needs monitor.every of at least 1: without checks nothing moves")
 
 
+class Settings:
+    """What every kind of config can do: dotted overrides, and ``variants``, which are overrides with names."""
+
+    variants: dict[str, dict[str, object]]
+
+    def replace(self, overrides: dict[str, object]) -> typing.Self:
+        """A copy with dotted keys changed, as ``{"attention.recipe": "paper"}``. Raises ValueError as `load` does."""
+        nested = self.as_dict()
+        for key, value in overrides.items():
+            *sections, last = key.split(".")
+            target = nested
+            for section in sections:
+                target = target.get(section) if isinstance(target, dict) else None
+            if not isinstance(target, dict):
+                raise ValueError(f"config: there is no section {'.'.join(sections)!r} to set {key!r} in")
+            target[last] = value
+        return _build(type(self), nested, "")
+
+    def as_dict(self) -> dict[str, typing.Any]:
+        """The config as nested plain values."""
+        return dataclasses.asdict(self)
+
+    def each_variant(self) -> dict[str, typing.Self]:
+        """Each variant as a config of its own, so that a mistake in the last one shows before the first has run.
+
+        Raises ValueError for a name that cannot be a folder's, or overrides that are none.
+        """
+        variants = {}
+        for name, overrides in self.variants.items():
+            if not isinstance(name, str) or not re.fullmatch(r"\w[\w .()=,-]*", name):
+                raise ValueError(
+                    f"variants: {name!r} cannot name a folder; use a text of letters, digits, spaces, .()=,-"
+                )
+            if not isinstance(overrides or {}, dict) or not all(isinstance(key, str) for key in overrides or {}):
+                raise ValueError(
+                    f"variants: {name} must map keys to values, as attention.recipe: paper; got {overrides!r}"
+                )
+            variants[name] = self.replace({**(overrides or {}), "variants": {}})
+        return variants
+
+
+Kind = typing.TypeVar("Kind", bound=Settings)
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """One run, or with ``variants`` several that differ in the keys given (dotted keys to values)."""
 
     name: str
@@ -165,23 +210,6 @@ class Config:
             )
         return self.optimisation.tokens_per_step // tokens
 
-    def replace(self, overrides: dict[str, object]) -> Config:
-        """A copy with dotted keys changed, as ``{"attention.recipe": "paper"}``. Raises ValueError as `load` does."""
-        nested = self.as_dict()
-        for key, value in overrides.items():
-            *sections, last = key.split(".")
-            target = nested
-            for section in sections:
-                target = target.get(section) if isinstance(target, dict) else None
-            if not isinstance(target, dict):
-                raise ValueError(f"config: there is no section {'.'.join(sections)!r} to set {key!r} in")
-            target[last] = value
-        return _build(Config, nested, "")
-
-    def as_dict(self) -> dict[str, typing.Any]:
-        """The config as nested plain values."""
-        return dataclasses.asdict(self)
-
     def digest(self) -> str:
         """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
         content = self.as_dict()
@@ -191,8 +219,8 @@ class Config:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(path: Path, settings: list[str] | None = None) -> Config:
-    """The config in a YAML file, with ``section.key=value`` settings applied.
+def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
+    """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied.
 
     Raises ValueError for a file that is missing, is not YAML, holds a key that does not exist or a value of the wrong
     type, or a setting that is not key=value.
@@ -206,7 +234,7 @@ def load(path: Path, settings: list[str] | None = None) -> Config:
     if not isinstance(content, dict):
         raise ValueError(f"config {path}: expected sections and keys, got {type(content).__name__}")
     content.setdefault("name", path.stem)
-    config = _build(Config, content, "")
+    config = _build(kind, content, "")
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")

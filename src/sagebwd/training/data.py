@@ -157,13 +157,16 @@ def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, 
 
 
 def _batches(data: Data) -> Iterator[tuple[tuple[str, str], ...]]:
-    parts = _parts(data)
+    parts = split_documents(data)
     while batch := tuple(itertools.islice(parts, _BATCH)):
         yield batch
 
 
-def _parts(data: Data) -> Iterator[tuple[str, str]]:
-    """(part, document) of all; held out is a file of its own, or a share chosen by a hash of the text."""
+def split_documents(data: Data) -> Iterator[tuple[str, str]]:
+    """(part, document) of all, "train" or "held_out"; held out is a file of its own, or a share by a hash of the text.
+
+    Raises ValueError for a source that is missing, empty, unreadable or in the wrong encoding.
+    """
     if data.held_out is not None:
         yield from (("held_out", text) for text in _documents(data.held_out))
     for text in _documents(data.source):
@@ -286,6 +289,11 @@ def _tokenizer(data: Data) -> _Tokenizer:
         if not size.isdigit() or not 258 <= int(size) <= 1 << 20:
             raise ValueError(f"data.tokenizer={name!r}: expected bpe:SIZE with a size of at least 258")
         return _Subwords(_train_bpe(data, int(size)), name)
+    return _Subwords(read_tokenizer(name), name)
+
+
+def read_tokenizer(name: str):
+    """The `tokenizers` tokeniser in a tokenizer.json. Raises ValueError where it is missing or unreadable."""
     from tokenizers import Tokenizer
 
     path = Path(name).expanduser()
@@ -294,9 +302,7 @@ def _tokenizer(data: Data) -> _Tokenizer:
             f"data.tokenizer={name!r}: there is no such file; accepted: bytes, bpe:SIZE, a tokenizer.json"
         )
     try:
-        return _Subwords(Tokenizer.from_file(str(path)), name)
-    except ValueError:
-        raise
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception for a file that it cannot read
         raise ValueError(f"data.tokenizer={name!r}: not a tokenizer.json ({error})") from None
 
@@ -307,7 +313,7 @@ def _train_bpe(data: Data, size: int):
 
     def text() -> Iterator[str]:
         left = BPE_TRAINING_CHARACTERS
-        for part, document in _parts(data):
+        for part, document in split_documents(data):
             if part == "train":
                 yield document[:left]
                 left -= len(document)

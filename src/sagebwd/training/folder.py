@@ -36,6 +36,21 @@ def checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
+def digest_in(folder: Path) -> str | None:
+    """The digest of the run in a folder, finished or not; None where there is none."""
+    for name in (RESULT, CONFIG):
+        if (folder / name).exists():
+            return yaml.safe_load((folder / name).read_text(encoding="utf-8"))["digest"]
+    return None
+
+
+def end_of(config: Config, folder: Path) -> str | None:
+    """The file that says how a config's run ended, `RESULT` or `DIVERGED`; None where it has not."""
+    if digest_in(folder) != config.digest():
+        return None
+    return next((name for name in (RESULT, DIVERGED) if (folder / name).exists()), None)
+
+
 def open_folder(config: Config, output: Path, resume: bool) -> Path | None:
     """Make or check the run's folder; returns the checkpoint to go on from.
 
