@@ -161,11 +161,25 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert min(ratios(rows, "o")["token(smooth_v=False)"]["bias"]) > 1.5
 
 
+def test_chosen_leads_alone_on_loaded_tensors_alone(tmp_path):
+    capture.save([random_call(tokens=70, heads=1, kv_heads=1)], tmp_path / "c.safetensors")
+    names = ["dO scaled by token, folded into P", "token(s=16bit, o=16bit)"]
+    arguments = ["--seeds", "0", "--load", f"trained={tmp_path / 'c.safetensors'}"]
+    study.main(["leads", str(tmp_path / "leads.json"), *arguments, *(x for name in names for x in ("--lead", name))])
+    rows = json.loads((tmp_path / "leads.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["lead"] for row in rows] == [*map(str, leads.BASES), *names]
+    assert {row["kind"] for row in rows} == {"trained"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["leads", "--kind", "wide"], "kind='wide' is not known"),
         (["leads", "--load", "file"], "expected NAME=FILE"),
+        (
+            ["leads", "--lead", "token(o=8bit)"],
+            "--lead 'token(o=8bit)' is not known; accepted: token(smooth_v=False);",
+        ),
         (["leads", "--kind", "bias", "--load", "a=/no/such"], "there is no such file"),
         (["show"], "there is no file"),
     ],

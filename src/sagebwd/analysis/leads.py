@@ -75,6 +75,7 @@ SWITCHES = (
     Lead("token(dv=fp8)"),
     Lead("token(dq=fp8)"),
     Lead("token(dk=fp8)"),
+    Lead("token(s=16bit, o=16bit)", f"{NOT_MEASURED}; three of seven products in 16 bit: S, O and S once more"),
     Lead("token(block_q=32, block_k=32)"),
     Lead("token(block_k=64, do_scale=channel)"),
     Lead("token(smooth_q=True, do_scale=channel)"),

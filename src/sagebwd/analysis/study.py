@@ -111,6 +111,17 @@ def captured(name: str, path: str | Path) -> list[Sample]:
     ]
 
 
+def chosen(names: Sequence[str] | None) -> tuple[Lead, ...]:
+    """The leads of these names; all for None. Raises ValueError for one that is not there."""
+    if names is None:
+        return LEADS
+    known = {str(lead): lead for lead in LEADS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--lead {name!r} is not known; accepted: {'; '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
 def measure_leads(samples: Iterable[Sample], leads: Sequence[Lead]) -> list[dict[str, object]]:
     """A row for each kind and lead: errors[tensor], one number a sample."""
     rows: dict[tuple[str, str], dict] = {}
@@ -217,10 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("part", choices=("leads", "lengths", "roundings", "show"))
     parser.add_argument("file", nargs="?", type=Path, help="the JSON to write, or with show to read")
     parser.add_argument("--kind", action="append", help=f"one of {', '.join(KINDS)}; repeat [default: all, lengths 2]")
+    parser.add_argument("--lead", action="append", help="leads: measure these alone, by name; repeat [default: all]")
     parser.add_argument("--load", action="append", default=[], help="NAME=FILE of `sagebwd trace --save`; repeat")
     parser.add_argument("--tokens", type=int, action="append", help="tokens; lengths takes several")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--seeds", type=int, default=4, help="draws; roundings: repeats and draws")
+    parser.add_argument("--seeds", type=int, default=4, help="draws, 0 for what is loaded alone; roundings: repeats")
     parser.add_argument("--causal", action="store_true", help="leads: mask the future of synthetic kinds")
     parser.add_argument("--plot", type=Path, help="lengths: also draw a .png file")
     given = parser.parse_args(arguments)
@@ -262,7 +274,7 @@ def _measure(given: argparse.Namespace) -> dict[str, object]:
             draws = ((kind, seed) for kind in kinds for seed in range(given.seeds))
             band = Band.of(given.causal)
             samples = (Sample.of(kind, draw(kind, tokens, given.head_dim, s), band) for kind, s in draws)
-            rows = measure_leads(_chain(samples, extra), BASES + LEADS)
+            rows = measure_leads(_chain(samples, extra), BASES + chosen(given.lead))
         else:
             rows = measure_roundings(kinds, tokens, given.head_dim, given.seeds, extra)
     return content | {"rows": rows}

@@ -39,7 +39,7 @@ def _leads(rows: Sequence[dict]) -> list[str]:
         [kind, f"`{base}`", *(_spread(by_place[kind, base][name], 4) for name in LABELS)]
         for kind in kinds for base in bases
     ]  # fmt: skip
-    tables = [_table(["data", "recipe", *LABELS.values()], lines)]
+    tables = [table(["data", "recipe", *LABELS.values()], lines)]
     by_tensor = {name: ratios(rows, name) for name in LABELS}
     for name, label in LABELS.items():
         lines = []
@@ -47,7 +47,7 @@ def _leads(rows: Sequence[dict]) -> list[str]:
             means = [statistics.mean(by_kind[kind]) for kind in kinds]
             if lead not in bases and max(abs(mean - 1) for mean in means) > SHOWN:
                 lines.append([_quoted(lead), *(_spread(by_kind[kind], 2) for kind in kinds)])
-        tables.append(_table([f"{label}: error over `token`'s", *kinds], lines))
+        tables.append(table([f"{label}: error over `token`'s", *kinds], lines))
     lines = []
     for lead in (*BASES[1:], *LEADS):
         places = {
@@ -66,7 +66,7 @@ def _leads(rows: Sequence[dict]) -> list[str]:
         cells = [f"{means[place]:.2f} ({LABELS[place[0]]}, {place[1]})" for place in (best, worst)]
         lines.append([_quoted(str(lead)), *cells, lead.cost, verdict])
     heads = ["lead", "least error over `token`'s", "largest", "added cost", "beats `token`"]
-    return [*tables, _table(heads, lines)]
+    return [*tables, table(heads, lines)]
 
 
 def _lengths(rows: Sequence[dict]) -> list[str]:
@@ -80,7 +80,7 @@ def _lengths(rows: Sequence[dict]) -> list[str]:
             + [_spread(by_place[kind, is_causal, lead, n][name], 4) for n in tokens]
             for kind, is_causal, lead in curves
         ]
-        tables.append(_table([f"{label} of", "mask", "recipe", *(f"{n} tokens" for n in tokens)], lines))
+        tables.append(table([f"{label} of", "mask", "recipe", *(f"{n} tokens" for n in tokens)], lines))
     return tables
 
 
@@ -97,7 +97,7 @@ def _roundings(rows: Sequence[dict]) -> list[str]:
                 *(f"{100 * statistics.mean(gain):+.3f}% ± {100 * _standard_error(gain):.3f}%" for gain in gains),
             ])  # fmt: skip
     heads = ["nearest, error", "stochastic, error", "of its mean", "nearest, gain", "stochastic, gain"]
-    return [_table(["data", "tensor", *heads], lines)]
+    return [table(["data", "tensor", *heads], lines)]
 
 
 def _quoted(lead: str) -> str:
@@ -113,7 +113,8 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
+def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
     headings = list(headings)
     rows = [headings, ["---"] * len(headings), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
