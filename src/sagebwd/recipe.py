@@ -25,7 +25,6 @@ twice its error in them, and faster on Hopper, where rescaling INT32 sums costs 
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 
 INT8 = "int8"
@@ -128,10 +127,10 @@ class Recipe:
             return text
         if not isinstance(text, str):
             raise TypeError(f"recipe: expected a name or a Recipe, got {type(text).__name__}")
-        match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
-        if match is None:
+        name, opened, rest = text.strip().partition("(")  # torch 2.11 and 2.12 cannot trace a regular expression
+        name, arguments = name.rstrip(), rest[:-1]
+        if not name.isidentifier() or bool(opened) != rest.endswith(")"):
             raise ValueError(f"recipe: cannot read {text!r}; expected NAME or NAME(field=value, ...)")
-        name, arguments = match.groups()
         recipe = cls.named(name)
         return recipe.replace(**_parse_fields(text, arguments)) if arguments else recipe
 
