@@ -50,6 +50,7 @@ def test_settings_change_keys_with_their_types(tmp_path):
         ("{}", ["training.steps=5"], "there is no section 'training'"),
         ("{}", ["attention.recipe=fp8"], "none called 'fp8'"),
         ("{}", ["optimisation.precision=fp16"], "accepted: fp32, bf16"),
+        ("{}", ["optimisation.sharding=ddp"], "optimisation.sharding='ddp' is not known; accepted: none, fsdp"),
         ("{}", ["optimisation.steps=0"], "must be at least 1"),
         ("{}", ["model.heads=3"], "model.width=128 is not a multiple of model.heads=3"),
         ("{}", ["model.kv_heads=3", "model.heads=4"], "model.kv_heads=3 does not divide"),
@@ -90,6 +91,7 @@ def test_digest_sees_what_changes_numbers_and_nothing_else():
     config = Config("x")
     assert config.digest() == Config("y", variants={"a": {}}).digest()
     assert config.digest() == config.replace({"data.cache": "/elsewhere"}).digest()
+    assert config.digest() == config.replace({"optimisation.sharding": "fsdp"}).digest()
     for change in ({"seed": 1}, {"attention.recipe": "paper"}, {"optimisation.steps": 7}, {"data.context": 128}):
         assert config.replace(change).digest() != config.digest()
 

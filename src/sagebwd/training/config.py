@@ -78,6 +78,7 @@ class Optimisation:
     precision: str = "fp32"  # or bf16: autocast
     compile: bool = False
     gradient_checkpointing: bool = False
+    sharding: str = "none"  # or fsdp: weights and optimiser divided among processes, see `sagebwd.training.sharding`
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class Config(Settings):
             Recipe.parse(self.attention.recipe)
         if optimisation.precision not in ("fp32", "bf16"):
             raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")
+        if optimisation.sharding not in ("none", "fsdp"):
+            raise ValueError(f"optimisation.sharding={optimisation.sharding!r} is not known; accepted: none, fsdp")
         for name in ("tokens_per_step", "micro_batch", "steps"):
             if getattr(optimisation, name) < 1:
                 raise ValueError(f"optimisation.{name}={getattr(optimisation, name)} must be at least 1")
@@ -214,6 +217,7 @@ class Config(Settings):
         """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
         content = self.as_dict()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
+        del content["optimisation"]["sharding"]
         if self.monitor.precision == "fixed":
             del content["monitor"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -34,7 +34,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from sagebwd.hardware import command_output
 from sagebwd.nn import largest_logit
 from sagebwd.training import data as text
-from sagebwd.training import processes
+from sagebwd.training import processes, sharding
 from sagebwd.training.config import SDPA, Config
 from sagebwd.training.folder import (
     COMPLETE,
@@ -98,8 +98,9 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
                 result = _result(config, output, trainer, time.monotonic() - start, monitor)
                 write_whole(output / DIVERGED, json.dumps({**result, "diverged": str(stopped)}, indent=1))
             raise
+    weights = sharding.whole_weights(model, keep=processes.is_first())
     if processes.is_first():
-        model.save_pretrained(output / "model")
+        model.save_pretrained(output / "model", state_dict=weights)
         result = _result(config, output, trainer, time.monotonic() - start, monitor)
         write_whole(output / RESULT, json.dumps(result, indent=1))
 
@@ -155,17 +156,19 @@ def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArgum
         ddp_broadcast_buffers=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         prediction_loss_only=True,
+        **(sharding.arguments() if optimisation.sharding == "fsdp" and processes.count() > 1 else {}),
     )
 
 
-class _Trainer(Trainer):
+class _Trainer(sharding.ShardedTrainer):
     """Trainer with the data in its own order, and checkpoints that are whole or not there."""
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
+        finite = all(bool(torch.isfinite(weight).all()) for weight in sharding.held(model.parameters()))
+        if float(self.accelerator.reduce(torch.tensor(float(not finite), device=self.args.device))):
             raise TrainingStopped(_not_finite("a weight", self.state.global_step, Path(self.args.output_dir)))
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
@@ -342,6 +345,7 @@ def _result(
         "steps": trainer.state.global_step,
         "tokens": tokens,
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
+        "parameters_held": sum(weight.numel() for weight in sharding.held(trainer.model.parameters())),
         "seconds": seconds,
         "tokens_per_s": tokens / trained[-1]["seconds"] if trained and trained[-1]["seconds"] else 0.0,
         "monitor": None if monitor is None else monitor.summary(),

@@ -6,6 +6,7 @@ The first one alone decides, writes and prints; what it decides holds for all.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,13 @@ from accelerate import PartialState
 Decision = TypeVar("Decision")
 TIMEOUT = timedelta(hours=2)
 """How long a process waits for another: the first may be making token files."""
+LAUNCHERS_OWN = {
+    "ACCELERATE_MIXED_PRECISION": "optimisation.precision",
+    "ACCELERATE_DYNAMO_BACKEND": "optimisation.compile",
+    "ACCELERATE_USE_FSDP": "optimisation.sharding",
+}
+"""What Accelerate would follow in place of the config, and the key that says it: its launcher sets them from its own
+options or its user's file, a Trainer sets them for the next one."""
 
 
 def count() -> int:
@@ -30,9 +38,17 @@ def is_first() -> bool:
 
 
 def join() -> None:
-    """Connect the processes, unless they are or there is one alone."""
+    """Connect the processes, unless they are or there is one alone. What a launcher says beyond that is set aside."""
+    for name, value in set_aside().items():
+        if value.lower() not in ("no", "false") and is_first():
+            print(f"{name}={value} is set aside: the config says it, by {LAUNCHERS_OWN[name]}", file=sys.stderr)
     if count() > 1:
         PartialState(cpu=not torch.cuda.is_available(), timeout=TIMEOUT)
+
+
+def set_aside() -> dict[str, str]:
+    """Take `LAUNCHERS_OWN` out of the environment; what it held of them."""
+    return {name: os.environ.pop(name) for name in LAUNCHERS_OWN if name in os.environ}
 
 
 def leave() -> None:

@@ -1,0 +1,102 @@
+"""Runs of `sagebwd pretrain` in processes of their own, which can be killed, and what they wrote."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from sagebwd.training import folder
+from sagebwd.training.config import Config
+
+
+def losses(output: Path) -> dict[tuple[int, str], float]:
+    """Losses and gradient norms by step and name."""
+    return {
+        (line["step"], key): line[key]
+        for line in folder.read_metrics(output)
+        for key in ("loss", "grad_norm", "held_out_loss")
+        if key in line
+    }
+
+
+def cut_after(step: int, finished: Path, output: Path) -> None:
+    """A copy of a finished run as it was when ``step``'s checkpoint had been written."""
+    shutil.copytree(finished, output)
+    (output / folder.RESULT).unlink()
+    for path in folder.checkpoints(output):
+        if int(path.name.rsplit("-", 1)[1]) > step:
+            shutil.rmtree(path)
+
+
+def start(config: Config, output: Path, count: int, device: str = "cpu", resume: bool = False) -> list[BaseProcess]:
+    """``count`` processes of one run, as torchrun would start them; device, "cpu" or "cuda"."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # a server that has imported torch once starts CPU processes in no time; CUDA does not survive a fork
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(["sagebwd.training.pretrain"])
+    started = [
+        context.Process(target=_train, args=(rank, count, port, config, output, device, resume))
+        for rank in range(count)
+    ]
+    for process in started:
+        process.start()
+    return started
+
+
+def finish(started: list[BaseProcess]) -> None:
+    """Wait for a run, and fail where a process of it did."""
+    for process in started:
+        process.join(300)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    assert codes == [0] * len(codes), f"exit codes {codes}; what they print is above"
+
+
+def kill(started: list[BaseProcess], output: Path, step: int) -> None:
+    """SIGKILL every process of a run that has just been started a moment after it has logged ``step``."""
+    end, path = time.monotonic() + 300, output / folder.METRICS
+    before = path.stat().st_mtime_ns if path.exists() else None  # a resumed run writes the file anew as it begins
+
+    def logged() -> int:
+        if not path.exists() or path.stat().st_mtime_ns == before:
+            return 0
+        return max((line["step"] for line in folder.read_metrics(output)), default=0)
+
+    while logged() < step:
+        assert time.monotonic() < end, f"no step {step} in {output}"
+        assert all(process.exitcode is None for process in started), "ended before it was killed"
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.05)  # anywhere in a step, an evaluation or a checkpoint
+    for process in started:
+        os.kill(process.pid, signal.SIGKILL)
+    for process in started:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "ended before it was killed"
+
+
+def _train(rank: int, count: int, port: int, config: Config, output: Path, device: str, resume: bool) -> None:
+    visible = {"cpu": "", "cuda": "0" if count == 1 else os.environ.get("CUDA_VISIBLE_DEVICES")}[device]
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    if count > 1:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in {**places, **address}.items()})
+    import torch
+
+    from sagebwd.training import pretrain, processes
+
+    torch.set_num_threads(1)
+    pretrain.run(config, output, resume)
+    processes.leave()
