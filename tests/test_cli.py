@@ -62,7 +62,8 @@ def test_help_lists_the_commands_quickly():
     start = time.perf_counter()
     outcome = sagebwd("--help")
     assert outcome.returncode == 0
-    assert all(name in outcome.stdout for name in ("pretrain", "compare", "gaussian", "bench", "doctor"))
+    names = ("pretrain", "compare", "finetune", "task", "gaussian", "bench", "doctor")
+    assert all(name in outcome.stdout for name in names)
     assert time.perf_counter() - start < 20
 
 
@@ -122,6 +123,37 @@ def test_compare_writes_its_report(command, config, tmp_path):
     assert (tmp_path / "both" / "report.html").stat().st_size > 1000
 
 
+def test_a_task_is_made_and_fine_tuned_on(command, tmp_path):
+    paragraphs = [" ".join(f"w{place}x{word}" for word in range(25)) for place in range(200)]
+    documents = ["\n\n".join(paragraphs[start : start + 4]) for start in range(0, 200, 4)]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents), encoding="utf-8")
+    code, out, _ = command(
+        "task", "order", "--source", corpus, "--output", tmp_path, "--examples", 16, "--held-out-examples", 4,
+        "--held-out-share", 0.3,
+    )  # fmt: skip
+    assert code == 0
+    assert "train.jsonl: 16 examples" in out
+    config = tmp_path / "order.yaml"
+    config.write_text(
+        f"""
+model: {{layers: 1, width: 32, heads: 2, mlp_width: 32}}
+data: {{train: {tmp_path}/train.jsonl, held_out: {tmp_path}/held_out.jsonl, tokenizer: bytes, max_tokens: 64}}
+variants:
+  full precision: {{attention.recipe: sdpa}}
+  token: {{attention.recipe: token}}
+""",
+        encoding="utf-8",
+    )
+    arguments = ("finetune", "--config", config, "--output", tmp_path / "out", "--set", "logging.keep_model=false")
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "accuracy on held-out examples" in out
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert "holds 2 of these 2 runs; go on with --resume" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,6 +163,9 @@ def test_compare_writes_its_report(command, config, tmp_path):
         (("pretrain", "--config", "CONFIG", "--resume"), "no whole checkpoint to resume from"),
         (("pretrain", "--config", "CONFIG", "--set", "optimisation.micro_batch=3"), "is not a multiple of"),
         (("compare", "--config", "CONFIG", "--only", "nothing"), "there is no variant 'nothing'"),
+        (("finetune", "--config", "missing.yaml"), "there is no such file"),
+        (("finetune", "--config", "CONFIG"), "config: there is no key"),
+        (("task", "sorting", "--source", "x.txt"), "task='sorting' is not known; accepted: continuation, order"),
         (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
         (("gaussian", "--kind", "uniform"), "kind='uniform' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
@@ -138,7 +173,7 @@ def test_compare_writes_its_report(command, config, tmp_path):
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):
     arguments = [config if argument == "CONFIG" else argument for argument in arguments]
-    if arguments[0] in ("pretrain", "compare"):
+    if arguments[0] in ("pretrain", "compare", "finetune", "task"):
         arguments += ["--output", tmp_path / "out"]
     code, _, err = command(*arguments)
     assert code == 2

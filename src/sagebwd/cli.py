@@ -1,4 +1,5 @@
-"""The command line: `sagebwd pretrain | compare | gaussian | trace | bench | bench-training | doctor`.
+"""The command line: `sagebwd pretrain | compare | finetune | task | gaussian | trace | bench | bench-training |
+doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -9,24 +10,21 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 try:
     import typer
-    from rich.console import Console
     from rich.table import Table
+
+    from sagebwd import cli_finetune
+    from sagebwd.terminal import console, errors, interruptible, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; install it with: pip install 'sagebwd[train]'")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable INT8 attention."
 )
-WIDTH = None if sys.stdout.isatty() else 140
-console = Console(width=WIDTH)
-errors = Console(stderr=True, width=WIDTH)
 
 
 @app.command()
@@ -40,13 +38,13 @@ def pretrain(
     from sagebwd.training.config import load
 
     chosen = load(config, setting)
-    _quiet()
+    quiet()
     from sagebwd.training.folder import RESULT
     from sagebwd.training.pretrain import run
     from sagebwd.training.processes import is_first
 
     folder = output or Path("runs") / chosen.name
-    with _interruptible("go on with --resume"):
+    with interruptible("go on with --resume"):
         run(chosen, folder, resume)
     if is_first():
         console.print(f"finished: {folder / RESULT}")
@@ -66,39 +64,20 @@ def compare(
     from sagebwd.training.config import load
 
     chosen = load(config, setting)
-    _quiet()
+    quiet()
     from sagebwd.training import compare as comparison
     from sagebwd.training.processes import is_first
 
     folder = output or Path("runs") / chosen.name
-    with _interruptible("the same command goes on from there"):
+    with interruptible("the same command goes on from there"):
         outcomes = comparison.compare(chosen, folder, only)
     if is_first():
         console.print(comparison.table(outcomes))
         console.print(f"report: {folder / 'report.html'}")
 
 
-@contextmanager
-def _interruptible(hint: str) -> Iterator[None]:
-    """Ctrl-C as one line that says what is left; processes of one run end together."""
-    from sagebwd.training import processes
-
-    try:
-        yield
-        processes.leave()
-    except KeyboardInterrupt:
-        if processes.is_first():
-            errors.print(f"\nsagebwd: stopped; checkpoints written so far are whole, {hint}")
-        raise typer.Exit(130) from None
-
-
-def _quiet() -> None:
-    """Libraries' advice to programmers is noise to a person who trains."""
-    import logging
-    import warnings
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+app.command()(cli_finetune.finetune)
+app.command()(cli_finetune.task)
 
 
 @app.command()
@@ -174,7 +153,7 @@ def trace(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Error of recipes inside a trained model, layer by layer, beside the paper's Table 2."""
-    _quiet()
+    quiet()
     try:
         from sagebwd.analysis import capture, tables
         from sagebwd.analysis import trace as study
@@ -322,12 +301,13 @@ def bench_training(
     output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
-    """Speed and memory of a model's training steps, one attention beside another."""
+    """Speed and memory of a model's training steps, one attention beside another; under torchrun, of N processes."""
     import torch
 
-    _quiet()
+    quiet()
     from sagebwd.benchmarks import training as benchmark
     from sagebwd.benchmarks.attention import save
+    from sagebwd.training import processes
     from sagebwd.training.config import load
 
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -335,6 +315,8 @@ def bench_training(
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
     contenders = [benchmark.Contender.parse(name, device) for name in names]
     chosen = load(config, setting).replace({"optimisation.compile": compiled})
+    processes.join()
+    console.quiet = not processes.is_first()
     rows: list[benchmark.Step] = []
     for tokens in context or [chosen.data.context]:
         with console.status("starting") as status:
@@ -344,7 +326,10 @@ def bench_training(
             )  # fmt: skip
         rows += measured
         console.print(benchmark.table(measured))
-    console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, 'training')}")
+    if processes.is_first():
+        name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
+        console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, name)}")
+    processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")
 
