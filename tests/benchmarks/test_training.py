@@ -1,15 +1,25 @@
 """Training steps timed on a CPU with a model of two narrow layers."""
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import nop
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import cli
+from sagebwd.benchmarks import contenders
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import Config
+
+SOURCES = Path(__file__).parents[2] / "src"
 
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
@@ -17,8 +27,8 @@ TINY = Config("tiny").replace(
 
 
 def measure(*names, **arguments):
-    contenders = [bench.Contender.parse(name, "cpu") for name in names]
-    return bench.measure(TINY, contenders, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
+    parsed = [bench.Contender.parse(name, "cpu") for name in names]
+    return bench.measure(TINY, parsed, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
 
 
 def test_rows_of_full_precision_and_recipes():
@@ -72,6 +82,61 @@ def test_the_attention_that_is_asked_for_runs():
             losses[name] = model(input_ids=ids, labels=ids).loss.item()
     assert losses["sdpa"] == losses["flash"]
     assert len(set(losses.values())) == 3
+
+
+def test_the_backend_that_is_asked_for_is_compiled(monkeypatch):
+    """And without a mask in full, which FlashAttention would refuse on a GPU."""
+    monkeypatch.setitem(contenders.FULL_PRECISION, "cudnn", SDPBackend.MATH)  # two backends that CPUs have
+    model = bench.build(TINY, 40)
+    ids = torch.arange(32)[None]
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        for name, runs in (("flash", True), ("cudnn", False)):
+            with bench.Contender.parse(name, "cpu").applied(model), profile(activities=[ProfilerActivity.CPU]) as seen:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = compiled(input_ids=ids, labels=ids).loss
+                loss.backward()
+            names = {event.name for event in seen.events()}
+            assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in names) == runs
+            assert ("aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names) == runs
+    assert len(graphs) == 2  # one each: nothing is compiled again in the second round
+    calls = [node for graph in graphs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(calls) == 2 * TINY.model.layers
+    assert all(node.kwargs["is_causal"] is True and node.kwargs.get("attn_mask") is None for node in calls)
+
+
+def test_two_processes_count_the_tokens_of_both(tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    arguments = (
+        f"bench-training --config {config} --device cpu --no-compile --batch 2 --context 16 --steps 3 --warmup 1 "
+        f"--vocabulary 20 --output {tmp_path} --commit abc"
+    )
+    finished = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+            "sagebwd.cli", *arguments.split(),
+        ],
+        capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("wrote ") == 1
+    assert "on each of 2 processes" in finished.stdout
+    (path,) = tmp_path.glob("training_2-processes_cpu_*_abc.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["attention"], row["processes"], row["gate"]) for row in rows] == [
+        ("sdpa", 2, "ok"), ("token@reference", 2, "ok"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
 
 
 def test_utilisation_is_over_the_peak(monkeypatch):

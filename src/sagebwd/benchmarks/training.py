@@ -4,6 +4,9 @@ One model, one AdamW (fused) and one clip of the gradient, as `sagebwd pretrain`
 random tokens; between steps only the attention changes, so that weights, data and memory are the same for all.
 Contenders take turns in every round and the median counts. A step is one micro-batch with its optimiser step.
 
+Under torchrun every process takes such a micro-batch of its own, gradients are averaged (DDP), and the first process
+tells: its times, and tokens a second of all. A run of one process and one of several thus say how it scales.
+
 Before anything is timed, the gradients of the attention's projections are held against the first full-precision
 contender's, on the same weights and tokens: a contender that is far off prints FAILED and no figure.
 
@@ -19,7 +22,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -27,24 +29,16 @@ import transformers
 from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
-from sagebwd.attention import choose_implementation
 from sagebwd.benchmarks.attention import environment
+from sagebwd.benchmarks.contenders import Contender
 from sagebwd.hardware import flops, peak_rates
-from sagebwd.integrations.transformers import NAME
-from sagebwd.recipe import Recipe
-from sagebwd.training.config import SDPA, Config
+from sagebwd.training import processes
+from sagebwd.training.config import Config
 from sagebwd.training.model import build
 
-FULL_PRECISION = {
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    SDPA: None,  # the one that torch takes of itself
-}
 TOKENS_AT_ONCE = 32768
 """Tokens of a micro-batch unless told."""
 VOCABULARY = 50257
@@ -56,42 +50,10 @@ _ATTENTION_OP = re.compile(r"sagebwd::attention(_backward)?|aten::_scaled_dot_pr
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An attention by its name: one of `FULL_PRECISION`, or a recipe, or recipe@impl."""
-
-    name: str
-    recipe: str | None = None
-    impl: str | None = None
-
-    @staticmethod
-    def parse(text: str, device: str) -> Contender:
-        """Raises what `sagebwd.sage_attention` raises for a recipe or impl that is not there or does not run here."""
-        if text in FULL_PRECISION:
-            return Contender(text)
-        recipe, _, impl = text.partition("@")
-        parsed = Recipe.parse(recipe)
-        like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
-        chosen = choose_implementation(like, parsed, impl or None)
-        return Contender(f"{recipe}@{chosen}", str(parsed), chosen)
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """The model computes with this attention while it is open."""
-        name = NAME if self.recipe else f"bench-{self.name}"  # a name of its own, so that compiled code is its own
-        if not self.recipe:
-            AttentionInterface.register(name, AttentionInterface()[SDPA])
-            AttentionMaskInterface.register(name, AttentionMaskInterface()[SDPA])
-        model.config._attn_implementation = name
-        setattr(model.config, NAME, {"recipe": self.recipe, "impl": self.impl} if self.recipe else None)
-        backends = FULL_PRECISION.get(self.name)
-        with sdpa_kernel(backends) if backends else nullcontext():
-            yield
-
-
-@dataclass(frozen=True)
 class Step:
     """One row of the result file: a contender at one context; times in ms a step, memory in bytes.
 
+    All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``.
     ``attention_ms`` is what the device spent in attention's forward and backward, ``busy_ms`` in all that it ran, both
     from the profiler; ``attention_share`` is their ratio. ``peak_bytes`` holds weights and optimiser too.
     """
@@ -101,6 +63,7 @@ class Step:
     impl: str | None
     context: int
     batch: int
+    processes: int
     compiled: bool
     parameters: int
     steps: int
@@ -131,7 +94,11 @@ class _Runner:
         self.model = build(config, vocabulary).to(self.device).train()
         if config.optimisation.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.called = torch.compile(self.model, dynamic=False) if config.optimisation.compile else self.model
+        self.called: nn.Module = self.model
+        if processes.count() > 1:  # wrapped, then compiled, as Accelerate does under Trainer
+            self.called = DistributedDataParallel(self.model, broadcast_buffers=False)
+        if config.optimisation.compile:
+            self.called = torch.compile(self.called, dynamic=False)
         settings = config.optimisation
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
@@ -139,8 +106,8 @@ class _Runner:
         )  # fmt: skip
 
     def tokens(self, seed: int) -> Tensor:
-        """Random ids, the same for one seed."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        """Random ids, the same for one seed in one process."""
+        generator = torch.Generator(self.device).manual_seed(seed * processes.count() + processes.rank())
         shape = (self.batch, self.context)
         return torch.randint(self.vocabulary, shape, generator=generator, device=self.device)
 
@@ -171,8 +138,10 @@ class _Runner:
         return 6.0 * weights * self.batch * self.context + 3.0 * forward * model.layers
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """From nothing queued to nothing queued."""
+        """From nothing queued to nothing queued, begun by all processes together."""
         self.wait()
+        if processes.count() > 1:
+            torch.distributed.barrier()
         start = time.perf_counter()
         run()
         self.wait()
@@ -198,7 +167,7 @@ def measure(
     """Every contender on one config's model and context, a row each.
 
     Args: batch, sequences of a micro-batch [`TOKENS_AT_ONCE` tokens]; steps, timed for each after ``warmup`` others;
-    progress, is told what runs.
+    progress, is told what runs. Of several processes each calls it, once `sagebwd.training.processes.join` has.
 
     Raises ValueError for no contenders, or steps or warmup below 1.
     """
@@ -336,9 +305,10 @@ def _rows(
         found = ms is not None and bool(attention)
         rows.append(
             Step(
-                one.name, one.recipe, one.impl, runner.context, runner.batch, runner.config.optimisation.compile,
-                sum(weight.numel() for weight in runner.model.parameters()), len(times[one]), _gate(cosines[one]),
-                cosines[one], ms, times[one], ms and tokens / ms * 1e3, peer and peer.name,
+                one.name, one.recipe, one.impl, runner.context, runner.batch, processes.count(),
+                runner.config.optimisation.compile, sum(weight.numel() for weight in runner.model.parameters()),
+                len(times[one]), _gate(cosines[one]), cosines[one], ms, times[one],
+                ms and processes.count() * tokens / ms * 1e3, peer and peer.name,
                 ms and peer and medians[peer] / ms, peaks.get(one), attention if found else None,
                 busy if found else None, attention / busy if found else None, kernels, work, peak,
                 ms and peak and work / ms * 1e-9 / peak, starts[one],
@@ -362,7 +332,9 @@ def table(rows: Sequence[Step]) -> Table:
     """The rows for a terminal."""
     first = rows[0]
     how = "compiled" if first.compiled else "not compiled"
-    title = f"{first.parameters / 1e6:.0f}M weights, context {first.context}, batch {first.batch}, {how}, BF16, AdamW"
+    several = "" if first.processes == 1 else f" on each of {first.processes} processes"
+    batch = f"batch {first.batch}{several}"
+    title = f"{first.parameters / 1e6:.0f}M weights, context {first.context}, {batch}, {how}, BF16, AdamW"
     drawn = Table(title=title, title_justify="left", box=None)
     peak = "" if first.peak_tflops is None else f" of {first.peak_tflops:.0f} TFLOP/s BF16"
     headings = ("attention", "step ms", "tokens/s", "over best", "peak GiB", "in attention", f"model FLOPs{peak}")

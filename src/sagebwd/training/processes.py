@@ -32,9 +32,14 @@ def count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    """Which one this is, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first() -> bool:
     """Whether this one decides, writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
+    return rank() == 0
 
 
 def join() -> None:
