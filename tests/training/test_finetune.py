@@ -276,7 +276,10 @@ def test_lora_without_peft_says_what_to_install(answers, monkeypatch):
         ({"data.train": "none.jsonl"}, "data.train='none.jsonl': there is no such file"),
         ({"data.train": "", "data.held_out": ""}, "data.train='': there is no such file"),
         ({"model.path": None}, "lines with prompt and answer need a decoder's checkpoint"),
-        ({"model.path": "no/such/folder"}, "model.path='no/such/folder': cannot be loaded"),
+        (
+            {"model.path": "no/such/folder"},
+            "model.path='no/such/folder': no folder here; the hub's model of that name cannot be",
+        ),
         ({"data.tokenizer": None}, "has no tokeniser"),
         ({"data.max_tokens": 65}, "data.max_tokens=65 is beyond the model's 64 positions"),
         ({"attention.recipe": "fp4"}, "none called 'fp4'"),

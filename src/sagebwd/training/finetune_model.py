@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -89,7 +90,10 @@ def _loaded(path: str, load: Callable[[str], Loaded]) -> Loaded:
     try:
         return load(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model.path={path!r}: cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+        kind = "the folder" if Path(path).is_dir() else "no folder here; the hub's model of that name"
+        raise ValueError(
+            f"model.path={path!r}: {kind} cannot be loaded ({' '.join(str(error).split())[:160]})"
+        ) from None
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora, task: str) -> nn.Module:

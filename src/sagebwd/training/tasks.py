@@ -2,7 +2,7 @@
 
 ``continuation``, for decoders: a passage, and four candidates for what comes next, each the same number of words from
 the beginning of a paragraph. One does come next; three begin paragraphs elsewhere in the same document. So there is a
-right answer, the author's; subject, names and style do not give it away, as all four share them, and neither does a
+right answer, the author's; subject and style do not give it away, as all four share them, and neither does a
 candidate by itself: it takes attention to what the passage says. Only the document's first paragraph, which can never
 be the answer, is no candidate either. Some questions cannot be answered, two paragraphs later may fit as well: the
 best accuracy is below 1, chance is 0.25, and what counts is one attention against another on the same questions.
