@@ -1,8 +1,13 @@
-"""The class that docs/integrations/torchtitan.md gives, against stand-ins for torchtitan: it is not a dependency."""
+"""The class that docs/integrations/torchtitan.md gives, against stand-ins for torchtitan, which is not a dependency,
+and in torchtitan's own models where it is installed (`pip install torchtitan==0.3.0`).
+"""
 
+import importlib
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -11,8 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd.metrics import relative_l2
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 
 
 class VarlenMetadata(NamedTuple):
@@ -40,11 +48,18 @@ def page(monkeypatch):
     for name in ("torchtitan", "torchtitan.models", "torchtitan.models.common"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, attention.__name__, attention)
-    path = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
-    (example,) = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-    names = {"__name__": "experiment"}
-    exec(compile(example, path.name, "exec"), names)
-    return SimpleNamespace(**names)
+    return example("SageBwdAttention", monkeypatch)
+
+
+def example(name, monkeypatch, **given):
+    """The page's example that defines that class, as a module of its own."""
+    blocks = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if f"class {name}(" in block]
+    module = ModuleType(f"experiment_{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks a traced function's module up by name
+    vars(module).update(given)
+    exec(compile(block, PAGE.name, "exec"), vars(module))
+    return module
 
 
 def model(inner, layers=3):
@@ -70,24 +85,30 @@ def causal_by_document(q, k, v, window):
     return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)[0].transpose(0, 1)
 
 
+@pytest.mark.parametrize("rows", [None, 2], ids=["packed", "rows"])
 @pytest.mark.parametrize("window", [-1, 7])
-def test_as_varlen_attention(page, window):
+def test_as_varlen_attention(page, window, rows):
+    """Packed tokens, as in torchtitan's source of August 2026, or rows of them, as in its release 0.3.0."""
     offsets = torch.tensor([0, 40, 64], dtype=torch.int32)
     metadata = VarlenMetadata(offsets, offsets, 40, 40)
     (layer, *_) = page.use_sagebwd(model(VarlenAttention.Config(window_size=(window, 0)))).layers
     module = page.SageBwdAttention(layer.attention.inner_attention)
     outcomes = []
-    for attend in (lambda *x: module(*x, attention_masks=metadata, enable_gqa=True), None):
+    shaped = (lambda x: x.unflatten(0, (rows, -1))) if rows else (lambda x: x)
+
+    def ours(*tensors, **kwargs):
+        return module(*map(shaped, tensors), attention_masks=metadata, **kwargs)
+
+    for attend in (lambda *x: ours(*x, enable_gqa=True).reshape(64, 4, 32), None):
         tensors = draw()
         out = attend(*tensors) if attend else causal_by_document(*tensors, window)
         outcomes.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     for a, e in zip(*outcomes):
         assert a.dtype == torch.float32
         assert 0 < relative_l2(a, e) < 0.05
-    tensors = draw()
-    seen = module(*tensors, attention_masks=metadata, out_transform=lambda out, lse: (out, lse))
-    assert torch.equal(seen[0], outcomes[0][0])
-    assert seen[1].shape == (64, 4)
+    seen = ours(*draw(), out_transform=lambda out, lse: (out, lse))
+    assert torch.equal(seen[0], shaped(outcomes[0][0]))
+    assert seen[1].shape == seen[0].shape[:-1]
 
 
 def test_settings_by_layer(page):
@@ -102,3 +123,89 @@ def test_other_attention_is_refused(page):
         page.use_sagebwd(model(SimpleNamespace()))
     with pytest.raises(TypeError, match="accepted: VarlenMetadata"):
         page.SageBwdAttention(page.SageBwdAttention.Config())(*draw(), attention_masks=None)
+
+
+needs_torchtitan = pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed")
+
+
+def debug_model(family, monkeypatch):
+    """One layer of torchtitan's debug model with the page's class, and arguments of two rows, three documents."""
+    page = example("SageBwdAttention", monkeypatch)
+    config = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", "varlen").model
+    del config.layers[1:]
+    torch.manual_seed(0)
+    model = page.use_sagebwd(config).build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    assert type(model.layers["0"].attention.inner_attention) is page.SageBwdAttention
+    positions = torch.stack([torch.arange(64), torch.arange(64) % 40])
+    return model, (torch.randint(0, 2048, (2, 64)), positions, model.get_attention_masks(positions))
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator of ours runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "sagebwd":
+            self.counted[function._opname] += 1
+        return function(*args, **kwargs or {})
+
+
+def step(model, arguments):
+    """Logits and the gradients of all weights."""
+    model.zero_grad()
+    out = model(*arguments)
+    out.float().square().mean().backward()
+    return [out.detach(), *(x.grad for x in model.parameters())]
+
+
+def exact(q, k, v, *, attention_masks, scale=None, **_):
+    document = torch.bucketize(torch.arange(128), attention_masks.cu_seq_q, right=True)
+    visible = (document[:, None] == document).tril()
+    q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
+    return o[0].transpose(0, 1).unflatten(0, (2, 64))
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_in_torchtitans_model(family, dtype, monkeypatch):
+    model, arguments = debug_model(family, monkeypatch)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with Calls() as calls:
+            ours = step(model, arguments)
+        model.layers["0"].attention.inner_attention.forward = exact
+        theirs = step(model, arguments)
+    assert calls.counted == {"attention": 1, "attention_backward": 1}
+    for a, e in zip(ours, theirs):
+        assert relative_l2(a, e) < 0.05
+    assert relative_l2(ours[0], theirs[0]) > 0
+
+
+@needs_torchtitan
+def test_layers_compile_as_torchtitan_compiles_them(monkeypatch):
+    model, arguments = debug_model("llama3", monkeypatch)
+    eager = step(model, arguments)
+    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
+    assert all(relative_l2(a, e) < 1e-5 for a, e in zip(step(model, arguments), eager))
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(("saves", "forwards"), [(True, 1), (False, 2)])
+def test_selective_checkpointing(saves, forwards, monkeypatch):
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    given = {"SelectiveAC": SelectiveAC, "dataclass": dataclass, "torch": torch, "config": SimpleNamespace()}
+    page = example("SageBwdSelectiveAC", monkeypatch, **given)
+    model, arguments = debug_model("llama3", monkeypatch)
+    plain = step(model, arguments)
+    policy = page.config.activation_checkpoint if saves else SelectiveAC.Config()
+    policy.build().apply(model)
+    with Calls() as calls:
+        checkpointed = step(model, arguments)
+    assert calls.counted == {"attention": forwards, "attention_backward": 1}
+    assert all(torch.equal(a, e) for a, e in zip(checkpointed, plain))
