@@ -143,6 +143,9 @@ class Recipe:
 
     def __str__(self) -> str:
         """One line that `parse` reads back: the named recipe with the fewest differences, and those."""
+        for name, named in RECIPES.items():
+            if named is self:
+                return name
         best, fewest = "", list(_FIELDS)
         for name, named in RECIPES.items():
             differences = _differences(named, self)
