@@ -8,7 +8,7 @@ from torch import Tensor
 from sagebwd.kernels import triton
 from sagebwd.kernels.call import Call, Packing, capability
 from sagebwd.kernels.float8 import DO, K, Q, launch_float8, launch_row_values
-from sagebwd.kernels.hopper.descriptor import Rows, descriptor, vectors
+from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
@@ -112,14 +112,13 @@ def forward(
     float8 = recipe.dv == FP8
     row_max = queries.per_token(q.device) if float8 else None
     packed = cu_seqlens_q is not None
-    rows = (-1, head_dim) if not packed else None
-    q_rows, k_rows = (x.codes.view(rows or (x.codes.shape[0], -1)) for x in (q_pass, k_pass))
+    q_columns, k_columns = (head_dim * (x.heads if packed else 1) for x in (queries, keys))
     has_upper = is_causal or window_right >= 0
     grid = queries.grid(ROWS.value)
     forward_kernel[(grid * queries.batch * queries.heads,)](
-        descriptor(q_rows, (ROWS.value, head_dim)),
-        descriptor(k_rows, (block_k, head_dim)),
-        descriptor(v_pass.transposed.view(v_pass.transposed.shape[0] * head_dim, -1), (head_dim, block_k // 2)),
+        matrix(q_pass.codes, q_columns, (ROWS.value, head_dim)),
+        matrix(k_pass.codes, k_columns, (block_k, head_dim)),
+        transposed(v_pass.transposed, head_dim, block_k // 2),
         vectors(k_pass.padded_scale, block_k) if recipe.k_scale == "token" else None,
         vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
         q_pass.token_scale,
@@ -219,7 +218,7 @@ def backward(
     q_rows, k_rows, v_rows, do_rows = (
         Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
     )
-    q_t, do_t, k_t = (x.view(x.shape[0] * head_dim, -1) for x in (q_t, do_t, k_t))
+    q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)  # block_q is ROWS
     masks = {name: call.band[name] for name in ("HAS_LOWER", "HAS_UPPER")}
     options = {"VARLEN": call.varlen, "FLOAT8": float8, "BLOCK_D": head_dim}
     band = call.band["lower"], call.band["upper"]
@@ -228,12 +227,12 @@ def backward(
     launch = _launch("dkdv", head_dim)
     grid = keys.grid(launch["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
-        descriptor(q_rows.matrix, (block_q, head_dim)),
-        descriptor(k_rows.matrix, (rows, head_dim)),
-        descriptor(v_rows.matrix, (rows, head_dim)),
-        descriptor(do_rows.matrix, (block_q, head_dim)),
-        descriptor(q_t, (head_dim, block_q)),
-        descriptor(do_t, (head_dim, block_q)),
+        q_desc,
+        k_rows.blocks(rows, head_dim),
+        v_rows.blocks(rows, head_dim),
+        do_desc,
+        transposed(q_t, head_dim, block_q),
+        transposed(do_t, head_dim, block_q),
         vectors(row_values, 4 * block_q),
         k_scale,
         do_scale,
@@ -268,11 +267,11 @@ def backward(
     launch = _launch("dq", head_dim)
     grid = queries.grid(launch["CONSUMERS"] * rows)
     dq_kernel[(grid * queries.batch * queries.heads,)](
-        descriptor(q_rows.matrix, (rows, head_dim)),
-        descriptor(do_rows.matrix, (rows, head_dim)),
-        descriptor(k_rows.matrix, (block_k, head_dim)),
-        descriptor(v_rows.matrix, (block_k, head_dim)),
-        descriptor(k_t, (head_dim, PIECE.value)),
+        q_desc,
+        do_desc,
+        k_rows.blocks(block_k, head_dim),
+        v_rows.blocks(block_k, head_dim),
+        transposed(k_t, head_dim, PIECE.value),
         vectors(padded_k_scale, block_k),
         row_values,
         spread,
