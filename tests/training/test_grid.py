@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from sagebwd.recipe import Recipe
-from sagebwd.training.compare import _variants
 from sagebwd.training.config import load
 
 GRID = Path(__file__).parents[2] / "configs" / "grid"
@@ -29,7 +28,7 @@ def differing(one, other, prefix=""):
 @pytest.mark.parametrize(("norm", "size"), CONFIGS)
 def test_each_cell_has_its_recipes(norm, size):
     config = CONFIGS[norm, size]
-    variants = _variants(config)
+    variants = config.each_variant()
     recipes = [variant.attention.recipe for variant in variants.values()]
     expected = ["sdpa", "token", "paper"]
     if norm == "qknorm":
@@ -74,7 +73,7 @@ def test_the_data_suffice_for_whole_evaluations_and_processes_divide():
 @pytest.mark.parametrize("size", SIZES)
 def test_learning_rates_are_chosen_on_full_precision(size):
     config = RATES[size]
-    variants = _variants(config)
+    variants = config.each_variant()
     assert {variant.attention.recipe for variant in variants.values()} == {"sdpa"}
     tried = {(variant.model.qk_norm, variant.optimisation.learning_rate) for variant in variants.values()}
     assert len(tried) == len(variants) == 8
