@@ -7,7 +7,8 @@ import yaml
 from sagebwd.recipe import Recipe
 from sagebwd.training.config import SDPA, Config, load
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+ROOT = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(set(ROOT.rglob("*.yaml")) - set((ROOT / "finetune").iterdir()))  # which are another kind
 
 
 def write(path, content):
