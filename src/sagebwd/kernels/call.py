@@ -5,8 +5,8 @@ Dense and packed calls differ in strides and sequence bounds alone: `Packing` hi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ def pass_warps(block: int, head_dim: int, *, transposed: bool = False) -> int:
     return max(4, block * padded_head_dim(head_dim) // (4096 if transposed else 2048))
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """How the tokens of one side (queries or keys) lie: (B, H, N, D), or (total, H, D) with ``cu_seqlens``."""
 
     batch: int
@@ -59,8 +58,9 @@ class Packing:
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         """Strides of batch, head and token."""
         if self.cu_seqlens is None:
-            return x.stride(0), x.stride(1), x.stride(2)
-        return 0, x.stride(1), x.stride(0)
+            return x.stride()[:3]
+        token, head, _ = x.stride()
+        return 0, head, token
 
     def blocks(self, block: int) -> int:
         """Blocks of one head in a padded layout, where every sequence begins a block of its own."""
@@ -108,8 +108,7 @@ def transposed_view(x: Tensor, head_dim: int) -> Tensor:
     return x.view(x.shape[0], head_dim, -1)
 
 
-@dataclass(frozen=True)
-class SmoothQ:
+class SmoothQ(NamedTuple):
     """What puts back into S and dK what Q-smoothing took out; all None without it."""
 
     q_mean: Tensor | None = None  # (heads, blocks, D): the mean of each query block
@@ -117,8 +116,7 @@ class SmoothQ:
     k_mean: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One attention call: what its three kernels have in common."""
 
     recipe: Recipe

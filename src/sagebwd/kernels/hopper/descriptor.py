@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -50,8 +50,7 @@ def vectors(x: Tensor, columns: int) -> TensorDescriptor:
     return _described(x, (x.numel() // columns, columns), columns, (1, columns), _layout(0, 8 * x.element_size()))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """A tensor's tokens as rows of one matrix: token t at row b * batch + h * head + t, column h * column."""
 
     x: Tensor

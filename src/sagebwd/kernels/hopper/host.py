@@ -17,6 +17,7 @@ from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_tran
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, Recipe
 
+CONTIGUOUS = torch.contiguous_format
 HEAD_DIMS = (64, 128)
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
 # a thread's registers, three at 64. Measured on an H200, docs/kernels.md.
@@ -107,7 +108,7 @@ def forward(
         transposed=True, column_sum=torch.int32 if levels > 127 else None,
     )  # fmt: skip
 
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    o = torch.empty_like(q, memory_format=CONTIGUOUS)
     lse = queries.per_token(q.device)
     float8 = recipe.dv == FP8
     row_max = queries.per_token(q.device) if float8 else None
@@ -219,11 +220,9 @@ def backward(
         Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
     )
     q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)  # block_q is ROWS
-    masks = {name: call.band[name] for name in ("HAS_LOWER", "HAS_UPPER")}
-    options = {"VARLEN": call.varlen, "FLOAT8": float8, "BLOCK_D": head_dim}
-    band = call.band["lower"], call.band["upper"]
+    options = {"VARLEN": call.varlen, "FLOAT8": float8, "BLOCK_D": head_dim, **call.band}
 
-    dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
+    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
     launch = _launch("dkdv", head_dim)
     grid = keys.grid(launch["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
@@ -254,16 +253,14 @@ def backward(
         keys.total,
         queries.blocks(block_q),
         grid,
-        *band,
-        scale,
+        scale=scale,
         RAGGED=call.varlen or queries.tokens % block_q != 0,
         BLOCK_Q=block_q,
-        **masks,
         **options,
         **launch,
     )
 
-    dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
     launch = _launch("dq", head_dim)
     grid = queries.grid(launch["CONSUMERS"] * rows)
     dq_kernel[(grid * queries.batch * queries.heads,)](
@@ -293,11 +290,9 @@ def backward(
         queries.blocks(block_q),
         keys.blocks(block_k),
         grid,
-        *band,
-        scale,
+        scale=scale,
         RAGGED=call.varlen or keys.tokens % block_k != 0 or key_mask is not None,
         BLOCK_K=block_k,
-        **masks,
         **options,
         **launch,
     )
