@@ -129,10 +129,11 @@ def launch_grad_out(
     lse: Tensor,
     dlse: Tensor | None,
     q_scale: Tensor | None,
+    q_int8: Tensor | None,
     *,
     planes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """row_values, dO's scale and, where dV is INT8, its transposed codes; see `grad_out_kernel`."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """row_values, dO's scale, where dV is INT8 its transposed codes, and q_int8 transposed; see `grad_out_kernel`."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
     channels = (call.head_dim,) if recipe.do_scale == "channel" else ()
     row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
@@ -140,7 +141,10 @@ def launch_grad_out(
     transposed = None
     if recipe.dv == INT8:
         transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    grad_out_kernel[(queries.grid(block), queries.batch * queries.heads)](
+    q_transposed = None
+    if q_int8 is not None:
+        q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+    grad_out_kernel[(queries.grid(block), queries.batch * queries.heads, 1 if q_int8 is None else 2)](
         do,
         o,
         lse,
@@ -150,8 +154,11 @@ def launch_grad_out(
         transposed,
         scale,
         row_values,
+        q_int8,
+        q_transposed,
         *queries.strides(do),
         *queries.strides(o),
+        *queries.strides(do if q_int8 is None else q_int8),
         queries.heads,
         queries.tokens,
         queries.total,
@@ -164,4 +171,4 @@ def launch_grad_out(
         BLOCK_D=call.block_d,
         num_warps=pass_warps(block, call.head_dim),
     )
-    return row_values, scale, transposed
+    return row_values, scale, transposed, q_transposed

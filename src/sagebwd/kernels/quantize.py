@@ -147,6 +147,17 @@ def store_transposed(transposed, code, z, block, blocks, columns, head_dim: tl.c
     tl.store(at, tl.trans(interleave_rows(code)), mask=columns[:, None] < head_dim)
 
 
+@triton.jit
+def transpose(
+    codes, stride_t, transposed, z, block, blocks, rows, head_dim: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write a block of INT8 rows, of which the first ``rows`` are there, as `store_transposed` does."""
+    columns = tl.arange(0, BLOCK_D)
+    tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, rows, head_dim, False, head_dim == BLOCK_D)
+    store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def transpose_kernel(
     codes,
@@ -178,11 +189,8 @@ def transpose_kernel(
         return
     z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
-    columns = tl.arange(0, BLOCK_D)
     codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-    EVEN: tl.constexpr = head_dim == BLOCK_D
-    tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN)
-    store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
+    transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
     if padded_scale is not None:
         local = tl.arange(0, BLOCK)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
@@ -200,12 +208,17 @@ def grad_out_kernel(
     transposed,
     block_scale,
     rows,
+    codes,
+    codes_transposed,
     do_b,
     do_h,
     do_t,
     o_b,
     o_h,
     o_t,
+    codes_b,
+    codes_h,
+    codes_t,
     heads,
     tokens,
     total,
@@ -223,6 +236,8 @@ def grad_out_kernel(
     values than a program has threads are repeated by every thread. PLANES: they lie one after the other instead, a
     block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
     padding, so that P comes out 0 there without a mask.
+
+    codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -232,6 +247,12 @@ def grad_out_kernel(
         return
     z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    if codes is not None:  # noqa: SIM102, settled at compile time
+        if tl.program_id(2) == 1:
+            codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
+            codes += (start + first).to(tl.int64) * codes_t
+            transpose(codes, codes_t, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            return
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     EVEN: tl.constexpr = head_dim == BLOCK_D

@@ -213,8 +213,7 @@ def backward(
         q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
         k_t, padded_k_scale = launch_float8(k_int8, k_scale, largest, K, keys, 1, block_k, k_scale)
     else:
-        row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale, planes=True)
-        q_t, _ = launch_transpose(q_int8, queries, block_q)
+        row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
         k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
     q_rows, k_rows, v_rows, do_rows = (
         Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))

@@ -160,9 +160,10 @@ def backward(
         q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
         q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
-    q_t = launch_transpose(q_int8, queries, recipe.block_q)[0] if dk_int8 else None
     k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
-    row_values, do_scale, do_t = launch_grad_out(call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None)
+    row_values, do_scale, do_t, q_t = launch_grad_out(
+        call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
+    )
     shared = q_operand, k_operand, v, do, k_scale
     tile_maxima = _tile_maxima(call, do, v)
     dq = launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima)
