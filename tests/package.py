@@ -71,19 +71,19 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def closure(*names: str) -> set[str]:
-    """Distributions that are installed here and that these require, themselves included."""
-    found: set[str] = set()
-    waiting = list(names)
+    """Distributions that are installed here and that these require, with the extras asked for, themselves included."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(name, "") for name in names]
     while waiting:
-        name = waiting.pop()
-        if name in found:
+        name, extra = waiting.pop()
+        if (name, extra) in found:
             continue
-        found.add(name)
+        found.add((name, extra))
         for line in importlib.metadata.requires(name) or []:
             requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                waiting.append(requirement.name)
-    return found
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                waiting += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
+    return {name for name, _ in found}
 
 
 def lend(names: set[str], site: Path) -> None:
