@@ -53,6 +53,16 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert picture.stat().st_size > 5000
 
 
+def test_recipes_can_be_chosen(capsys):
+    checkpoints.main([DEMO, "--recipe", "token"])
+    printed = capsys.readouterr().out
+    assert "`token`" in printed
+    assert "`paper`" not in printed
+    with pytest.raises(SystemExit):
+        checkpoints.main([DEMO, "--recipe", "fine"])
+    assert "--recipe 'fine' is not in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -31,19 +31,28 @@ class Checkpoint:
     layers: list[dict]
 
     @classmethod
-    def read(cls, text: str) -> Checkpoint:
-        """From MODEL:STEP=FILE. Raises ValueError for other text and a file that is not one of ``sagebwd trace``."""
+    def read(cls, text: str, recipes: Sequence[str] | None = None) -> Checkpoint:
+        """From MODEL:STEP=FILE, these recipes alone, all for None.
+
+        Raises ValueError for other text, a file that is not one of ``sagebwd trace`` and a recipe that is not in it.
+        """
         name, equals, path = text.partition("=")
         model, colon, step = name.rpartition(":")
         if not (equals and colon and step.isdecimal()):
             raise ValueError(f"{text!r}: expected MODEL:STEP=FILE")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(model, int(step), content["rows"], content["layers"])
+            rows, layers = content["rows"], content["layers"]
         except FileNotFoundError:
             raise ValueError(f"{path}: there is no such file") from None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: not a file of sagebwd trace --output") from None
+        known = list(dict.fromkeys(row["recipe"] for row in layers))
+        for recipe in recipes or ():
+            if recipe not in known:
+                raise ValueError(f"--recipe {recipe!r} is not in {path}; accepted: {'; '.join(known)}")
+        kept = recipes or known
+        return cls(model, int(step), *([row for row in part if row["recipe"] in kept] for part in (rows, layers)))
 
     def heads(self, recipe: str, layer: int) -> list[dict]:
         """A layer's rows under a recipe."""
@@ -175,10 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     description = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m sagebwd.analysis.checkpoints", description=description)
     parser.add_argument("file", nargs="+", help="MODEL:STEP=FILE of `sagebwd trace --output`")
+    parser.add_argument("--recipe", action="append", help="show these alone, by name; repeat [default: all]")
     parser.add_argument("--plot", type=Path, help="also draw a .png file")
     given = parser.parse_args(arguments)
     try:
-        checkpoints = [Checkpoint.read(text) for text in given.file]
+        checkpoints = [Checkpoint.read(text, given.recipe) for text in given.file]
     except ValueError as error:
         parser.error(str(error))
     print(markdown(checkpoints))
