@@ -124,7 +124,7 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
             "sagebwd.cli", *arguments.split(),
         ],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=300,
         env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr

@@ -34,7 +34,7 @@ def launch(tmp_path):
                 sys.executable, "-m", *launcher, "-m", "sagebwd.cli", command,
                 "--config", str(path), "--output", str(output), *arguments,
             ],
-            capture_output=True, text=True, check=False, timeout=120,
+            capture_output=True, text=True, check=False, timeout=300,
             env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         return finished.returncode, finished.stdout + finished.stderr
