@@ -68,7 +68,7 @@ class Recipe:
       addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
-    ``smooth_q`` the mean of each query block.
+    ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
 
     Raises ValueError for an unknown choice or block size, and TypeError for a switch that is not a bool.
     """

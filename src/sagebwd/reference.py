@@ -159,13 +159,12 @@ class Emulator:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, D) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
         recipe = self.recipe
-        v_smooth, v_mean = self._smooth_v()
-        v_smooth = pad_tokens(v_smooth, recipe.block_k)
         if recipe.o == INT8:
-            codes, v_scale = quantize_tokens(v_smooth, recipe.v_scale, recipe.block_k)
+            v_smooth, v_mean = self._smooth_v()
+            codes, v_scale = quantize_tokens(pad_tokens(v_smooth, recipe.block_k), recipe.v_scale, recipe.block_k)
             v_operand = codes * v_scale
         else:
-            v_operand = self.sixteen_bit(v_smooth)
+            v_operand, v_mean = self.sixteen_bit(self.v), 0
         o = self.q.new_zeros(*self.q.shape)
         lse = self.q.new_full(self.q.shape[:-1], -math.inf)
         for rows, keys in self._chunks():

@@ -35,6 +35,7 @@ class KernelCall:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
     seed: int = 0
+    deterministic: bool = False
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, do, dlse or None, drawn in BF16; k and v have a mean over tokens."""
@@ -83,7 +84,7 @@ class KernelCall:
             always = recipe.s == SIXTEEN_BIT or recipe.smooth_q
             q = q if always or recipe.dk == SIXTEEN_BIT else None
             k = k if always or recipe.dq == SIXTEEN_BIT else None
-        dq, dk, dv = implementation.backward(do, dlse, q, k, v, o, lse, *saved, *settings, True)
+        dq, dk, dv = implementation.backward(do, dlse, q, k, v, o, lse, *saved, *settings, self.deterministic)
         names = ("q_int8", "q_scale", "k_int8", "k_scale", "row_max", "v_scale", "k_mean")
         return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **dict(zip(names, saved))}
 

@@ -76,6 +76,17 @@ def test_hopper_forward(recipe, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_forward_with_16_bit_o(head_dim):
+    (row,) = [r for r in launches("hopper", head_dim, "token(o=16bit)") if r["kernel"] == "forward_16bit_kernel"]
+    warpgroups = {64: 3, 128: 2}[head_dim]
+    # the first S, and S and O in the loop over whole blocks and in the loop over masked ones
+    assert (row["int8_products"], row["float_products"]) == (3 * warpgroups, 2 * warpgroups), row
+    assert row["opcodes"].keys() == {"IGMMA", "HGMMA"}, row
+    assert row["spills"] == 0, row
+    assert row["shared_bytes"] <= SHARED_BYTES[90]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_backward(head_dim):
     rows = {row["kernel"]: row for row in launches("hopper", head_dim, "token")}
     warpgroups, parts = {64: 3, 128: 2}[head_dim], head_dim // 64
@@ -99,3 +110,10 @@ def test_hopper_backward_in_fp8(head_dim):
         assert rows[name]["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, rows[name]
         assert rows[name]["shared_bytes"] <= SHARED_BYTES[90]
         assert rows[name]["spills"] <= (32 if head_dim == 128 else 0), rows[name]
+    row = rows["backward_kernel"]
+    # S; dP, dV and dK, and dQ from the keys of both warpgroups, in the loop and once after it
+    assert (row["int8_products"], row["float_products"]) == (2 * 1, 2 * (3 + 2 + 2)), row
+    assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
+    assert row["shared_bytes"] <= SHARED_BYTES[90]
+    # registers saved once beside the loop
+    assert row["spills"] <= (64 if head_dim == 128 else 0), row

@@ -15,14 +15,21 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
 
-FLOAT8 = {
-    f"fp8-{name}": dataclasses.replace(CALLS[name], recipe="token_fp8")
-    for name in (
-        "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal",
-        "window-beyond-keys", "key-mask", "packed", "packed-causal-window", "fp16",
-    )
-}  # fmt: skip
-CALLS = CALLS | FLOAT8
+VARIED = (
+    "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
+    "key-mask", "packed", "packed-causal-window", "fp16",
+)  # fmt: skip
+# what these kernels have beside the recipes of the portable ones
+CHANGES = {
+    "fp8": {"recipe": "token_fp8"},
+    "fp8-deterministic": {"recipe": "token_fp8", "deterministic": True},
+    "16bit-o": {"recipe": "token(o=16bit)"},
+    "fp8-16bit-o": {"recipe": "token_fp8(o=16bit)"},
+    "paper-16bit-o": {"recipe": "paper(o=16bit)"},
+}
+CALLS = CALLS | {
+    f"{change}-{name}": dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED
+}
 SUPPORTED = [
     (name, head_dim)
     for name, call in CALLS.items()
@@ -63,15 +70,32 @@ class TestOnHopper:
         actual = call.check(hopper)
         assert (actual["o"][:, :, 12:] == 0).all()
 
+    @pytest.mark.parametrize("recipe", ["token", "token(o=16bit)", "token_fp8", "token_fp8(o=16bit)"])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_a_nan_stays_in_its_sequence(self, recipe, head_dim):
+        """Kernels read whole blocks, past the end of one head or sequence into the next."""
+        shape = (2, 2, 201, head_dim)
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        for x in inputs:
+            x[0, 1] = x[1] = float("nan")
+        *inputs, do = (x.requires_grad_() for x in inputs)
+        o = sage_attention(*inputs, recipe=recipe, impl="hopper")
+        for x in (o, *torch.autograd.grad(o, inputs, do)):
+            assert x[0, 0].isfinite().all()
+            assert x[0, 1].isnan().all()
+
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_repeats_bit_for_bit(self, head_dim):
         """Large enough for a race: a stage that was released too early spoilt one row in a thousand."""
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (1, 2048 // head_dim, 8192, head_dim)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-        first, *others = [sage_attention(*inputs, impl="hopper", return_lse=True) for _ in range(5)]
-        for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(first, other))
+        for recipe in ("token", "token(o=16bit)"):
+            first, *others = [
+                sage_attention(*inputs, recipe=recipe, impl="hopper", return_lse=True) for _ in range(5)
+            ]
+            for other in others:
+                assert all(torch.equal(a, b) for a, b in zip(first, other))
 
     def test_is_what_none_takes(self):
         token = Recipe.named("token")
@@ -86,7 +110,8 @@ def test_unsupported_says_why():
     assert "96" in hopper.unsupported(token, 96, torch.bfloat16)
     assert "float32" in hopper.unsupported(token, 64, torch.float32)
     assert "smooth_q" in hopper.unsupported(token.replace(smooth_q=True), 64, torch.bfloat16)
-    assert "o=" in hopper.unsupported(token.replace(o="16bit"), 64, torch.bfloat16)
+    assert hopper.unsupported(token.replace(o="16bit"), 64, torch.bfloat16) is None
+    assert "s=" in hopper.unsupported(token.replace(s="16bit"), 64, torch.bfloat16)
     assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
 

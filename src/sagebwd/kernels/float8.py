@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
 from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
-from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence
+from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence, to_16bit
 
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Whose largest magnitude: places in a row of ``largest``.
@@ -190,11 +190,12 @@ def float8_kernel(
     blocks,
     head_dim: tl.constexpr,
     WHOSE: tl.constexpr,
+    PAIRS: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """e4m3 of rows times their factor and 2^g, transposed as INT8 codes are; WHOSE: which largest.
+    """e4m3 of rows times their factor and 2^g, transposed by `store_transposed`; WHOSE: which largest.
 
     padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
     """
@@ -217,10 +218,45 @@ def float8_kernel(
     multiplier = tl.load(factor + row, mask=inside, other=0)
     code = tile * multiplier[:, None] * float8_factor(tl.load(largest + owner * 3 + WHOSE))
     code = code.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+    store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK, PAIRS)
     if padded_scale is not None:
         scale = tl.load(token_scale + row, mask=inside, other=0)
         tl.store(padded_scale + block * BLOCK + local, scale)
+
+
+@triton.jit
+def float8_scale(bits):
+    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit(do_not_specialize=[*NO_SPECIALIZE, "group"])
+def finish_dq_kernel(
+    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, group, tokens, total, blocks, scale,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dQ from its FP32 sums, (heads, blocks * BLOCK, D): times each row's spread, K's scale and the softmax scale."""
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = first + local < length
+    kept = inside[:, None] & (columns < head_dim)[None, :]
+    tile = tl.load(summed + (block * BLOCK + local)[:, None] * head_dim + columns[None, :], mask=kept, other=0)
+    factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
+    owner = batch * (heads // group) + head // group
+    factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
+    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_t
+    at = dq + local.to(tl.int64)[:, None] * dq_t + columns[None, :]
+    tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
 
 
 def launch_row_values(
@@ -283,6 +319,30 @@ def launch_row_values(
     return row_values, do_factor, q_factor, spread, largest
 
 
+def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor) -> None:
+    """Write dq from its FP32 sums; see `finish_dq_kernel`."""
+    queries, block = call.queries, call.recipe.block_q
+    finish_dq_kernel[(queries.grid(block), queries.batch * queries.heads)](
+        summed,
+        spread,
+        largest,
+        queries.cu_seqlens,
+        dq,
+        *queries.strides(dq),
+        queries.heads,
+        call.group,
+        queries.tokens,
+        queries.total,
+        queries.blocks(block),
+        call.scale,
+        head_dim=call.head_dim,
+        VARLEN=call.varlen,
+        BLOCK=block,
+        BLOCK_D=call.block_d,
+        num_warps=pass_warps(block, call.head_dim),
+    )
+
+
 def launch_float8(
     x: Tensor,
     factor: Tensor,
@@ -292,8 +352,10 @@ def launch_float8(
     group: int,
     block: int,
     token_scale: Tensor | None = None,
+    *,
+    pairs: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The transposed e4m3 copy of rows, and their scales padded to whole blocks if given."""
+    """The transposed e4m3 copy of rows (``pairs``: see `store_transposed`), and their scales in whole blocks if given."""
     head_dim = x.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
     padded_scale = None
@@ -315,6 +377,7 @@ def launch_float8(
         packing.blocks(block),
         head_dim=head_dim,
         WHOSE=whose,
+        PAIRS=pairs,
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
         BLOCK_D=padded_head_dim(head_dim),

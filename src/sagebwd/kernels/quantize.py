@@ -17,6 +17,7 @@ from sagebwd.kernels.tile import (
     interleave_rows,
     load_rows,
     padded_block,
+    pair_rows,
     sequence,
     to_16bit,
     to_int8,
@@ -139,12 +140,16 @@ def quantize_kernel(
 
 
 @triton.jit
-def store_transposed(transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved."""
+def store_transposed(
+    transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr = False,
+):  # fmt: skip
+    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved, or in the order of `pair_rows`."""
     pitch = blocks * BLOCK
     at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
     at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
-    tl.store(at, tl.trans(interleave_rows(code)), mask=columns[:, None] < head_dim)
+    code = pair_rows(code) if PAIRS else interleave_rows(code)
+    tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
 
 
 @triton.jit

@@ -7,11 +7,14 @@ from torch import Tensor
 
 from sagebwd.kernels import triton
 from sagebwd.kernels.call import Call, Packing, capability
-from sagebwd.kernels.float8 import DO, K, Q, launch_float8, launch_row_values
+from sagebwd.kernels.float8 import DO, K, Q, launch_finish_dq, launch_float8, launch_row_values
+from sagebwd.kernels.hopper.backward import CONSUMERS, backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
+from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
+from sagebwd.kernels.hopper.launch import BACKWARD, FORWARD, launch
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
@@ -19,10 +22,6 @@ from sagebwd.recipe import FP8, INT8, Recipe
 
 CONTIGUOUS = torch.contiguous_format
 HEAD_DIMS = (64, 128)
-# Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
-# a thread's registers, three at 64. Measured on an H200, docs/kernels.md.
-FORWARD_REGISTERS = {64: 80, 128: 128}
-FORWARD_STAGES = 2
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
 
@@ -32,11 +31,6 @@ INT8_BACKWARD = {
     "ds_scale_dk": "key", "block_q": 64,
 }  # fmt: skip
 FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale": "sequence", "block_q": 64}
-# Warpgroups that share what a program's warp loads, and the stages of its ring. Measured on an H200, docs/kernels.md.
-CONSUMERS = {"dkdv": {64: 3, 128: 2}, "dq": {64: 2, 128: 2}}
-STAGES = {"dkdv": {64: 4, 128: 2}, "dq": {64: 3, 128: 2}}
-# Registers of a thread at launch and of one that computes, by warpgroups; the loading warp's 128 threads keep 24 each.
-REGISTERS = {2: (168, 240), 3: (128, 160)}
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -51,21 +45,13 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return "v_scale='channel' is not one of block, sequence"
     if recipe.smooth_q:
         return "smooth_q=True"
-    for product in ("s", "o"):
-        if getattr(recipe, product) != INT8:
-            return f"{product}={getattr(recipe, product)!r}: only 'int8' runs"
+    if recipe.s != INT8:
+        return f"s={recipe.s!r}: only 'int8' runs"
     if FP8 in (recipe.dv, recipe.dq, recipe.dk) and not _has(recipe, FLOAT8_BACKWARD):
         needed = ", ".join(f"{name}={value!r}" for name, value in FLOAT8_BACKWARD.items())
         return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
     return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
-
-
-def _launch(kernel: str, head_dim: int) -> dict[str, int]:
-    consumers = CONSUMERS[kernel][head_dim]
-    at_launch, computing = REGISTERS[consumers]
-    stages = STAGES[kernel][head_dim]
-    return {"CONSUMERS": consumers, "STAGES": stages, "REGISTERS": computing, "maxnreg": at_launch, "num_warps": 4}
 
 
 def _has(recipe: Recipe, fields: dict[str, object]) -> bool:
@@ -94,69 +80,77 @@ def forward(
     key_mask = None if key_mask is None else key_mask.contiguous()
     queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     head_dim, block_k = q.shape[-1], recipe.block_k
-    sequence = recipe.v_scale == "sequence"
+    o_int8, float8 = recipe.o == INT8, recipe.dv == FP8
+    sequence = recipe.v_scale == "sequence" and (o_int8 or float8)
     k_mean, v_mean, v_scale = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=sequence
-    )
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v and (o_int8 or float8),
+        v_scale=sequence,
+    )  # fmt: skip
     q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True)
     k_pass = launch_quantize(
         k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True, padded_scale=True
     )
-    levels = recipe.p_levels
-    v_pass = launch_quantize(
-        v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
-        transposed=True, column_sum=torch.int32 if levels > 127 else None,
-    )  # fmt: skip
-
     o = torch.empty_like(q, memory_format=CONTIGUOUS)
     lse = queries.per_token(q.device)
-    float8 = recipe.dv == FP8
     row_max = queries.per_token(q.device) if float8 else None
     packed = cu_seqlens_q is not None
     q_columns, k_columns = (head_dim * (x.heads if packed else 1) for x in (queries, keys))
-    has_upper = is_causal or window_right >= 0
-    grid = queries.grid(ROWS.value)
-    forward_kernel[(grid * queries.batch * queries.heads,)](
-        matrix(q_pass.codes, q_columns, (ROWS.value, head_dim)),
-        matrix(k_pass.codes, k_columns, (block_k, head_dim)),
-        transposed(v_pass.transposed, head_dim, block_k // 2),
-        vectors(k_pass.padded_scale, block_k) if recipe.k_scale == "token" else None,
-        vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
-        q_pass.token_scale,
-        k_pass.padded_scale,
-        v_scale if sequence else v_pass.block_scale,
-        v_mean if recipe.smooth_v else None,
-        key_mask,
-        o,
-        lse,
-        row_max,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *queries.strides(o),
-        queries.heads,
-        queries.heads // keys.heads,
-        queries.tokens,
-        keys.tokens,
-        queries.total,
-        keys.blocks(block_k),
-        grid,
-        -window_left,
-        0 if is_causal else window_right,
-        abs(scale),
-        head_dim=head_dim,
-        HAS_LOWER=window_left >= 0,
-        HAS_UPPER=has_upper,
-        VARLEN=packed,
-        K_TOKEN=recipe.k_scale == "token",
-        V_SEQUENCE=sequence,
-        NEGATIVE=scale < 0,
-        LEVELS=levels,
-        STAGES=FORWARD_STAGES,
-        BLOCK_K=block_k,
-        BLOCK_D=head_dim,
-        num_warps=4,
-        maxnreg=FORWARD_REGISTERS[head_dim],
-    )
+    consumers = 1 if o_int8 else launch("forward_16bit", head_dim)["CONSUMERS"]
+    grid = queries.grid(consumers * ROWS.value)
+    q_desc = matrix(q_pass.codes, q_columns, (ROWS.value, head_dim))
+    k_desc = matrix(k_pass.codes, k_columns, (block_k, head_dim))
+    k_scale_desc = vectors(k_pass.padded_scale, block_k) if recipe.k_scale == "token" else None
+    out = key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k
+    sizes = (
+        *queries.strides(o), queries.heads, queries.heads // keys.heads, queries.tokens, keys.tokens, queries.total,
+        keys.blocks(block_k), grid, -window_left, 0 if is_causal else window_right, abs(scale),
+    )  # fmt: skip
+    options = {
+        "head_dim": head_dim, "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
+        "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_K": block_k,
+        "BLOCK_D": head_dim,
+    }  # fmt: skip
+    programs = grid * queries.batch * queries.heads
+    if o_int8:
+        levels = recipe.p_levels
+        v_pass = launch_quantize(
+            v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
+            transposed=True, column_sum=torch.int32 if levels > 127 else None,
+        )  # fmt: skip
+        forward_kernel[(programs,)](
+            q_desc,
+            k_desc,
+            transposed(v_pass.transposed, head_dim, block_k // 2),
+            k_scale_desc,
+            vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
+            q_pass.token_scale,
+            k_pass.padded_scale,
+            v_scale if sequence else v_pass.block_scale,
+            v_mean if recipe.smooth_v else None,
+            *out,
+            *sizes,
+            V_SEQUENCE=sequence,
+            LEVELS=levels,
+            **options,
+            **FORWARD[head_dim],
+        )
+    else:
+        if key_mask is not None:  # a masked key's V may be anything, NaN too
+            v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True).smoothed
+        v_rows = Rows.of(v, keys)
+        forward_16bit_kernel[(programs,)](
+            q_desc,
+            k_desc,
+            v_rows.blocks(block_k, head_dim),
+            k_scale_desc,
+            q_pass.token_scale,
+            k_pass.padded_scale,
+            *out,
+            *v_rows.steps,
+            *sizes,
+            **options,
+            **launch("forward_16bit", head_dim),
+        )
     bounds = (row_max, v_scale) if float8 else (lse.new_empty(0), lse.new_empty(0))
     return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, *bounds, k_mean
 
@@ -188,7 +182,7 @@ def backward(
     recipe: Recipe,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; every run is bit for bit the same whether ``deterministic`` or not."""
+    """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``deterministic``."""
     float8 = recipe.dv == FP8
     if not float8 and not _has(recipe, INT8_BACKWARD):
         return triton.backward(
@@ -205,13 +199,17 @@ def backward(
     )  # fmt: skip
     head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
     do_scale, spread, largest = None, None, None
+    one_kernel = float8 and not deterministic
     if float8:
         row_values, do_factor, q_factor, spread, largest = launch_row_values(
             call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale
         )
         do_t, _ = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
         q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
-        k_t, padded_k_scale = launch_float8(k_int8, k_scale, largest, K, keys, 1, block_k, k_scale)
+        if one_kernel:
+            k_t, _ = launch_float8(k_int8, k_scale, largest, K, keys, 1, CONSUMERS.value * rows, pairs=True)
+        else:
+            k_t, padded_k_scale = launch_float8(k_int8, k_scale, largest, K, keys, 1, block_k, k_scale)
     else:
         row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
         k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
@@ -219,19 +217,62 @@ def backward(
         Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
     )
     q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)  # block_q is ROWS
-    options = {"VARLEN": call.varlen, "FLOAT8": float8, "BLOCK_D": head_dim, **call.band}
-
+    q_t_desc, do_t_desc = transposed(q_t, head_dim, block_q), transposed(do_t, head_dim, block_q)
+    rows_desc = vectors(row_values, 4 * block_q)
+    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
     dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
-    launch = _launch("dkdv", head_dim)
-    grid = keys.grid(launch["CONSUMERS"] * rows)
+    steps = *q_rows.steps, *k_rows.steps, *v_rows.steps, *do_rows.steps
+    options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
+    if one_kernel:
+        span = CONSUMERS.value * rows
+        summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float32, device=do.device).zero_()
+        grid = keys.grid(span)
+        backward_kernel[(grid * keys.batch * keys.heads,)](
+            q_desc,
+            k_rows.blocks(rows, head_dim),
+            v_rows.blocks(rows, head_dim),
+            do_desc,
+            q_t_desc,
+            transposed(k_t, head_dim, rows),
+            do_t_desc,
+            rows_desc,
+            matrix(summed, head_dim, (block_q, head_dim // 2)),
+            k_scale,
+            largest,
+            key_mask,
+            dk,
+            dv,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *steps,
+            *keys.strides(dk),
+            keys.heads,
+            call.group,
+            queries.tokens,
+            keys.tokens,
+            keys.total,
+            queries.blocks(block_q),
+            grid,
+            scale=scale,
+            RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
+            BLOCK_Q=block_q,
+            **options,
+            **BACKWARD[head_dim],
+        )
+        launch_finish_dq(call, summed, spread, largest, dq)
+        return dq, dk, dv
+
+    options["FLOAT8"] = float8
+    chosen = launch("dkdv", head_dim)
+    grid = keys.grid(chosen["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
         q_desc,
         k_rows.blocks(rows, head_dim),
         v_rows.blocks(rows, head_dim),
         do_desc,
-        transposed(q_t, head_dim, block_q),
-        transposed(do_t, head_dim, block_q),
-        vectors(row_values, 4 * block_q),
+        q_t_desc,
+        do_t_desc,
+        rows_desc,
         k_scale,
         do_scale,
         largest,
@@ -240,10 +281,7 @@ def backward(
         dv,
         cu_seqlens_q,
         cu_seqlens_k,
-        *q_rows.steps,
-        *k_rows.steps,
-        *v_rows.steps,
-        *do_rows.steps,
+        *steps,
         *keys.strides(dk),
         keys.heads,
         call.group,
@@ -256,12 +294,11 @@ def backward(
         RAGGED=call.varlen or queries.tokens % block_q != 0,
         BLOCK_Q=block_q,
         **options,
-        **launch,
+        **chosen,
     )
 
-    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
-    launch = _launch("dq", head_dim)
-    grid = queries.grid(launch["CONSUMERS"] * rows)
+    chosen = launch("dq", head_dim)
+    grid = queries.grid(chosen["CONSUMERS"] * rows)
     dq_kernel[(grid * queries.batch * queries.heads,)](
         q_desc,
         do_desc,
@@ -276,10 +313,7 @@ def backward(
         dq,
         cu_seqlens_q,
         cu_seqlens_k,
-        *q_rows.steps,
-        *k_rows.steps,
-        *v_rows.steps,
-        *do_rows.steps,
+        *steps,
         *queries.strides(dq),
         queries.heads,
         call.group,
@@ -293,6 +327,6 @@ def backward(
         RAGGED=call.varlen or keys.tokens % block_k != 0 or key_mask is not None,
         BLOCK_K=block_k,
         **options,
-        **launch,
+        **chosen,
     )
     return dq, dk, dv

@@ -1,16 +1,21 @@
 """What the Gluon kernels share: `sagebwd.kernels.tile`'s index arithmetic, compiled by Gluon, and 8-bit operands."""
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from sagebwd.kernels import tile
+from sagebwd.kernels import float8, tile
 
 sequence = gluon.jit(tile.sequence.fn)
 padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
+float8_scale = gluon.jit(float8.float8_scale.fn)
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 renamed it
 
 LOG2_E = gl.constexpr(tile.LOG2_E.value)
 LN_2 = gl.constexpr(tile.LN_2.value)
@@ -48,7 +53,36 @@ def operand_float8(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def float8_scale(bits):
-    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
-    exponent = gl.maximum((bits + 0x1FFFFF) >> 23, 16)
-    return gl.where(bits >= 0x7F800000, float("nan"), ((exponent - 8) << 23).to(gl.float32, bitcast=True))
+def paired_rows(low, high):
+    """Two rows' 8-bit codes side by side: what STSM transposes in units of 16 bits."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r", [low, high], dtype=gl.int16,
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_transposed(memory, codes):
+    """8-bit codes of a (64, N) score tile to shared memory as (N, 64), rows in the order of `tile.pair_rows`.
+
+    memory: (N, 32) int16.
+    """
+    N: gl.constexpr = codes.shape[1]
+    low, high = gl.split(codes.to(gl.int8, bitcast=True).reshape([4, 2, 8, N]).permute([0, 2, 3, 1]))
+    memory.store(paired_rows(low.reshape([32, N]), high.reshape([32, N])).permute([1, 0]))
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another type."""
+    method = getattr(memory, "_reinterpret", None) or memory.reinterpret  # triton 3.9 renamed it
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def add_tile(descriptor, coordinates, memory, _semantic=None):
+    """Add shared memory to a block of a tensor by TMA, asynchronously; `tma.store_wait` waits for its being read."""
+    if hasattr(tma, "async_atomic_add"):  # triton 3.8; before it the builder alone has it
+        return tma.async_atomic_add(descriptor, coordinates, memory, _semantic=_semantic)
+    at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, memory.handle)

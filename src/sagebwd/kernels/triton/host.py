@@ -69,10 +69,10 @@ def forward(
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
     k_mean, v_mean, v_scale = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v,
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
         v_scale=o_int8 and recipe.v_scale == "sequence",
     )  # fmt: skip
-    k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
+    k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
     if q_int8 or recipe.smooth_q:
@@ -85,7 +85,7 @@ def forward(
         k_pass = launch_quantize(
             k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed
         )
-    v_smoothed = not o_int8 and (recipe.smooth_v or key_mask is not None)
+    v_smoothed = not o_int8 and key_mask is not None  # a masked key's V may be anything, NaN too
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,

@@ -1,0 +1,323 @@
+"""dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.float8`).
+
+A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T and
+dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also goes to
+shared memory, transposed, and each of two warpgroups computes half of dQ's columns over the keys of both, a step behind,
+so that neither waits for the other. TMA adds these to dQ in FP32, in any order: not repeatable bit for bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sagebwd.kernels.hopper.dkdv import plane
+from sagebwd.kernels.hopper.tile import (
+    LOG2_E,
+    ROWS,
+    add_tile,
+    barrier,
+    block_range,
+    exp2,
+    float8_scale,
+    load_tile,
+    operand,
+    operand_float8,
+    padded_block,
+    reinterpret,
+    sequence,
+    store_transposed,
+    visible,
+)
+
+# Warpgroups of a program, and blocks of dS that may wait for their dQ.
+CONSUMERS = gl.constexpr(2)
+SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def load(operands, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
+    """The loading warp: the keys' K, K transposed and V once, then four operands and the row values of each block."""
+    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
+    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
+    begin, count, blocks_q, z_q, block_0 = steps
+    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 4)
+    for consumer in gl.static_range(CONSUMERS):
+        first = consumer * ROWS
+        load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
+        load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
+        load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
+    step = 0
+    for head in range(heads[0], heads[1]):
+        z = z_q + head
+        for i in range(begin, begin + count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            ready = full.index(stage * 3)
+            do_ready = full.index(stage * 3 + 1)
+            copies_ready = full.index(stage * 3 + 2)
+            first = i * BLOCK_Q
+            padded = block_0 + i
+            mbarrier.expect(ready, BLOCK_Q * (BLOCK_D + 16))
+            load_tile(q_desc, [row_q + head * row_q_h + first, head * column_q], ready, q_memory.index(stage))
+            load_tile(rows_desc, [z * blocks_q + padded, 0], ready, rows_memory.index(stage))
+            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2)
+            load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(stage))
+            mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
+            load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
+            load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
+            step += 1
+
+
+@gluon.jit
+def dq_product(ds_memory, k_t_memory, slot, CONSUMER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
+    """This warpgroup's half of dQ's columns of a block of queries, over the keys of both; in flight."""
+    HALF: gl.constexpr = BLOCK_D // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    dq = gl.zeros([BLOCK_Q, HALF], gl.float32, LAYOUT)
+    for other in gl.static_range(CONSUMERS):
+        ds = reinterpret(ds_memory.index(slot * CONSUMERS + other), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+        k_t = k_t_memory.index(other).slice(CONSUMER * HALF, HALF, 0).permute((1, 0))
+        dq = warpgroup_mma(ds, k_t, dq, use_acc=other > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq_desc, dq_memory, dq, row, CONSUMER: gl.constexpr):
+    """Hand a block of dQ to TMA, once it has read the last one."""
+    tma.store_wait(0)
+    barrier()
+    dq_memory.index(CONSUMER).store(dq)
+    fence_async_shared()
+    barrier()
+    add_tile(dq_desc, [row, CONSUMER * dq.shape[1]], dq_memory.index(CONSUMER))
+
+
+@gluon.jit
+def accumulate(
+    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: dK and dV of 64 keys, half of dQ's columns of every block of queries."""
+    memory, barriers, pointers, dq_desc, steps, heads, sizes, scale = shared
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
+    DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, ds_memory, dq_memory = (
+        memory
+    )
+    keys_full, full, empty, ds_full, ds_empty = barriers
+    k_scale, largest, key_mask, dk, dv = pointers
+    begin, count, blocks_q, z_q, block_0 = steps
+    first_k, length_k, length_q, lower, upper, out_t = sizes
+    first_k += CONSUMER * ROWS
+    keys = first_k + gl.arange(0, ROWS, ROW)
+    key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
+    keep_key = keys < length_k
+    if key_mask is not None:
+        keep_key = gl.load(key_mask + keys, mask=keep_key, other=0) != 0
+    no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
+    no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
+    dv_acc = dk_acc
+    # a block of zeros goes before the first: every step has one to compute dQ of
+    no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+    ds_memory.index(CONSUMER).store(no_codes)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    last_row = ((z_q + heads[0]) * blocks_q + block_0 + begin) * BLOCK_Q
+    mbarrier.wait(keys_full, 0)
+    step = 0
+    for head in range(heads[0], heads[1]):
+        block_row = (z_q + head) * blocks_q + block_0
+        for i in range(begin, begin + count):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            before = step % SLOTS
+            slot = (step + 1) % SLOTS
+            mbarrier.wait(full.index(stage * 3), phase)
+            rows = rows_memory.index(stage)
+            q = q_memory.index(stage).permute((1, 0))
+            do = do_memory.index(stage).permute((1, 0))
+            s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(stage * 3 + 1), phase)
+            dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+            x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, S_LAYOUT) * gl.expand_dims(key_scale, 1)
+            x -= plane(rows, 0, BLOCK_Q, S_LAYOUT)
+            first_q = i * BLOCK_Q
+            whole = first_q + BLOCK_Q <= length_q
+            if RAGGED:
+                whole = whole & (first_k + ROWS <= length_k)
+            if HAS_LOWER:
+                whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
+            if HAS_UPPER:
+                whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+            if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
+                if not whole:
+                    queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+                    distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
+                    x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
+            if key_mask is not None:
+                x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+            elif RAGGED:
+                if not whole:
+                    x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+            p = exp2(x)
+            p_codes = operand_float8(p, OPERAND)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
+            ds = p * (dp * plane(rows, 2, BLOCK_Q, S_LAYOUT) - plane(rows, 3, BLOCK_Q, S_LAYOUT))
+            if key_mask is not None:
+                ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
+            if RAGGED:  # noqa: SIM102
+                if not whole:
+                    # what lies past the end need not be finite
+                    ds = gl.where(p == 0, 0.0, ds)
+            ds_float8 = ds.to(gl.float8e4nv)
+            mbarrier.wait(ds_empty.index(slot), (((step + 1) // SLOTS) & 1) ^ 1)
+            store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), ds_float8)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(ds_full.index(slot), count=1)
+            ds_codes = operand(ds_float8, OPERAND)
+            mbarrier.wait(full.index(stage * 3 + 2), phase)
+            dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
+            dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
+            mbarrier.wait(ds_full.index(before), (step // SLOTS) & 1)
+            dq = dq_product(ds_memory, k_t_memory, before, CONSUMER, BLOCK_Q, BLOCK_D)
+            dv_acc, dk_acc, dq = warpgroup_mma_wait(0, deps=[dv_acc, dk_acc, dq])
+            mbarrier.arrive(ds_empty.index(before), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            add_dq(dq_desc, dq_memory, dq, last_row, CONSUMER)
+            last_row = (block_row + i) * BLOCK_Q
+            step += 1
+    mbarrier.wait(ds_full.index(step % SLOTS), (step // SLOTS) & 1)
+    dq = dq_product(ds_memory, k_t_memory, step % SLOTS, CONSUMER, BLOCK_Q, BLOCK_D)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_dq(dq_desc, dq_memory, dq, last_row, CONSUMER)
+
+    rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
+    at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+    written = gl.expand_dims(rows_out < length_k, 1)
+    dv_acc = dv_acc * float8_scale(gl.load(largest))
+    dk_acc = dk_acc * (float8_scale(gl.load(largest + 1)) * scale)
+    gl.store(dk + at, dk_acc.to(dk.dtype.element_ty), mask=written)
+    gl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=written)
+    # what TMA still reads must outlive the program's shared memory
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
+        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "lower", "upper",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, dq_desc, k_scale, largest, key_mask, dk,
+    dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
+    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """128 keys of one key head, with the query heads that share it. BLOCK_Q is the recipe's.
+
+    Arguments as in `dkdv_kernel`. k_t_desc: K's transposed codes, tokens in the order of `tile.pair_rows`, sequences
+    padded to blocks of 128. dq_desc: (padded queries, D) FP32, zeros to which dQ is added, in
+    units of its rows' spread and of largest (`finish_dq_kernel`). RAGGED: a block of either may end past its sequence.
+    """
+    batch_head = gl.program_id(0) // grid
+    block_k = gl.program_id(0) % grid
+    batch = batch_head // heads_k
+    head_k = batch_head % heads_k
+    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    SPAN: gl.constexpr = CONSUMERS * ROWS
+    first_k = block_k * SPAN
+    if first_k >= length_k:
+        return
+    if VARLEN:
+        lower += length_k - length_q
+        upper += length_k - length_q
+        z_q = 0
+        z_k = head_k
+    else:
+        z_q = batch * heads_k * group
+        z_k = batch_head
+    begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+    heads = (head_k * group, head_k * group + group)
+    steps = (begin, end - begin, blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
+    token_k = start_k + first_k
+    padded_k = (padded_block(start_k, batch, SPAN, VARLEN) + block_k) * SPAN
+    place = (
+        batch * k_b + head_k * k_h + token_k, head_k * k_column, batch * v_b + head_k * v_h + token_k,
+        head_k * v_column, z_k * BLOCK_D, padded_k, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h,
+        do_column,
+    )  # fmt: skip
+    sizes = (first_k, length_k, length_q, lower, upper, dk_t)
+    out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
+    if key_mask is not None:
+        key_mask += batch.to(gl.int64) * tokens_k
+    pointers = (
+        k_scale + z_k.to(gl.int64) * total_k + start_k, largest + batch_head * 3, key_mask, dk + out, dv + out,
+    )  # fmt: skip
+
+    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
+    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
+    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
+    do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
+    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
+    k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [CONSUMERS, BLOCK_D, ROWS], k_t_desc.layout)
+    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
+    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
+    dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_Q, BLOCK_D // 2], dq_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    mbarrier.init(keys_full, count=1)
+    for stage in gl.static_range(STAGES):
+        for part in gl.static_range(3):
+            mbarrier.init(full.index(stage * 3 + part), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ds_full.index(slot), count=CONSUMERS)
+        mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
+    fence_async_shared()
+
+    loaded = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
+    memory = (
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, ds_memory, dq_memory,
+    )  # fmt: skip
+    barriers = (keys_full, full, empty, ds_full, ds_empty)
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc)
+    shared = (memory, barriers, pointers, dq_desc, steps, heads, sizes, scale)
+    operands = (descriptors, loaded, keys_full, full, empty, place, steps, heads)
+    gl.warp_specialize(
+        [
+            (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
+            (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
+            (load, (operands, STAGES, BLOCK_Q, BLOCK_D)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
