@@ -46,16 +46,20 @@ class Operands:
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
+        self.do_scaled = self.queries.by_head(device(self.do))
         self.rows, do_factor, q_factor, self.spread, self.largest = passes.launch_row_values(
             call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)),
-            *map(device, (codes[0], scales[0], codes[1], scales[1])),
+            *map(device, (codes[0], scales[0], codes[1], scales[1])), BLOCK, do_scaled=self.do_scaled,
         )  # fmt: skip
-        on = self.largest
+        on, self.call = self.largest, call
         self.do_t, _ = passes.launch_float8(device(self.do), do_factor, on, passes.DO, self.queries, GROUP, BLOCK)
         self.q_t, _ = passes.launch_float8(device(codes[0]), q_factor, on, passes.Q, self.queries, GROUP, BLOCK)
         k_scale_on = device(scales[1])
         self.k_t, self.padded = passes.launch_float8(
             device(codes[1]), k_scale_on, on, passes.K, self.keys, 1, BLOCK, k_scale_on
+        )
+        self.k_pairs, _ = passes.launch_float8(
+            device(codes[1]), k_scale_on, on, passes.K, self.keys, 1, 2 * BLOCK, pairs=True
         )
         self.k_scale = scales[1]
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
@@ -129,3 +133,49 @@ def test_padded_scales(operands):
     padded = operands.padded.cpu().view(BATCH, HEADS_K, -1)
     assert torch.equal(padded[..., :KEYS], operands.k_scale)
     assert (padded[..., KEYS:] == 0).all()
+
+
+def test_scaled_gradients_are_exact(operands):
+    expected = operands.do.double() * operands.emulated.inverse_bound.flatten(1, 2)
+    assert torch.equal(operands.do_scaled.cpu().double(), expected)
+
+
+def test_pairs_are_the_same_codes_in_another_order(operands):
+    """Tokens r and r + 8 of every 16 side by side, channels 2c + d of every 8 at 4d + c."""
+    x = operands.k_pairs.cpu().float().view(BATCH, HEADS_K, HEAD_DIM // 8, 2, 4, -1, 8, 2)
+    rows = x.transpose(3, 4).reshape(BATCH, HEADS_K, HEAD_DIM, -1, 8, 2).transpose(-1, -2)
+    rows = rows.reshape(BATCH, HEADS_K, HEAD_DIM, -1).transpose(-1, -2)
+    assert rows.shape[2] == 2 * BLOCK
+    assert torch.equal(rows[:, :, :KEYS], rows_of(operands.k_t, HEADS_K, KEYS))
+    assert (rows[:, :, KEYS:] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[], [5, 0, 65]], ids=["dense", "packed"])
+def test_finished_dq(operands, lengths):
+    heads, total = HEADS_K * GROUP, sum(lengths) or TOKENS
+    if lengths:
+        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+        queries = Packing(len(lengths), heads, max(lengths), total, ends)
+        keys = queries._replace(heads=HEADS_K)
+        first = [start // BLOCK + number for number, start in enumerate([0, 5, 5])]
+        columns = [block * BLOCK + token for block, length in zip(first, lengths) for token in range(length)]
+        owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    else:
+        queries, keys = operands.queries, operands.keys
+        columns, owners = list(range(TOKENS)), None
+    call = operands.call._replace(queries=queries, keys=keys, scale=0.3)
+    summed = queries.padded(BLOCK, BLOCK * HEAD_DIM, dtype=torch.float32, device=DEVICE).normal_()
+    spread = queries.per_token(torch.device(DEVICE)).uniform_(1, 2)
+    largest = torch.full((queries.batch * HEADS_K, 3), 2.0, device=DEVICE)
+    largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
+    shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
+    dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    passes.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
+    power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
+    if lengths:
+        rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)
+        expected = rows * (spread.cpu().double().T * 0.3 * power[owners])[..., None]
+    else:
+        rows = summed.cpu().double().view(BATCH, heads, HEAD_DIM, -1)[..., columns].transpose(-1, -2)
+        expected = rows * (spread.cpu().double() * 0.3 * power[..., None])[..., None]
+    torch.testing.assert_close(dq.cpu().double(), expected, rtol=2.0**-8, atol=0)

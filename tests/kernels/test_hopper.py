@@ -91,9 +91,7 @@ class TestOnHopper:
         shape = (1, 2048 // head_dim, 8192, head_dim)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
         for recipe in ("token", "token(o=16bit)"):
-            first, *others = [
-                sage_attention(*inputs, recipe=recipe, impl="hopper", return_lse=True) for _ in range(5)
-            ]
+            first, *others = [sage_attention(*inputs, recipe=recipe, impl="hopper", return_lse=True) for _ in range(5)]
             for other in others:
                 assert all(torch.equal(a, b) for a, b in zip(first, other))
 

@@ -78,6 +78,12 @@ class Packing(NamedTuple):
         shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
         return torch.empty(*shape, self.total, dtype=torch.float32, device=device)
 
+    def by_head(self, x: Tensor) -> Tensor:
+        """Uninitialised, of x's shape and dtype, with the tokens of a head one after the other."""
+        if self.cu_seqlens is None:
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return torch.empty(self.heads, self.total, x.shape[-1], dtype=x.dtype, device=x.device).transpose(0, 1)
+
     def grid(self, block: int) -> int:
         """Blocks of the longest sequence."""
         return -(-self.tokens // block)

@@ -34,6 +34,7 @@ def row_values_kernel(
     do_factor,
     q_factor,
     spread,
+    do_scaled,
     largest,
     do_b,
     do_h,
@@ -58,7 +59,8 @@ def row_values_kernel(
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale, 2^-b, delta 2^-b; lse is +inf where
     a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
-    2^(b - e); one a token. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
+    2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), if not None; exact but for what
+    is too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -113,6 +115,10 @@ def row_values_kernel(
     tl.store(do_factor + row, weight, mask=inside)
     tl.store(q_factor + row, scale * spread_row, mask=inside)
     tl.store(spread + row, spread_row, mask=inside)
+    if do_scaled is not None:
+        at = do_scaled + row[:, None] * head_dim + columns[None, :]
+        kept = inside[:, None] & (columns < head_dim)[None, :]
+        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
     largest += owner * 3
     keep_largest(largest, abs_max(tile, 1) * weight)
     keep_largest(largest + 1, abs_max(codes, 1) * (scale * spread_row))
@@ -237,7 +243,7 @@ def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, group, tokens, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its FP32 sums, (heads, blocks * BLOCK, D): times each row's spread, K's scale and the softmax scale."""
+    """dQ from its FP32 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and the softmax scale."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -245,12 +251,14 @@ def finish_dq_kernel(
     if first >= length:
         return
     z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    pitch = blocks * BLOCK
+    padded = (padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)) * BLOCK
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
-    tile = tl.load(summed + (block * BLOCK + local)[:, None] * head_dim + columns[None, :], mask=kept, other=0)
+    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * (heads // group) + head // group
     factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
@@ -271,9 +279,15 @@ def launch_row_values(
     q_scale: Tensor,
     k: Tensor,
     k_scale: Tensor,
+    block: int,
+    *,
+    do_scaled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Planes of row values, the factors of dO and Q, the spread of dQ's rows, and ``largest``."""
-    queries, keys, block = call.queries, call.keys, call.recipe.block_q
+    """Planes of row values of ``block`` queries, the factors of dO and Q, the spread of dQ's rows, and ``largest``.
+
+    Writes ``do_scaled`` if given; see `row_values_kernel`.
+    """
+    queries, keys = call.queries, call.keys
     row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
     do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
     largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)
@@ -292,6 +306,7 @@ def launch_row_values(
         do_factor,
         q_factor,
         spread,
+        do_scaled,
         largest,
         *queries.strides(do),
         *queries.strides(o),
@@ -319,9 +334,9 @@ def launch_row_values(
     return row_values, do_factor, q_factor, spread, largest
 
 
-def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor) -> None:
-    """Write dq from its FP32 sums; see `finish_dq_kernel`."""
-    queries, block = call.queries, call.recipe.block_q
+def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
+    """Write dq from its FP32 sums, padded to blocks of ``block`` queries; see `finish_dq_kernel`."""
+    queries = call.queries
     finish_dq_kernel[(queries.grid(block), queries.batch * queries.heads)](
         summed,
         spread,
@@ -355,7 +370,7 @@ def launch_float8(
     *,
     pairs: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The transposed e4m3 copy of rows (``pairs``: see `store_transposed`), and their scales in whole blocks if given."""
+    """The transposed e4m3 copy of rows, ``pairs`` as in `store_transposed`; their scales in whole blocks if given."""
     head_dim = x.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
     padded_scale = None

@@ -15,6 +15,7 @@ from sagebwd.kernels.tile import INT8_MAX, load_rows, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
+UNROLL = tl.constexpr(4)
 
 
 @triton.jit
@@ -53,17 +54,20 @@ def _chunk(
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
     lows = tl.full((BLOCK, BLOCK_D), float("inf"), tl.float32)
     begin = tl.program_id(1) * CHUNK
-    for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK):
-        local = tl.arange(0, BLOCK)
-        block = x + (start + first).to(tl.int64) * stride_t
-        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
-        tile = tile.to(tl.float32)
-        keep = first + local < length
-        if key_mask is not None:
-            keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
-        sums += tl.where(keep[:, None], tile, 0.0)
-        highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
-        lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
+    for several in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
+        # loads of several tiles in flight at a time
+        for part in tl.static_range(UNROLL):
+            first = several + part * BLOCK
+            local = tl.arange(0, BLOCK)
+            block = x + (start + first).to(tl.int64) * stride_t
+            tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
+            tile = tile.to(tl.float32)
+            keep = first + local < length
+            if key_mask is not None:
+                keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
+            sums += tl.where(keep[:, None], tile, 0.0)
+            highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
+            lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
     total = tl.sum(sums, 0)
     largest = tl.max(highs, 0)
     least = tl.min(lows, 0)

@@ -1,9 +1,11 @@
 """dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.float8`).
 
-A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T and
-dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also goes to
-shared memory, transposed, and each of two warpgroups computes half of dQ's columns over the keys of both, a step behind,
-so that neither waits for the other. TMA adds these to dQ in FP32, in any order: not repeatable bit for bit.
+A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T
+and dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also
+goes to shared memory, transposed, and each of two warpgroups computes half of dQ^T over the keys of both, a step
+behind, so that neither waits for the other. TMA adds these to dQ^T in FP32, in any order: not repeatable bit for bit.
+
+Shared memory binds: docs/kernels.md counts what is read and written, and why dO comes scaled and dQ transposed.
 """
 
 from triton.experimental import gluon
@@ -77,28 +79,27 @@ def load(operands, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.cons
 
 
 @gluon.jit
-def dq_product(ds_memory, k_t_memory, slot, CONSUMER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
-    """This warpgroup's half of dQ's columns of a block of queries, over the keys of both; in flight."""
-    HALF: gl.constexpr = BLOCK_D // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+def dq_product(
+    k_t, ds_memory, slot, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight."""
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    dq = gl.zeros([BLOCK_Q, HALF], gl.float32, LAYOUT)
-    for other in gl.static_range(CONSUMERS):
-        ds = reinterpret(ds_memory.index(slot * CONSUMERS + other), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-        k_t = k_t_memory.index(other).slice(CONSUMER * HALF, HALF, 0).permute((1, 0))
-        dq = warpgroup_mma(ds, k_t, dq, use_acc=other > 0, is_async=True)
-    return dq
+    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), dq, use_acc=False, is_async=True)
+    return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
 
 
 @gluon.jit
-def add_dq(dq_desc, dq_memory, dq, row, CONSUMER: gl.constexpr):
-    """Hand a block of dQ to TMA, once it has read the last one."""
+def add_dq(dq_desc, memory, dq, row, column):
+    """Hand a block of dQ^T, its rows in the order of `tile.spread_rows`, to TMA, once it has read the last one."""
     tma.store_wait(0)
     barrier()
-    dq_memory.index(CONSUMER).store(dq)
+    memory.store(dq.reshape([ROWS // 8, 2, 4, ROWS]).permute([0, 2, 1, 3]).reshape([ROWS, ROWS]))
     fence_async_shared()
     barrier()
-    add_tile(dq_desc, [row, CONSUMER * dq.shape[1]], dq_memory.index(CONSUMER))
+    add_tile(dq_desc, [row, column], memory)
 
 
 @gluon.jit
@@ -106,20 +107,22 @@ def accumulate(
     shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """A computing warpgroup: dK and dV of 64 keys, half of dQ's columns of every block of queries."""
-    memory, barriers, pointers, dq_desc, steps, heads, sizes, scale = shared
+    """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
+    memory, ds_memory, dq_memory, barriers, pointers, dq_desc, steps, heads, sizes, scale = shared
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    # its half of dQ^T: 64 channels at head_dim 128, of two blocks of 64 queries one at 64
+    CHANNEL: gl.constexpr = CONSUMER * ROWS if BLOCK_D == 128 else 0
+    QUERY: gl.constexpr = 0 if BLOCK_D == 128 else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, ds_memory, dq_memory = (
-        memory
-    )
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
     keys_full, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv = pointers
-    begin, count, blocks_q, z_q, block_0 = steps
+    begin, count, _, z_q, block_0 = steps
     first_k, length_k, length_q, lower, upper, out_t = sizes
     first_k += CONSUMER * ROWS
     keys = first_k + gl.arange(0, ROWS, ROW)
@@ -137,24 +140,36 @@ def accumulate(
     fence_async_shared()
     barrier()
     mbarrier.arrive(ds_full.index(0), count=1)
-    last_row = ((z_q + heads[0]) * blocks_q + block_0 + begin) * BLOCK_Q
+    last_row = (z_q + heads[0]) * BLOCK_D + CHANNEL
+    last_column = (block_0 + begin) * BLOCK_Q + QUERY
+    dq_part = dq_memory.index(CONSUMER)
+    k = k_memory.index(CONSUMER)
+    v = v_memory.index(CONSUMER)
+    k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
+    k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
     mbarrier.wait(keys_full, 0)
+    if BLOCK_D == 64:
+        # where registers are left, tensor cores need not read it from shared memory again and again
+        k_t = k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)), k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4))
+    else:
+        k_t = k_t_low, k_t_high
+    total = count * (heads[1] - heads[0])
+    mbarrier.wait(full.index(0), 0, pred=total > 0)
+    s = warpgroup_mma(k, q_memory.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     step = 0
     for head in range(heads[0], heads[1]):
-        block_row = (z_q + head) * blocks_q + block_0
+        row = (z_q + head) * BLOCK_D + CHANNEL
         for i in range(begin, begin + count):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             before = step % SLOTS
             slot = (step + 1) % SLOTS
-            mbarrier.wait(full.index(stage * 3), phase)
             rows = rows_memory.index(stage)
-            q = q_memory.index(stage).permute((1, 0))
-            do = do_memory.index(stage).permute((1, 0))
-            s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
+            # alone in flight across the loop's end: of two, ptxas would wait at once
+            s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.wait(full.index(stage * 3 + 1), phase)
-            dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s])
+            do = do_memory.index(stage).permute((1, 0))
+            dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
             x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, S_LAYOUT) * gl.expand_dims(key_scale, 1)
             x -= plane(rows, 0, BLOCK_Q, S_LAYOUT)
             first_q = i * BLOCK_Q
@@ -172,14 +187,14 @@ def accumulate(
                     x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
             if key_mask is not None:
                 x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
-            elif RAGGED:
+            elif RAGGED:  # noqa: SIM102
                 if not whole:
                     x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
             p = exp2(x)
             p_codes = operand_float8(p, OPERAND)
             dp = warpgroup_mma_wait(0, deps=[dp])
             dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-            ds = p * (dp * plane(rows, 2, BLOCK_Q, S_LAYOUT) - plane(rows, 3, BLOCK_Q, S_LAYOUT))
+            ds = p * (dp - plane(rows, 3, BLOCK_Q, S_LAYOUT))
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
             if RAGGED:  # noqa: SIM102
@@ -197,17 +212,23 @@ def accumulate(
             dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
             dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
             mbarrier.wait(ds_full.index(before), (step // SLOTS) & 1)
-            dq = dq_product(ds_memory, k_t_memory, before, CONSUMER, BLOCK_Q, BLOCK_D)
-            dv_acc, dk_acc, dq = warpgroup_mma_wait(0, deps=[dv_acc, dk_acc, dq])
+            dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
+            following = (step + 1) % STAGES
+            mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=step + 1 < total)
+            q = q_memory.index(following).permute((1, 0))
+            s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+            dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
             mbarrier.arrive(ds_empty.index(before), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
-            add_dq(dq_desc, dq_memory, dq, last_row, CONSUMER)
-            last_row = (block_row + i) * BLOCK_Q
+            add_dq(dq_desc, dq_part, dq, last_row, last_column)
+            last_row = row
+            last_column = (block_0 + i) * BLOCK_Q + QUERY
             step += 1
+    s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(ds_full.index(step % SLOTS), (step // SLOTS) & 1)
-    dq = dq_product(ds_memory, k_t_memory, step % SLOTS, CONSUMER, BLOCK_Q, BLOCK_D)
+    dq = dq_product(k_t, ds_memory, step % SLOTS, QUERY, BLOCK_Q, DQ_LAYOUT)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_dq(dq_desc, dq_memory, dq, last_row, CONSUMER)
+    add_dq(dq_desc, dq_part, dq, last_row, last_column)
 
     rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
@@ -235,11 +256,12 @@ def backward_kernel(
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of one key head, with the query heads that share it. BLOCK_Q is the recipe's.
+    """128 keys of one key head, with the query heads that share it.
 
-    Arguments as in `dkdv_kernel`. k_t_desc: K's transposed codes, tokens in the order of `tile.pair_rows`, sequences
-    padded to blocks of 128. dq_desc: (padded queries, D) FP32, zeros to which dQ is added, in
-    units of its rows' spread and of largest (`finish_dq_kernel`). RAGGED: a block of either may end past its sequence.
+    Arguments as in `dkdv_kernel`, but for do_desc: dO scaled by `row_values_kernel`. k_t_desc: K's transposed codes as
+    `store_transposed` writes PAIRS, sequences padded to blocks of 128. dq_desc: (heads * D, padded queries) FP32,
+    zeros to which dQ^T is added, in units of spread and largest (`finish_dq_kernel`). RAGGED: a block of either may
+    end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
     batch_head = gl.program_id(0) // grid
     block_k = gl.program_id(0) % grid
@@ -287,7 +309,7 @@ def backward_kernel(
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
-    dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_Q, BLOCK_D // 2], dq_desc.layout)
+    dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
@@ -304,14 +326,11 @@ def backward_kernel(
         mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
 
-    loaded = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
-    memory = (
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, ds_memory, dq_memory,
-    )  # fmt: skip
+    memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
     barriers = (keys_full, full, empty, ds_full, ds_empty)
     descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc)
-    shared = (memory, barriers, pointers, dq_desc, steps, heads, sizes, scale)
-    operands = (descriptors, loaded, keys_full, full, empty, place, steps, heads)
+    shared = (memory, ds_memory, dq_memory, barriers, pointers, dq_desc, steps, heads, sizes, scale)
+    operands = (descriptors, memory, keys_full, full, empty, place, steps, heads)
     gl.warp_specialize(
         [
             (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),

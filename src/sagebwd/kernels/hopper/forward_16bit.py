@@ -15,7 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.hopper.forward import block_at, scaled
-from sagebwd.kernels.hopper.tile import LN_2, LOG2_E, ROWS, TINY, barrier, block_range, exp2, load_tile, sequence
+from sagebwd.kernels.hopper.tile import (
+    LN_2,
+    LOG2_E,
+    ROWS,
+    TINY,
+    barrier,
+    block_range,
+    exp2,
+    load_tile,
+    padded_block,
+    sequence,
+)
 
 # A row's maximum may grow by this many octaves before O and its sum are rescaled.
 OCTAVES = gl.constexpr(8.0)
@@ -44,7 +55,7 @@ def load(
     operands, CONSUMERS: gl.constexpr, K_TOKEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: Q once, then K, its scales and V of each block into a ring; one K more than there are blocks."""
+    """The loading warp: Q once, then K, its scales and V of each block into a ring; K of one block more."""
     descriptors, memory, full, empty, place, blocks = operands
     q_desc, k_desc, v_desc, k_scale_desc = descriptors
     q_memory, k_memory, v_memory, k_scale_memory = memory
@@ -188,14 +199,15 @@ def attend(
 )  # fmt: skip
 def forward_16bit_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, q_scale, k_scale, key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k,
-    v_b, v_h, v_column, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper, scale,
-    head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
+    v_b, v_h, v_column, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper,
+    scale, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
     K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP_K: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 queries of one head; arguments as in `forward_kernel`, but for v_desc: 16-bit rows.
 
-    Row of V's token t: batch * v_b + head * v_h + t, its first column head * v_column.
+    BLOCK_K: keys of a step, of which blocks_k counts the padded; K's scales are padded to blocks of GROUP_K, the
+    recipe's. Row of V's token t: batch * v_b + head * v_h + t, its first column head * v_column.
     """
     batch_head = gl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
@@ -219,7 +231,7 @@ def forward_16bit_kernel(
         upper += length_k - length_q
         row_q, column_q = start_q + first_q, head * BLOCK_D
         row_k, column_k = start_k, head_k * BLOCK_D
-        padded_k = start_k // BLOCK_K + batch
+        padded_k = padded_block(start_k, batch, GROUP_K, VARLEN) * (GROUP_K // BLOCK_K)
     else:
         z_q = batch_head.to(gl.int64)
         z_k = batch * heads_k + head_k

@@ -14,7 +14,7 @@ from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.launch import BACKWARD, FORWARD, launch
+from sagebwd.kernels.hopper.launch import BACKWARD, FORWARD, FORWARD_16BIT, launch
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
@@ -95,20 +95,22 @@ def forward(
     row_max = queries.per_token(q.device) if float8 else None
     packed = cu_seqlens_q is not None
     q_columns, k_columns = (head_dim * (x.heads if packed else 1) for x in (queries, keys))
-    consumers = 1 if o_int8 else launch("forward_16bit", head_dim)["CONSUMERS"]
-    grid = queries.grid(consumers * ROWS.value)
+    # with P in 16 bit nothing but K's scales is grouped by block_k, and a step may take a part of it
+    chosen = {**FORWARD[head_dim], "BLOCK_K": block_k} if o_int8 else dict(FORWARD_16BIT[head_dim])
+    step = chosen["BLOCK_K"] = min(chosen["BLOCK_K"], block_k)
+    grid = queries.grid((1 if o_int8 else chosen["CONSUMERS"]) * ROWS.value)
     q_desc = matrix(q_pass.codes, q_columns, (ROWS.value, head_dim))
-    k_desc = matrix(k_pass.codes, k_columns, (block_k, head_dim))
-    k_scale_desc = vectors(k_pass.padded_scale, block_k) if recipe.k_scale == "token" else None
+    k_desc = matrix(k_pass.codes, k_columns, (step, head_dim))
+    k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale == "token" else None
     out = key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k
     sizes = (
         *queries.strides(o), queries.heads, queries.heads // keys.heads, queries.tokens, keys.tokens, queries.total,
-        keys.blocks(block_k), grid, -window_left, 0 if is_causal else window_right, abs(scale),
+        keys.blocks(block_k) * (block_k // step), grid, -window_left, 0 if is_causal else window_right, abs(scale),
     )  # fmt: skip
     options = {
         "head_dim": head_dim, "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
-        "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_K": block_k,
-        "BLOCK_D": head_dim,
+        "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
+        **chosen,
     }  # fmt: skip
     programs = grid * queries.batch * queries.heads
     if o_int8:
@@ -132,7 +134,6 @@ def forward(
             V_SEQUENCE=sequence,
             LEVELS=levels,
             **options,
-            **FORWARD[head_dim],
         )
     else:
         if key_mask is not None:  # a masked key's V may be anything, NaN too
@@ -141,15 +142,15 @@ def forward(
         forward_16bit_kernel[(programs,)](
             q_desc,
             k_desc,
-            v_rows.blocks(block_k, head_dim),
+            v_rows.blocks(step, head_dim),
             k_scale_desc,
             q_pass.token_scale,
             k_pass.padded_scale,
             *out,
             *v_rows.steps,
             *sizes,
+            GROUP_K=block_k,
             **options,
-            **launch("forward_16bit", head_dim),
         )
     bounds = (row_max, v_scale) if float8 else (lse.new_empty(0), lse.new_empty(0))
     return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, *bounds, k_mean
@@ -200,9 +201,12 @@ def backward(
     head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
     do_scale, spread, largest = None, None, None
     one_kernel = float8 and not deterministic
+    if one_kernel:  # nothing is scaled a block of queries, which may so be another than the recipe's
+        block_q = BACKWARD[head_dim]["BLOCK_Q"]
     if float8:
+        do_scaled = queries.by_head(do) if one_kernel else None
         row_values, do_factor, q_factor, spread, largest = launch_row_values(
-            call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale
+            call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q, do_scaled=do_scaled
         )
         do_t, _ = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
         q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
@@ -214,9 +218,10 @@ def backward(
         row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
         k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
     q_rows, k_rows, v_rows, do_rows = (
-        Rows.of(x, packing) for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do, queries))
+        Rows.of(x, packing)
+        for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do_scaled if one_kernel else do, queries))
     )
-    q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)  # block_q is ROWS
+    q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)
     q_t_desc, do_t_desc = transposed(q_t, head_dim, block_q), transposed(do_t, head_dim, block_q)
     rows_desc = vectors(row_values, 4 * block_q)
     dq = torch.empty_like(do, memory_format=CONTIGUOUS)
@@ -236,7 +241,7 @@ def backward(
             transposed(k_t, head_dim, rows),
             do_t_desc,
             rows_desc,
-            matrix(summed, head_dim, (block_q, head_dim // 2)),
+            matrix(summed, summed.shape[1] * block_q, (rows, rows)),
             k_scale,
             largest,
             key_mask,
@@ -255,11 +260,10 @@ def backward(
             grid,
             scale=scale,
             RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
-            BLOCK_Q=block_q,
             **options,
             **BACKWARD[head_dim],
         )
-        launch_finish_dq(call, summed, spread, largest, dq)
+        launch_finish_dq(call, summed, spread, largest, dq, block_q)
         return dq, dk, dv
 
     options["FLOAT8"] = float8

@@ -83,6 +83,7 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 def add_tile(descriptor, coordinates, memory, _semantic=None):
     """Add shared memory to a block of a tensor by TMA, asynchronously; `tma.store_wait` waits for its being read."""
     if hasattr(tma, "async_atomic_add"):  # triton 3.8; before it the builder alone has it
-        return tma.async_atomic_add(descriptor, coordinates, memory, _semantic=_semantic)
+        tma.async_atomic_add(descriptor, coordinates, memory, _semantic=_semantic)
+        return
     at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, memory.handle)
