@@ -141,8 +141,11 @@ def accumulate(
     else:
         q = q_memory.index(CONSUMER)
         do = do_memory.index(CONSUMER)
+    mbarrier.wait(full.index(0), 0, pred=count > 0)
+    s = warpgroup_mma(q, k_memory.index(0).slice(0, PIECE, 0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     for step in range(count):
         stage = step % STAGES
+        following = (step + 1) % STAGES
         first_k = (begin + step) * BLOCK_K
         whole = first_k >= 0
         if RAGGED:
@@ -153,19 +156,16 @@ def accumulate(
             whole = whole & (first_k + BLOCK_K - 1 - first_q <= upper)
         if key_mask is not None:
             whole = first_k < 0
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        # alone in flight across the loop's end: of two, ptxas would wait at once
+        s = warpgroup_mma_wait(0, deps=[s])
         k = k_memory.index(stage)
         v = v_memory.index(stage)
         key_scale = k_scale_memory.index(stage)
-        s = warpgroup_mma(q, k.slice(0, PIECE, 0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         dp = warpgroup_mma(do, v.slice(0, PIECE, 0).permute((1, 0)), no_dp, use_acc=False, is_async=True)
         if PIECES == 2:
             k_high = k.slice(PIECE, PIECE, 0).permute((1, 0))
             v_high = v.slice(PIECE, PIECE, 0).permute((1, 0))
             next_s = warpgroup_mma(q, k_high, no_scores, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(2, deps=[s])
-        else:
-            s = warpgroup_mma_wait(1, deps=[s])
         low_scale = key_scale.slice(0, PIECE, 1).load(S_LAYOUT)
         p = probability(
             s, low_scale, row_scale, row_lse, whole, first_q, first_k, length_k, lower, upper, key_mask, RAGGED,
@@ -197,7 +197,10 @@ def accumulate(
             if PIECES == 2:
                 k_t = k_t_memory.index(stage * PIECES + 1).permute((1, 0))
                 acc = warpgroup_mma(operand_float8(next_ds, OPERAND), k_t, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)
+            k = k_memory.index(following).slice(0, PIECE, 0).permute((1, 0))
+            s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
         else:
             inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
@@ -209,10 +212,14 @@ def accumulate(
                 codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
                 part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
             weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
-            part = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)
+            k = k_memory.index(following).slice(0, PIECE, 0).permute((1, 0))
+            s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(1, deps=[part])
             mbarrier.arrive(empty.index(stage), count=1)
             acc += part.to(gl.float32) * gl.expand_dims(weight, 1)
 
+    s = warpgroup_mma_wait(0, deps=[s])
     rows_out = first_q + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
     at = dq + gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
