@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments, code, **environment):
-    """What python prints; the exit code is as given, and no traceback is shown."""
+    """What python prints, and what it warns of; the exit code is as given, and no traceback is shown."""
     outcome = subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
@@ -22,12 +22,13 @@ def run(*arguments, code, **environment):
     )  # fmt: skip
     assert outcome.returncode == code, outcome.stderr
     assert "Traceback" not in outcome.stderr
-    return " ".join(outcome.stdout.split())
+    return " ".join(outcome.stdout.split()), " ".join(outcome.stderr.split())
 
 
 def test_story_6_pretrain_parity(tmp_path):
-    """“same data order; final val loss differs by <= 1%. Files: metrics.jsonl, curves.png for both; a third run with
-    [no K-smoothing] shown”. Here a tiny model for 40 steps; runs of a useful size are in docs/results/training.md."""
+    """“same data order; final val loss differs by <= 1%; [no QK-norm] warns. Files: metrics.jsonl, curves.png for
+    both; a third run with [no K-smoothing] shown”. Here a tiny model for 40 steps; the story's 1000 steps are
+    configs/parity.yaml, whose outcome is in docs/results/training.md."""
     corpus = tmp_path / "corpus.txt"
     sentence = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n"
     corpus.write_text("<|endoftext|>\n".join(f"Document {n}. {sentence * 3}" for n in range(300)), encoding="utf-8")
@@ -42,11 +43,19 @@ variants:
   sdpa: {{attention.recipe: sdpa}}
   token: {{attention.recipe: token}}
   no smoothing: {{attention.recipe: token(smooth_k=False)}}
+  no norm: {{attention.recipe: token, model.qk_norm: false}}
 """,
         encoding="utf-8",
     )
     folder = tmp_path / "runs"
-    run("-m", "sagebwd.cli", "compare", "--config", config, "--output", folder, code=0)
+    chosen = [part for name in ("sdpa", "token", "no smoothing") for part in ("--only", name)]
+    command = ("-m", "sagebwd.cli", "compare", "--config", config, "--output", folder)
+    _, said = run(*command, *chosen, code=0)
+    assert "QK-norm" not in said
+    _, said = run(
+        *command, "--only", "no norm", "--set", "optimisation.steps=2", "--output", tmp_path / "norm", code=0
+    )
+    assert "without QK-norm INT8 attention can diverge" in said
     outcomes = json.loads((folder / "comparison.json").read_text())["outcomes"]
     final = {outcome["variant"]: outcome["held_out_loss"] for outcome in outcomes}
     first_losses = []
@@ -65,7 +74,7 @@ def test_story_10_doctor_says_why_there_is_no_kernel():
     """“prints GPU/arch/torch/triton and PASS, on CPU-only prints why not and exits non-zero without traceback”.
 
     The clean install is `make package` (tests/package.py)."""
-    said = run("-m", "sagebwd.cli", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
+    said, _ = run("-m", "sagebwd.cli", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
     assert torch.__version__ in said
     for part in ("triton", "GPU none that torch can see", "needs a CUDA device", "self-test PASS", "right and slow"):
         assert part in said
@@ -86,7 +95,7 @@ def test_story_10_honest_bench(tmp_path):
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 64, "--recipe", "token",
         "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "story",
     )  # fmt: skip
-    said = run("-c", SMALL_BENCH, *arguments, code=0)
+    said, _ = run("-c", SMALL_BENCH, *arguments, code=0)
     (results,) = tmp_path.glob("*.json")
     rows = json.loads(results.read_text())["rows"]
     ours = [row for row in rows if row["impl"] == "reference"]

@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd.hardware import command_output
 from sagebwd.nn import largest_logit
+from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
 from sagebwd.training import processes, sharding
 from sagebwd.training.config import SDPA, Config
@@ -58,7 +59,8 @@ class TrainingStopped(ValueError):
 def run(config: Config, output: Path, resume: bool = False) -> None:
     """Train one model into ``output``.
 
-    With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped.
+    With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped. Warns
+    where S is INT8 and the model has no QK-norm.
 
     Raises ValueError where tokens_per_step does not divide among the devices, where the folder holds another run,
     where there is nothing to resume, or where the loss is not finite (the last good checkpoint stays); OSError where a
@@ -70,6 +72,12 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     with processes.first_of_host():
         tokens = text.load(config)
     model = build(config, tokens.vocabulary)
+    if processes.is_first() and not config.model.qk_norm and _quantises(config.attention.recipe):
+        warnings.warn(
+            f"model.qk_norm=false with attention.recipe={config.attention.recipe}: without QK-norm INT8 attention can "
+            "diverge at many tokens a step (arXiv 2603.02170); set model.qk_norm=true, or watch the monitor",
+            stacklevel=2,
+        )
     settings, optimisation = config.logging, config.optimisation
     if optimisation.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,6 +111,11 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
         model.save_pretrained(output / "model", state_dict=weights)
         result = _result(config, output, trainer, time.monotonic() - start, monitor)
         write_whole(output / RESULT, json.dumps(result, indent=1))
+
+
+def _quantises(recipe: str) -> bool:
+    """Whether S is quantised, whose error large logits multiply."""
+    return recipe != SDPA and Recipe.parse(recipe).s == INT8
 
 
 def _prepare(config: Config, output: Path, resume: bool) -> tuple[int, Path | None]:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.dkdv import plane
+from sagebwd.kernels.hopper.dkdv import load_queries, plane
 from sagebwd.kernels.hopper.tile import (
     LOG2_E,
     ROWS,
@@ -49,33 +49,16 @@ def load(operands, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.cons
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
     row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
-    begin, count, blocks_q, z_q, block_0 = steps
     mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 4)
     for consumer in gl.static_range(CONSUMERS):
         first = consumer * ROWS
         load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
         load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
         load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
-    step = 0
-    for head in range(heads[0], heads[1]):
-        z = z_q + head
-        for i in range(begin, begin + count):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            ready = full.index(stage * 3)
-            do_ready = full.index(stage * 3 + 1)
-            copies_ready = full.index(stage * 3 + 2)
-            first = i * BLOCK_Q
-            padded = block_0 + i
-            mbarrier.expect(ready, BLOCK_Q * (BLOCK_D + 16))
-            load_tile(q_desc, [row_q + head * row_q_h + first, head * column_q], ready, q_memory.index(stage))
-            load_tile(rows_desc, [z * blocks_q + padded, 0], ready, rows_memory.index(stage))
-            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2)
-            load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(stage))
-            mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
-            load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
-            load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
-            step += 1
+    load_queries(
+        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc), (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory),
+        full, empty, (row_q, row_q_h, column_q, row_do, row_do_h, column_do), steps, heads, STAGES, BLOCK_Q, BLOCK_D,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -31,19 +31,15 @@ from sagebwd.kernels.hopper.tile import (
 
 
 @gluon.jit
-def load(
-    operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr
+def load_queries(
+    descriptors, memory, full, empty, place, steps, heads, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: the keys' K and V once, then four operands and the row values of each query block."""
-    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
-    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = place
-    begin, count, blocks_q = steps
-    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 3)
-    for consumer in gl.static_range(CONSUMERS):
-        load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
-        load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
+    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages."""
+    q_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
+    q_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
+    row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
+    begin, count, blocks_q, z_q, block_0 = steps
     step = 0
     for head in range(heads[0], heads[1]):
         z = z_q + head
@@ -64,6 +60,26 @@ def load(
             load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
             load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
             step += 1
+
+
+@gluon.jit
+def load(
+    operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """The loading warp: the keys' K and V once, then four operands and the row values of each query block."""
+    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
+    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = place
+    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 3)
+    for consumer in gl.static_range(CONSUMERS):
+        load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
+        load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
+    load_queries(
+        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc), (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory),
+        full, empty, (row_q, row_q_h, column_q, row_do, row_do_h, column_do),
+        (steps[0], steps[1], steps[2], z_q, block_0), heads, STAGES, BLOCK_Q, BLOCK_D,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -227,6 +227,10 @@ def backward(
     dq = torch.empty_like(do, memory_format=CONTIGUOUS)
     dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
     steps = *q_rows.steps, *k_rows.steps, *v_rows.steps, *do_rows.steps
+    of_keys = (
+        key_mask, dk, dv, cu_seqlens_q, cu_seqlens_k, *steps, *keys.strides(dk), keys.heads, call.group,
+        queries.tokens, keys.tokens, keys.total, queries.blocks(block_q),
+    )  # fmt: skip
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     if one_kernel:
         span = CONSUMERS.value * rows
@@ -244,19 +248,7 @@ def backward(
             matrix(summed, summed.shape[1] * block_q, (rows, rows)),
             k_scale,
             largest,
-            key_mask,
-            dk,
-            dv,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *steps,
-            *keys.strides(dk),
-            keys.heads,
-            call.group,
-            queries.tokens,
-            keys.tokens,
-            keys.total,
-            queries.blocks(block_q),
+            *of_keys,
             grid,
             scale=scale,
             RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
@@ -280,19 +272,7 @@ def backward(
         k_scale,
         do_scale,
         largest,
-        key_mask,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *steps,
-        *keys.strides(dk),
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
+        *of_keys,
         grid,
         scale=scale,
         RAGGED=call.varlen or queries.tokens % block_q != 0,
