@@ -64,7 +64,7 @@ def test_help_lists_the_commands_quickly():
     outcome = sagebwd("--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert outcome.returncode == 0
-    names = ("pretrain", "compare", "finetune", "task", "gaussian", "bench", "doctor")
+    names = ("pretrain", "compare", "tokenize", "finetune", "task", "gaussian", "bench", "doctor")
     assert all(name in outcome.stdout for name in names)
     # seconds of processor, not of a clock: CI's two cores are busy with other tests
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
@@ -109,6 +109,20 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert "reference token" in out
     assert "over the best peer" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+
+
+def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEBWD_CACHE", str(tmp_path / "cache"))
+    code, out, _ = command("tokenize", "--config", config, "--set", "data.cache=null")
+    assert code == 0
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert str(folder) in out
+    made = (folder / "train.bin").stat()
+    tokens = made.st_size // 2
+    assert f"{tokens:,} training and" in out
+    assert command("pretrain", "--config", config, "--set", "data.cache=null", "--output", tmp_path / "run")[0] == 0
+    assert (folder / "train.bin").stat().st_mtime_ns == made.st_mtime_ns
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_pretrain_and_its_second_run(command, config, tmp_path):

@@ -1,5 +1,5 @@
-"""The command line: `sagebwd pretrain | compare | finetune | task | gaussian | trace | bench | bench-training |
-doctor`.
+"""The command line: `sagebwd pretrain | compare | tokenize | finetune | task | gaussian | trace | bench |
+bench-training | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -74,6 +74,22 @@ def compare(
     if is_first():
         console.print(comparison.table(outcomes))
         console.print(f"report: {folder / 'report.html'}")
+
+
+@app.command()
+def tokenize(
+    config: Annotated[Path, typer.Option(help="YAML file of a training run.")],
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+) -> None:
+    """Make the token files of a config's data, which its runs share; they are kept if they are there."""
+    from sagebwd.training.config import load
+
+    chosen = load(config, setting)
+    from sagebwd.training import data
+
+    tokens = data.load(chosen)
+    counts = f"{len(tokens.train):,} training and {len(tokens.held_out):,} held-out tokens"
+    console.print(f"{counts}, vocabulary {tokens.vocabulary:,}: {data.token_folder(chosen)}", soft_wrap=True)
 
 
 app.command()(cli_finetune.finetune)

@@ -35,7 +35,9 @@ END_OF_TEXT = "<|endoftext|>"
 STDLIB = "python-stdlib"
 BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 BPE_TRAINING_CHARACTERS = 4_000_000
-_BATCH = 32  # documents tokenised at a time
+# Documents tokenised at a time: few of a stream or up to a limit, as what is beyond is thrown away; of files as many
+# as keep all cores busy, however long one of them is.
+_FEW, _MANY = 32, 1024
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,21 @@ def load(config: Config) -> Tokens:
 
     Raises ValueError for a source or tokeniser that is missing, empty, unreadable or in the wrong encoding.
     """
-    data = config.data
-    wanted = config.optimisation.tokens_per_step * config.optimisation.steps
-    folder = _cache_folder(data) / _key(data, wanted)
+    data, folder = config.data, token_folder(config)
     if not (folder / "meta.json").exists():
-        _tokenise(data, folder, wanted)
+        _tokenise(data, folder, _wanted(config))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     train, held_out = (np.memmap(folder / f"{part}.bin", meta["dtype"], "r") for part in ("train", "held_out"))
     return Tokens(train, held_out, meta["vocabulary"])
+
+
+def token_folder(config: Config) -> Path:
+    """Where `load` keeps the tokens of a config's data."""
+    return _cache_folder(config.data) / _key(config.data, _wanted(config))
+
+
+def _wanted(config: Config) -> int:
+    return config.optimisation.tokens_per_step * config.optimisation.steps
 
 
 def _cache_folder(data: Data) -> Path:
@@ -158,7 +167,8 @@ def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, 
 
 def _batches(data: Data) -> Iterator[tuple[tuple[str, str], ...]]:
     parts = split_documents(data)
-    while batch := tuple(itertools.islice(parts, _BATCH)):
+    size = _FEW if data.source.startswith("hf:") or data.max_megabytes is not None else _MANY
+    while batch := tuple(itertools.islice(parts, size)):
         yield batch
 
 
