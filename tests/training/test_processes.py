@@ -85,8 +85,11 @@ def test_two_processes_that_divide_the_model_train_as_one(config, launch, tmp_pa
     code, printed = launch("pretrain", config, tmp_path / "two", launcher=[*ACCELERATE, "--mixed_precision", "fp16"])
     assert code == 0, printed
     assert printed.count("ACCELERATE_MIXED_PRECISION=fp16 is set aside: the config says it, by ") == 1
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert two.keys() == one.keys()
     # sums in another order round some codes otherwise, which shows most in a late gradient
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    for key, value in one.items():
+        assert two[key] == pytest.approx(value, rel=2e-2 if key[1] == "grad_norm" else 2e-3), key
     assert checks(tmp_path / "two", 3) == pytest.approx(checks(tmp_path / "one", 3), rel=0.02)
     result = json.loads((tmp_path / "two" / "result.json").read_text())
     assert result["parameters_held"] < 0.6 * result["parameters"]
