@@ -38,7 +38,10 @@ def test_gradients_against_sdpa(recipe, tokens, head_dim):
     limit = {"full": 1e-5, "token": 0.04, "paper": 0.12}[recipe]
     for a, e in zip(actual, expected):
         assert a.shape == e.shape
-        assert e.norm() == 0 or relative_l2(a, e) < limit
+        if e.norm() < 1e-5 * do.norm():  # of one key, nothing but rounding
+            assert a.norm() < limit * do.norm()
+        else:
+            assert relative_l2(a, e) < limit
 
 
 def test_gradcheck_of_full_precision_in_fp64():

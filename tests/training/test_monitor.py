@@ -261,7 +261,7 @@ def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(wat
     # what comes after is training's, and differs between processors
     assert [(event["step"], event["layer"]) for event in events[:2]] == [(4, 1), (6, 1)]
     assert "the layer moves if that lasts" in events[0]["message"]
-    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ 0", events[1]["message"]).group(1)
+    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ \d", events[1]["message"]).group(1)
     steps = [str(step) for step in ladder(Recipe.named("token"))]
     assert recipe in steps[1:]
     rungs = [[line[f"monitor/layer_{layer}/rung"] for line in checks(tmp_path / "run")] for layer in (0, 1)]
