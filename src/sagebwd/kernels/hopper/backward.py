@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.dkdv import load_queries, plane
+from sagebwd.kernels.hopper.dkdv import exponents, load_queries, plane
 from sagebwd.kernels.hopper.tile import (
     LOG2_E,
     ROWS,
@@ -34,7 +34,6 @@ from sagebwd.kernels.hopper.tile import (
     reinterpret,
     sequence,
     store_transposed,
-    visible,
 )
 
 # Warpgroups of a program, and blocks of dS that may wait for their dQ.
@@ -153,26 +152,10 @@ def accumulate(
             mbarrier.wait(full.index(stage * 3 + 1), phase)
             do = do_memory.index(stage).permute((1, 0))
             dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
-            x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, S_LAYOUT) * gl.expand_dims(key_scale, 1)
-            x -= plane(rows, 0, BLOCK_Q, S_LAYOUT)
-            first_q = i * BLOCK_Q
-            whole = first_q + BLOCK_Q <= length_q
-            if RAGGED:
-                whole = whole & (first_k + ROWS <= length_k)
-            if HAS_LOWER:
-                whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
-            if HAS_UPPER:
-                whole = whole & (first_k + ROWS - 1 - first_q <= upper)
-            if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
-                if not whole:
-                    queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-                    distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
-                    x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
-            if key_mask is not None:
-                x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
-            elif RAGGED:  # noqa: SIM102
-                if not whole:
-                    x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+            x, whole = exponents(
+                s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper, key_mask,
+                HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
+            )  # fmt: skip
             p = exp2(x)
             p_codes = operand_float8(p, OPERAND)
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -180,7 +163,7 @@ def accumulate(
             ds = p * (dp - plane(rows, 3, BLOCK_Q, S_LAYOUT))
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-            if RAGGED:  # noqa: SIM102
+            if RAGGED:  # noqa: SIM102 (one is of compile time)
                 if not whole:
                     # what lies past the end need not be finite
                     ds = gl.where(p == 0, 0.0, ds)

@@ -89,6 +89,38 @@ def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
+def exponents(
+    s, rows, key_scale, keys, keep_key, first_q, first_k, length_q, length_k, lower, upper, key_mask,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """log2 of P^T, -inf where masked, and whether the block is whole: no mask cuts it, no end.
+
+    KEYS_END: keys past the end are masked too, as they must be where dQ reduces over keys.
+    """
+    x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1)
+    x -= plane(rows, 0, BLOCK_Q, LAYOUT)
+    whole = first_q + BLOCK_Q <= length_q
+    if KEYS_END:
+        whole = whole & (first_k + ROWS <= length_k)
+    if HAS_LOWER:
+        whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
+    if HAS_UPPER:
+        whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+    if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
+        if not whole:
+            queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
+            distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
+            x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
+    if key_mask is not None:
+        x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+    elif KEYS_END:  # noqa: SIM102 (one is of compile time)
+        if not whole:
+            x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+    return x, whole
+
+
+@gluon.jit
 def partial_product(codes, copy, first: gl.constexpr, no_part):
     """INT32 product with columns [first, first + width) of a transposed copy; in flight."""
     operand = copy.slice(first, no_part.shape[1], 0).permute((1, 0))
@@ -118,8 +150,9 @@ def accumulate(
     first_k += CONSUMER * ROWS
     keys = first_k + gl.arange(0, ROWS, ROW)
     key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
+    keep_key = keys < length_k
     if key_mask is not None:
-        keep_key = gl.load(key_mask + keys, mask=keys < length_k, other=0) != 0
+        keep_key = gl.load(key_mask + keys, mask=keep_key, other=0) != 0
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_part = gl.zeros([ROWS, HALF], gl.int32, OUT_LAYOUT)
@@ -147,21 +180,10 @@ def accumulate(
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
-            x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, S_LAYOUT) * gl.expand_dims(key_scale, 1)
-            x -= plane(rows, 0, BLOCK_Q, S_LAYOUT)
-            first_q = i * BLOCK_Q
-            whole = first_q + BLOCK_Q <= length_q
-            if HAS_LOWER:
-                whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
-            if HAS_UPPER:
-                whole = whole & (first_k + ROWS - 1 - first_q <= upper)
-            if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
-                if not whole:
-                    queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-                    distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
-                    x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
-            if key_mask is not None:
-                x = gl.where(gl.expand_dims(keep_key, 1), x, float("-inf"))
+            x, whole = exponents(
+                s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper, key_mask,
+                HAS_LOWER, HAS_UPPER, False, BLOCK_Q, S_LAYOUT,
+            )  # fmt: skip
             p = exp2(x)
             if FLOAT8:
                 p_codes = operand_float8(p, OPERAND)

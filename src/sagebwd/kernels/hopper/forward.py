@@ -32,6 +32,36 @@ from sagebwd.kernels.hopper.tile import (
 
 
 @gluon.jit
+def code_rows(
+    batch_head, heads, group, token_q, token_k, tokens_q, tokens_k, VARLEN: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """Which heads of per-token values, and which row and column of Q's and K's codes, two tokens of a head have."""
+    batch = batch_head // heads
+    head = batch_head % heads
+    head_k = head // group
+    if VARLEN:
+        return head.to(gl.int64), head_k, token_q, head * BLOCK_D, token_k, head_k * BLOCK_D
+    else:
+        z_k = batch * (heads // group) + head_k
+        return batch_head.to(gl.int64), z_k, batch_head * tokens_q + token_q, 0, z_k * tokens_k + token_k, 0
+
+
+@gluon.jit
+def blocks_met(
+    first_q, length_k, lower, upper, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, ALL_MASKED: gl.constexpr,
+):  # fmt: skip
+    """begin, full_begin, full_end as of `block_range` of the key blocks that SPAN queries meet, and their number."""
+    begin, full_begin, full_end, end = block_range(
+        first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, ALL_MASKED
+    )
+    # rows without a key take one masked block of the sequence's own, and write zeros
+    steps = gl.maximum(end - begin, 1)
+    begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
+    return begin, full_begin, full_end, steps
+
+
+@gluon.jit
 def block_at(step, blocks):
     """The key block of a step, whole blocks first, masked ones after; blocks: begin, full_begin, full_end, steps."""
     begin, full_begin, full_end, _ = blocks
@@ -243,35 +273,22 @@ def forward_kernel(
     batch = batch_head // heads
     head = batch_head % heads
     head_k = head // group
-    heads_k = heads // group
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     first_q = block_q * ROWS
     if first_q >= length_q:
         return
     if VARLEN:
-        z_q = head.to(gl.int64)
-        z_k = head_k
         lower += length_k - length_q
         upper += length_k - length_q
-        row_q, column_q = start_q + first_q, head * BLOCK_D
-        row_k, column_k = start_k, head_k * BLOCK_D
-    else:
-        z_q = batch_head.to(gl.int64)
-        z_k = batch * heads_k + head_k
-        row_q, column_q = batch_head * tokens_q + first_q, 0
-        row_k, column_k = z_k * tokens_k, 0
-    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
-    begin, full_begin, full_end, end = block_range(
-        first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
+    z_q, z_k, row_q, column_q, row_k, column_k = code_rows(
+        batch_head, heads, group, start_q + first_q, start_k, tokens_q, tokens_k, VARLEN, BLOCK_D
     )
-    # rows without a key take one masked block of the sequence's own, and write zeros
-    steps = gl.maximum(end - begin, 1)
-    begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
-    blocks = (begin, full_begin, full_end, steps)
+    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
+    blocks = blocks_met(first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None)
     place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
     sizes = (
-        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * heads_k + head_k, o_t,
+        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_t,
     )  # fmt: skip
     o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
     if key_mask is not None:

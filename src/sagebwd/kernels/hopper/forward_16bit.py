@@ -14,14 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.forward import block_at, scaled
+from sagebwd.kernels.hopper.forward import block_at, blocks_met, code_rows, scaled
 from sagebwd.kernels.hopper.tile import (
     LN_2,
     LOG2_E,
     ROWS,
     TINY,
     barrier,
-    block_range,
     exp2,
     load_tile,
     padded_block,
@@ -37,7 +36,7 @@ BRANCH = gl.constexpr(16)
 def _rescale_asm(count: int) -> str:
     """acc *= decay in ``count`` registers, jumped over where both rows that a thread holds have a decay of 1."""
     lines = [
-        "{", ".reg .pred p, q;", f"setp.neu.f32 p, ${2 * count}, 0f3F800000;",
+        "{", ".reg .pred p;", f"setp.neu.f32 p, ${2 * count}, 0f3F800000;",
         f"setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;", "@!p bra SKIP;",
         *(f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)), "SKIP:", "}",
     ]  # fmt: skip
@@ -98,7 +97,7 @@ def clear_end(v, keys_left, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def attend(
-    shared, CONSUMER: gl.constexpr, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: O and lse of 64 queries."""
@@ -200,7 +199,7 @@ def attend(
 def forward_16bit_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, q_scale, k_scale, key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k,
     v_b, v_h, v_column, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper,
-    scale, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
+    scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
     K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     GROUP_K: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -215,36 +214,22 @@ def forward_16bit_kernel(
     batch = batch_head // heads
     head = batch_head % heads
     head_k = head // group
-    heads_k = heads // group
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # shared memory comes in powers of two
-    SLOTS: gl.constexpr = CONSUMERS if CONSUMERS < 3 else 4
+    SLOTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     first_q = block_q * SPAN
     if first_q >= length_q:
         return
     if VARLEN:
-        z_q = head.to(gl.int64)
-        z_k = head_k
         lower += length_k - length_q
         upper += length_k - length_q
-        row_q, column_q = start_q + first_q, head * BLOCK_D
-        row_k, column_k = start_k, head_k * BLOCK_D
-        padded_k = padded_block(start_k, batch, GROUP_K, VARLEN) * (GROUP_K // BLOCK_K)
-    else:
-        z_q = batch_head.to(gl.int64)
-        z_k = batch * heads_k + head_k
-        row_q, column_q = batch_head * tokens_q + first_q, 0
-        row_k, column_k = z_k * tokens_k, 0
-        padded_k = 0
-    begin, full_begin, full_end, end = block_range(
-        first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
+    z_q, z_k, row_q, column_q, row_k, column_k = code_rows(
+        batch_head, heads, group, start_q + first_q, start_k, tokens_q, tokens_k, VARLEN, BLOCK_D
     )
-    # rows without a key take one masked block of the sequence's own, and write zeros
-    steps = gl.maximum(end - begin, 1)
-    begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
-    blocks = (begin, full_begin, full_end, steps)
+    padded_k = padded_block(start_k, batch, GROUP_K, VARLEN) * (GROUP_K // BLOCK_K)
+    blocks = blocks_met(first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None)
     block_k = z_k * blocks_k + padded_k
     place = (
         row_q, column_q, row_k, column_k, batch * v_b + head_k * v_h + start_k, head_k * v_column, block_k,
@@ -278,20 +263,11 @@ def forward_16bit_kernel(
     pointers = (q_scale, k_scale, key_mask, o, lse, row_max)
     shared = (memory, full, empty, pointers, block_k, blocks, sizes, scale * LOG2_E)
     operands = (descriptors, memory, full, empty, place, blocks)
-    if CONSUMERS == 1:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (attend, (shared, 0, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
-                (load, (operands, CONSUMERS, K_TOKEN, STAGES, BLOCK_K, BLOCK_D)),
-            ],
-            [1],
-            [24],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (attend, (shared, 0, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
-                (attend, (shared, 1, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
+                (attend, (shared, 0, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
+                (attend, (shared, 1, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
                 (load, (operands, CONSUMERS, K_TOKEN, STAGES, BLOCK_K, BLOCK_D)),
             ],
             [4, 1],
@@ -300,9 +276,9 @@ def forward_16bit_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (shared, 0, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
-                (attend, (shared, 1, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
-                (attend, (shared, 2, head_dim, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
+                (attend, (shared, 0, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
+                (attend, (shared, 1, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
+                (attend, (shared, 2, HAS_LOWER, HAS_UPPER, K_TOKEN, NEGATIVE, STAGES, BLOCK_K, BLOCK_D)),
                 (load, (operands, CONSUMERS, K_TOKEN, STAGES, BLOCK_K, BLOCK_D)),
             ],
             [4, 4, 1],

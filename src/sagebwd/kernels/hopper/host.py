@@ -14,7 +14,7 @@ from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.launch import BACKWARD, FORWARD, FORWARD_16BIT, launch
+from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, FORWARD, FORWARD_16BIT
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
@@ -108,7 +108,7 @@ def forward(
         keys.blocks(block_k) * (block_k // step), grid, -window_left, 0 if is_causal else window_right, abs(scale),
     )  # fmt: skip
     options = {
-        "head_dim": head_dim, "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
+        "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
         "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
         **chosen,
     }  # fmt: skip
@@ -131,6 +131,7 @@ def forward(
             v_mean if recipe.smooth_v else None,
             *out,
             *sizes,
+            head_dim=head_dim,
             V_SEQUENCE=sequence,
             LEVELS=levels,
             **options,
@@ -199,6 +200,7 @@ def backward(
         capability(o.device),
     )  # fmt: skip
     head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
+    span = CONSUMERS.value * rows
     do_scale, spread, largest = None, None, None
     one_kernel = float8 and not deterministic
     if one_kernel:  # nothing is scaled a block of queries, which may so be another than the recipe's
@@ -210,10 +212,10 @@ def backward(
         )
         do_t, _ = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
         q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
-        if one_kernel:
-            k_t, _ = launch_float8(k_int8, k_scale, largest, K, keys, 1, CONSUMERS.value * rows, pairs=True)
-        else:
-            k_t, padded_k_scale = launch_float8(k_int8, k_scale, largest, K, keys, 1, block_k, k_scale)
+        k_block, scale_to_pad = (span, None) if one_kernel else (block_k, k_scale)
+        k_t, padded_k_scale = launch_float8(
+            k_int8, k_scale, largest, K, keys, 1, k_block, scale_to_pad, pairs=one_kernel
+        )
     else:
         row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
         k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
@@ -233,7 +235,6 @@ def backward(
     )  # fmt: skip
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     if one_kernel:
-        span = CONSUMERS.value * rows
         summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float32, device=do.device).zero_()
         grid = keys.grid(span)
         backward_kernel[(grid * keys.batch * keys.heads,)](
@@ -259,7 +260,7 @@ def backward(
         return dq, dk, dv
 
     options["FLOAT8"] = float8
-    chosen = launch("dkdv", head_dim)
+    chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
         q_desc,
@@ -281,7 +282,7 @@ def backward(
         **chosen,
     )
 
-    chosen = launch("dq", head_dim)
+    chosen = DQ[head_dim]
     grid = queries.grid(chosen["CONSUMERS"] * rows)
     dq_kernel[(grid * queries.batch * queries.heads,)](
         q_desc,

@@ -6,27 +6,16 @@ from __future__ import annotations
 # a thread's registers, three at 64.
 FORWARD = {64: {"STAGES": 2, "num_warps": 4, "maxnreg": 80}, 128: {"STAGES": 2, "num_warps": 4, "maxnreg": 128}}
 
-# P V in 16 bit: warpgroups that share what a program's warp loads, the stages of its ring and the keys of one.
+# The others' warpgroups (CONSUMERS) share the ring of stages that a program's warp loads. Registers of a thread that
+# computes and of one at launch, for two warpgroups and three; the loading warp's 128 threads keep 24 each.
+_TWO = {"REGISTERS": 240, "maxnreg": 168, "num_warps": 4}
+_THREE = {"REGISTERS": 160, "maxnreg": 128, "num_warps": 4}
+# P V in 16 bit.
 FORWARD_16BIT = {
-    64: {"CONSUMERS": 3, "STAGES": 3, "BLOCK_K": 128, "REGISTERS": 160, "maxnreg": 128, "num_warps": 4},
-    128: {"CONSUMERS": 2, "STAGES": 2, "BLOCK_K": 128, "REGISTERS": 240, "maxnreg": 168, "num_warps": 4},
+    64: {"CONSUMERS": 3, "STAGES": 3, "BLOCK_K": 128, **_THREE},
+    128: {"CONSUMERS": 2, "STAGES": 2, "BLOCK_K": 128, **_TWO},
 }
-
-# Warpgroups that share what a program's warp loads, and the stages of its ring.
-CONSUMERS = {"dkdv": {64: 3, 128: 2}, "dq": {64: 2, 128: 2}}
-STAGES = {"dkdv": {64: 4, 128: 2}, "dq": {64: 3, 128: 2}}
-# Registers of a thread at launch and of one that computes, by warpgroups; the loading warp's 128 threads keep 24 each.
-REGISTERS = {2: (168, 240), 3: (128, 160)}
-# One kernel for dQ, dK and dV: two warpgroups, and the queries of a stage.
-BACKWARD = {
-    64: {"STAGES": 3, "BLOCK_Q": 128, "REGISTERS": 240, "maxnreg": 168, "num_warps": 4},
-    128: {"STAGES": 2, "BLOCK_Q": 64, "REGISTERS": 240, "maxnreg": 168, "num_warps": 4},
-}
-
-
-def launch(kernel: str, head_dim: int) -> dict[str, int]:
-    """Compile-time options of a kernel whose warpgroups share a ring."""
-    consumers = CONSUMERS[kernel][head_dim]
-    at_launch, computing = REGISTERS[consumers]
-    stages = STAGES[kernel][head_dim]
-    return {"CONSUMERS": consumers, "STAGES": stages, "REGISTERS": computing, "maxnreg": at_launch, "num_warps": 4}
+DKDV = {64: {"CONSUMERS": 3, "STAGES": 4, **_THREE}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
+DQ = {64: {"CONSUMERS": 2, "STAGES": 3, **_TWO}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
+# One kernel for dQ, dK and dV, always of two warpgroups.
+BACKWARD = {64: {"STAGES": 3, "BLOCK_Q": 128, **_TWO}, 128: {"STAGES": 2, "BLOCK_Q": 64, **_TWO}}
