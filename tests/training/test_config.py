@@ -58,6 +58,7 @@ def test_settings_change_keys_with_their_types(tmp_path):
         ("monitor: {ever: 5}", [], "there is no key monitor.ever; did you mean monitor.every"),
         ("{}", ["monitor.every=-1"], "monitor.every=-1 must be at least 0"),
         ("{}", ["monitor.heads=0"], "monitor.heads=0 must be at least 1"),
+        ("{}", ["model.vocabulary_multiple=0"], "model.vocabulary_multiple=0 must be at least 1"),
         ("{}", ["monitor.checks=0"], "monitor.checks=0 must be at least 1"),
         ("{}", ["monitor.tokens=1"], "monitor.tokens=1 must be at least 2"),
         ("{}", ["monitor.threshold=0"], "monitor.threshold=0.0 must be a number above 0"),

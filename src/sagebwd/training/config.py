@@ -38,6 +38,7 @@ class Model:
     qk_norm: bool = True
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
+    vocabulary_multiple: int = 1  # embeddings get rows up to a multiple: tensor cores want one of 64
     rope_theta: float = 10000.0
 
 
@@ -194,6 +195,8 @@ class Config(Settings):
             raise ValueError(f"model.width={model.width} is not a multiple of model.heads={model.heads}")
         if model.kv_heads is not None and (model.kv_heads < 1 or model.heads % model.kv_heads):
             raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
+        if model.vocabulary_multiple < 1:
+            raise ValueError(f"model.vocabulary_multiple={model.vocabulary_multiple} must be at least 1")
         if self.data.context < 2:
             raise ValueError(f"data.context={self.data.context} must be at least 2 tokens")
         if max(self.monitor.layers or [0]) >= model.layers:

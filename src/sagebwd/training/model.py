@@ -5,6 +5,8 @@ The latter is what `add_qk_norm` makes of the former, as a class that ``from_pre
 
 from __future__ import annotations
 
+import math
+
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from sagebwd.integrations.transformers import NAME, register
@@ -14,12 +16,13 @@ from sagebwd.training.config import SDPA, Config
 def build(config: Config, vocabulary: int) -> PreTrainedModel:
     """A freshly initialised model; one seed gives one set of weights, whatever the attention.
 
-    Args: vocabulary, the number of token ids.
+    Args: vocabulary, the number of token ids; rows of embeddings beyond it, up to ``model.vocabulary_multiple``, are
+    classes that no token has.
     """
     register()
     model = config.model
     shared = {
-        "vocab_size": vocabulary,
+        "vocab_size": math.ceil(vocabulary / model.vocabulary_multiple) * model.vocabulary_multiple,
         "hidden_size": model.width,
         "intermediate_size": model.mlp_width,
         "num_hidden_layers": model.layers,
