@@ -77,6 +77,17 @@ def compare(
 
 
 @app.command()
+def gaps(
+    folders: Annotated[list[Path], typer.Argument(help="Outputs of `sagebwd compare`, one a seed.")],
+    noise_of: Annotated[list[Path] | None, typer.Option(help="More outputs whose repeats tell noise; repeat.")] = None,
+) -> None:
+    """Gaps to full precision over several comparisons of the same variants, beside the noise of such a gap."""
+    from sagebwd.training import gaps as measured
+
+    console.print(measured.table(measured.gaps(folders, noise_of)))
+
+
+@app.command()
 def tokenize(
     config: Annotated[Path, typer.Option(help="YAML file of a training run.")],
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,

@@ -1,0 +1,86 @@
+"""Gaps to full precision over several comparisons of the same variants, one a seed, beside the noise of such a gap.
+
+Two runs that differ in nothing, not even the order of their data, end at different losses on a GPU: sums in another
+order, and training multiplies what is there. A variant with the baseline's own settings ("full precision repeated")
+measures it. Its gap d has no cause but that, so sqrt(mean d^2) over all such variants is the standard deviation that
+a recipe's gap has where the recipe does nothing; the mean over n seeds has 1 / sqrt(n) of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+COMPARISON = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Held-out loss minus the baseline's, nats a token: one a comparison in which both came to an end, and the mean.
+
+    ``noise`` is the standard deviation of the mean, None where no comparison repeats its baseline; ``diverged`` counts
+    the comparisons in which the variant did.
+    """
+
+    variant: str
+    recipe: str
+    gaps: tuple[float, ...]
+    mean: float | None
+    noise: float | None
+    diverged: int
+
+
+def gaps(folders: list[Path], noise_of: list[Path] | None = None) -> list[Gap]:
+    """One row a variant, in the order in which they appear; ``folders`` are outputs of `sagebwd compare`.
+
+    Args: noise_of, more such outputs, of whatever variants, whose repeated baselines count for the noise.
+
+    Raises ValueError for no folders, and for one that holds no comparison or none of whose baseline.
+    """
+    if not folders:
+        raise ValueError("expected at least one folder that `sagebwd compare` has written")
+    rows = [row for folder in folders for row in _outcomes(folder)]
+    everywhere = rows + [row for folder in set(noise_of or ()) - set(folders) for row in _outcomes(folder)]
+    repeats = [row["gap"] for row in everywhere if row["repeats"] and row["gap"] is not None]
+    single = math.sqrt(sum(gap**2 for gap in repeats) / len(repeats)) if repeats else None
+    found = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        same = [row for row in rows if row["variant"] == name]
+        values = tuple(row["gap"] for row in same if row["gap"] is not None)
+        mean = sum(values) / len(values) if values else None
+        noise = single / math.sqrt(len(values)) if values and single is not None else None
+        found.append(Gap(name, same[0]["recipe"], values, mean, noise, sum(bool(row["diverged"]) for row in same)))
+    return found
+
+
+def _outcomes(folder: Path) -> list[dict]:
+    """The rows of a comparison but the baseline's, each with whether it ``repeats`` that one."""
+    path = folder / COMPARISON
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare`")
+    first, *others = json.loads(path.read_text(encoding="utf-8"))["outcomes"]
+    if first["gap"] != 0:
+        raise ValueError(f"{path}: its baseline has not come to a finite loss, so there are no gaps")
+    return [{**row, "repeats": row["digest"] == first["digest"]} for row in others]
+
+
+def table(found: list[Gap]) -> Table:
+    """The gaps for a terminal."""
+    drawn = Table(title="held-out loss minus the baseline's, nats a token", title_justify="left", box=None)
+    for heading in ("variant", "attention", "gap", "noise", "runs", "each"):
+        drawn.add_column(heading, justify="left" if heading in ("variant", "attention", "each") else "right")
+    for row in found:
+        each = " ".join(f"{gap:+.4f}" for gap in row.gaps)
+        drawn.add_row(
+            row.variant,
+            row.recipe,
+            "" if row.mean is None else f"{row.mean:+.4f}",
+            "" if row.noise is None else f"{row.noise:.4f}",
+            str(len(row.gaps)),
+            each + (f" diverged: {row.diverged}" if row.diverged else ""),
+        )
+    return drawn

@@ -1,0 +1,67 @@
+"""Means over seeds, and the noise that repeated baselines measure."""
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from sagebwd.training.gaps import COMPARISON, gaps, table
+
+
+def comparison(folder, losses, digests=None, diverged=()):
+    """A comparison.json of variants by their losses, the first the baseline."""
+    first = next(iter(losses.values()))
+    rows = [
+        {
+            "variant": name, "recipe": name, "held_out_loss": loss, "digest": (digests or {}).get(name, name),
+            "gap": None if name in diverged else loss - first, "diverged": "at step 3" if name in diverged else None,
+        }
+        for name, loss in losses.items()
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / COMPARISON).write_text(json.dumps({"outcomes": rows}))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path):
+    same = {"again": "full"}
+    return [
+        comparison(tmp_path / "0", {"full": 2.0, "token": 2.01, "paper": 2.05, "again": 2.03}, same),
+        comparison(tmp_path / "1", {"full": 3.0, "token": 2.99, "paper": 9.0, "again": 2.96}, same, ["paper"]),
+        comparison(tmp_path / "2", {"full": 4.0, "token": 4.06}),
+    ]
+
+
+def test_means_and_noise(folders):
+    token, paper, again = gaps(folders)
+    assert token.gaps == pytest.approx((0.01, -0.01, 0.06))
+    assert token.mean == pytest.approx(0.02)
+    single = math.sqrt((0.03**2 + 0.04**2) / 2)
+    assert token.noise == pytest.approx(single / math.sqrt(3))
+    assert (paper.gaps, paper.diverged) == (pytest.approx((0.05,)), 1)
+    assert paper.noise == pytest.approx(single)
+    assert again.noise == pytest.approx(single / math.sqrt(2))
+    console = Console(record=True, width=120)
+    console.print(table([token, paper, again]))
+    text = console.export_text()
+    assert "+0.0200" in text
+    assert "diverged: 1" in text
+
+
+def test_no_repeat_no_noise(folders):
+    (token,) = gaps(folders[2:])
+    assert (token.mean, token.noise) == (pytest.approx(0.06), None)
+    (token,) = gaps(folders[2:], noise_of=[folders[0], folders[2]])
+    assert (token.mean, token.noise) == pytest.approx((0.06, 0.03))
+
+
+def test_what_is_no_comparison_says_so(tmp_path):
+    with pytest.raises(ValueError, match="expected at least one folder"):
+        gaps([])
+    with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected the output folder"):
+        gaps([tmp_path / "nothing"])
+    alone = comparison(tmp_path / "alone", {"full": math.inf, "token": 2.0}, diverged=["full", "token"])
+    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
+        gaps([alone])
