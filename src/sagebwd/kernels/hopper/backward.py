@@ -74,7 +74,9 @@ def dq_product(
 
 @gluon.jit
 def add_dq(dq_desc, memory, dq, row, column):
-    """Hand a block of dQ^T, its rows in the order of `tile.spread_rows`, to TMA, which has read the last one."""
+    """Hand a block of dQ^T, its rows in the order of `tile.spread_rows`, to TMA, once it has read the last one."""
+    tma.store_wait(0)
+    barrier()
     memory.store(dq.reshape([ROWS // 8, 2, 4, ROWS]).permute([0, 2, 1, 3]).reshape([ROWS, ROWS]))
     fence_async_shared()
     barrier()
@@ -99,7 +101,7 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
-    keys_full, full, empty, ds_full = barriers
+    keys_full, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv = pointers
     begin, count, _, z_q, block_0 = steps
     first_k, length_k, length_q, lower, upper, out_t = sizes
@@ -133,10 +135,8 @@ def accumulate(
     else:
         k_t = k_t_low, k_t_high
     total = count * (heads[1] - heads[0])
-    mbarrier.wait(full[0].index(0), 0, pred=total > 0)
+    mbarrier.wait(full.index(0), 0, pred=total > 0)
     s = warpgroup_mma(k, q_memory.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    # triton would put it into every step instead
-    barrier()
     step = 0
     for head in range(heads[0], heads[1]):
         row = (z_q + head) * BLOCK_D + CHANNEL
@@ -148,7 +148,7 @@ def accumulate(
             rows = rows_memory.index(stage)
             # alone in flight across the loop's end: of two, ptxas would wait at once
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.wait(full[1].index(stage), phase)
+            mbarrier.wait(full.index(stage * 3 + 1), phase)
             do = do_memory.index(stage).permute((1, 0))
             dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
             p, whole = probabilities(
@@ -166,25 +166,23 @@ def accumulate(
                     # what lies past the end need not be finite
                     ds = gl.where(p == 0, 0.0, ds)
             ds_float8 = ds.to(gl.float8e4nv)
-            # what was there both have read for their dQ before they released the stage of the step before
-            mbarrier.wait(empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1, pred=step > 0)
+            mbarrier.wait(ds_empty.index(slot), (((step + 1) // SLOTS) & 1) ^ 1)
             store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), ds_float8)
             fence_async_shared()
             barrier()
             mbarrier.arrive(ds_full.index(slot), count=1)
             ds_codes = operand(ds_float8, OPERAND)
-            mbarrier.wait(full[2].index(stage), phase)
+            mbarrier.wait(full.index(stage * 3 + 2), phase)
             dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
             dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
             mbarrier.wait(ds_full.index(before), (step // SLOTS) & 1)
             dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
             following = (step + 1) % STAGES
-            mbarrier.wait(full[0].index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < total)
+            mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=step + 1 < total)
             q = q_memory.index(following).permute((1, 0))
             s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
             dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
-            tma.store_wait(0)
-            barrier()
+            mbarrier.arrive(ds_empty.index(before), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
             add_dq(dq_desc, dq_part, dq, last_row, last_column)
             last_row = row
@@ -194,8 +192,6 @@ def accumulate(
     mbarrier.wait(ds_full.index(step % SLOTS), (step // SLOTS) & 1)
     dq = dq_product(k_t, ds_memory, step % SLOTS, QUERY, BLOCK_Q, DQ_LAYOUT)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    tma.store_wait(0)
-    barrier()
     add_dq(dq_desc, dq_part, dq, last_row, last_column)
 
     rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
@@ -280,25 +276,22 @@ def backward_kernel(
     dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    # of their own, or triton would put a barrier of the warpgroup between waits for one and the next
-    full = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     mbarrier.init(keys_full, count=1)
     for stage in gl.static_range(STAGES):
         for part in gl.static_range(3):
-            mbarrier.init(full[part].index(stage), count=1)
+            mbarrier.init(full.index(stage * 3 + part), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(slot), count=CONSUMERS)
+        mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
 
     memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
-    barriers = (keys_full, full, empty, ds_full)
+    barriers = (keys_full, full, empty, ds_full, ds_empty)
     descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc)
     shared = (memory, ds_memory, dq_memory, barriers, pointers, dq_desc, steps, heads, sizes, scale)
     operands = (descriptors, memory, keys_full, full, empty, place, steps, heads)

@@ -35,10 +35,7 @@ def load_queries(
     descriptors, memory, full, empty, place, steps, heads, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
-
-    full: barriers of Q and the row values, of dO, of the copies.
-    """
+    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages."""
     q_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
     row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
@@ -49,9 +46,9 @@ def load_queries(
         for i in range(begin, begin + count):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            ready = full[0].index(stage)
-            do_ready = full[1].index(stage)
-            copies_ready = full[2].index(stage)
+            ready = full.index(stage * 3)
+            do_ready = full.index(stage * 3 + 1)
+            copies_ready = full.index(stage * 3 + 2)
             first = i * BLOCK_Q
             padded = block_0 + i
             mbarrier.expect(ready, BLOCK_Q * (BLOCK_D + 16))
@@ -173,13 +170,13 @@ def accumulate(
             if not FLOAT8:
                 block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
             phase = (step // STAGES) & 1
-            mbarrier.wait(full[0].index(stage), phase)
+            mbarrier.wait(full.index(stage * 3), phase)
             rows = rows_memory.index(stage)
             q = q_memory.index(stage).permute((1, 0))
             do = do_memory.index(stage).permute((1, 0))
             s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
             if FLOAT8:
-                mbarrier.wait(full[1].index(stage), phase)
+                mbarrier.wait(full.index(stage * 3 + 1), phase)
                 dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
@@ -196,7 +193,7 @@ def accumulate(
                 p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
                 p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
                 # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
-                mbarrier.wait(full[1].index(stage), phase)
+                mbarrier.wait(full.index(stage * 3 + 1), phase)
                 dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
                 dp = warpgroup_mma_wait(0, deps=[dp])
             dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
@@ -213,7 +210,7 @@ def accumulate(
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
             if FLOAT8:
                 ds_codes = operand_float8(ds, OPERAND)
-                mbarrier.wait(full[2].index(stage), phase)
+                mbarrier.wait(full.index(stage * 3 + 2), phase)
                 v_low = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), v_low, is_async=True)
                 k_low = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), k_low, is_async=True)
                 v_low, k_low = warpgroup_mma_wait(0, deps=[v_low, k_low])
@@ -227,7 +224,7 @@ def accumulate(
                 k_weight = gl.expand_dims(k_weight, 1)
                 v_weight = gl.expand_dims(v_weight, 1)
 
-                mbarrier.wait(full[2].index(stage), phase)
+                mbarrier.wait(full.index(stage * 3 + 2), phase)
                 do_t = do_t_memory.index(stage)
                 q_t = q_t_memory.index(stage)
                 part_v = partial_product(p_codes, do_t, 0, no_part)
@@ -337,17 +334,12 @@ def dkdv_kernel(
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    # of their own, or triton would put a barrier of the warpgroup between waits for one and the next
-    full = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(keys_full, count=1)
     for stage in gl.static_range(STAGES):
         for part in gl.static_range(3):
-            mbarrier.init(full[part].index(stage), count=1)
+            mbarrier.init(full.index(stage * 3 + part), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
 

@@ -64,9 +64,7 @@ def probability(
     RAGGED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P of a piece of a block of keys; 0 where masked."""
-    x = s.to(gl.float32) * key_scale * gl.expand_dims(row_scale, 1)
-    # masked afterwards, as in `dkdv.probabilities`
-    p = exp2(x - gl.expand_dims(row_lse, 1))
+    x = s.to(gl.float32) * key_scale * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_lse, 1)
     if RAGGED or HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
         if not whole:
             keys = first_k + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -74,13 +72,13 @@ def probability(
             # code that runs once a program is fetched from afar: the less of it the better
             if HAS_LOWER or HAS_UPPER:
                 distance = gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1)
-                p = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), p, 0.0)
+                x = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), x, float("-inf"))
             if RAGGED:
                 inside = keys < length_k
                 if key_mask is not None:
                     inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
-                p = gl.where(gl.expand_dims(inside, 0), p, 0.0)
-    return p
+                x = gl.where(gl.expand_dims(inside, 0), x, float("-inf"))
+    return exp2(x)
 
 
 @gluon.jit
