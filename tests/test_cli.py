@@ -138,6 +138,12 @@ def test_compare_writes_its_report(command, config, tmp_path):
     assert code == 0
     assert "full precision" in out
     assert (tmp_path / "both" / "report.html").stat().st_size > 1000
+    code, out, _ = command("gaps", tmp_path / "both", "--noise-of", tmp_path / "both")
+    assert code == 0
+    assert "held-out loss minus the baseline's" in out
+    code, _, err = command("gaps", tmp_path)
+    assert code == 2
+    assert "holds no comparison.json" in err
 
 
 def test_a_task_is_made_and_fine_tuned_on(command, tmp_path):

@@ -56,6 +56,9 @@ def compare(
     output: Annotated[Path | None, typer.Option(help="Folder of the comparison [default: runs/NAME].")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Run these variants alone; repeat for several.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Variants at once, in processes of their own, on the GPUs in turn.")
+    ] = None,
 ) -> None:
     """Train a config's variants on the same data from the same weights, and report their losses side by side.
 
@@ -70,7 +73,7 @@ def compare(
 
     folder = output or Path("runs") / chosen.name
     with interruptible("the same command goes on from there"):
-        outcomes = comparison.compare(chosen, folder, only)
+        outcomes = comparison.compare(chosen, folder, only, jobs)
     if is_first():
         console.print(comparison.table(outcomes))
         console.print(f"report: {folder / 'report.html'}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.training import pretrain, processes
+from sagebwd.training import pretrain, processes, side_by_side
 from sagebwd.training.config import Config
 from sagebwd.training.folder import RESULT, checkpoints, digest_in, end_of, read_metrics
 from sagebwd.training.report import Run, write_curves, write_report
@@ -37,13 +37,14 @@ class Outcome:
     diverged: str | None
 
 
-def compare(config: Config, output: Path, only: list[str] | None = None) -> list[Outcome]:
+def compare(config: Config, output: Path, only: list[str] | None = None, jobs: int | None = None) -> list[Outcome]:
     """Train each variant, or those in ``only``, into a folder of its own under ``output``; then compare and report.
 
     A variant that has finished is kept, one that was interrupted goes on from its newest checkpoint; one that diverges
     is reported as such, and the others go on. The config's first variant is the baseline; every variant that has come
     to an end is compared, whether it ran now or before. Writes comparison.json, comparison.md, curves.png and
-    report.html. Of several processes the first one compares and writes; the others return no outcomes.
+    report.html. Of several processes the first one compares and writes; the others return no outcomes. With ``jobs``
+    that many variants train at once (`sagebwd.training.side_by_side`), the gaps unchanged.
 
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
@@ -57,8 +58,12 @@ def compare(config: Config, output: Path, only: list[str] | None = None) -> list
     chosen = {name: variant for name, variant in variants.items() if not only or name in only}
     processes.join()
     processes.agreed(lambda: _check(chosen, output))
-    for name, variant in chosen.items():
-        _train(variant, output / name)
+    left = {name: variant for name, variant in chosen.items() if not _has_ended(variant, output / name)}
+    if jobs is None:
+        for name, variant in left.items():
+            _train(variant, output / name)
+    else:
+        side_by_side.train(left, output, jobs)
     return _report(config, variants, output) if processes.is_first() else []
 
 
@@ -93,15 +98,19 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def _train(variant: Config, folder: Path) -> None:
-    """Run a variant unless it has come to an end."""
-    end, begun = processes.agreed(lambda: (end_of(variant, folder), bool(checkpoints(folder))))
+def _has_ended(variant: Config, folder: Path) -> bool:
+    """Whether a variant ran to an end before, which is told."""
+    end = processes.agreed(lambda: end_of(variant, folder))
     if end is not None:
         how = "finished before" if end == RESULT else f"diverged before (delete {folder} to train it again)"
         _say(f"{folder.name}: {how}, kept")
-        return
+    return end is not None
+
+
+def _train(variant: Config, folder: Path) -> None:
+    """Run a variant in this process."""
     try:
-        pretrain.run(variant, folder, resume=begun)
+        pretrain.run(variant, folder, resume=processes.agreed(lambda: bool(checkpoints(folder))))
     except pretrain.TrainingStopped as stopped:
         _say(f"{folder.name}: {stopped}")
     finally:  # compiled code counts against torch's limit, a model against the GPU's memory

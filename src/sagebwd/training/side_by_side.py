@@ -1,0 +1,107 @@
+"""Several runs at once, each `sagebwd pretrain` in a process of its own, on the GPUs in turn.
+
+A small model leaves much of a GPU idle while its host compiles, evaluates and writes: other runs fill that. What a run
+prints goes to NAME.log beside its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from sagebwd.training import data, processes
+from sagebwd.training.config import Config
+from sagebwd.training.folder import checkpoints, end_of, read_metrics
+
+POLL_SECONDS = 1.0
+
+
+@dataclass
+class _Run:
+    """A run under way."""
+
+    process: subprocess.Popen
+    gpu: str | None
+
+
+def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
+    """Train each config into ``output / name``, ``jobs`` at a time; one that was interrupted goes on.
+
+    Runs that diverge end with their `sagebwd.training.folder.DIVERGED` file, and the others go on. Stopped by Ctrl-C
+    or an error, no process stays behind.
+
+    Raises ValueError for ``jobs`` below 1, under torchrun, and, once all others have ended, where a run failed.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    if processes.count() > 1:
+        raise ValueError(f"jobs={jobs} starts processes of its own: start the command without torchrun")
+    for config in runs.values():
+        data.load(config)  # made once, not by all at the same time
+    output.mkdir(parents=True, exist_ok=True)
+    waiting, running, failed = list(runs), {}, []
+    gpus = visible_gpus()
+    steps = sum(config.optimisation.steps for config in runs.values())
+    with tqdm(total=steps, desc=f"{len(runs)} runs, {jobs} at a time", unit="step", file=sys.stderr) as bar:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    name = waiting.pop(0)
+                    busy = [run.gpu for run in running.values()]
+                    gpu = min(gpus, key=busy.count) if gpus else None
+                    running[name] = _Run(_start(runs[name], output / name, gpu, jobs), gpu)
+                time.sleep(POLL_SECONDS)
+                for name in [name for name, run in running.items() if run.process.poll() is not None]:
+                    status = running.pop(name).process.returncode
+                    if end_of(runs[name], output / name) is None:
+                        failed.append(f"{name} (exit status {status}: {_last_line(output, name)})")
+                    bar.write(f"{name}: ended", file=sys.stderr)
+                done = (read_metrics(output / name) for name in runs if name not in waiting)
+                bar.update(sum(lines[-1]["step"] for lines in done if lines) - bar.n)
+        finally:
+            for run in running.values():
+                run.process.terminate()
+            for run in running.values():
+                run.process.wait()
+    if failed:
+        raise ValueError(f"{'; '.join(failed)}. Logs are in {output}; the same command tries again")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _start(config: Config, folder: Path, gpu: str | None, jobs: int) -> subprocess.Popen:
+    """`sagebwd pretrain` of a config on a GPU, its threads a share of the cores."""
+    written = folder.with_name(f"{folder.name}.yaml")
+    written.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(written), "--output", str(folder)]
+    threads = str(max(1, (os.cpu_count() or 1) // (2 * jobs)))
+    environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    with _log(folder).open("a", encoding="utf-8") as log:
+        return subprocess.Popen(
+            [*command, *(["--resume"] if checkpoints(folder) else [])],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _last_line(output: Path, name: str) -> str:
+    lines = _log(output / name).read_text(encoding="utf-8", errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
