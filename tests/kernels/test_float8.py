@@ -20,15 +20,17 @@ LOG2_E = 1.4426950408889634
 class Operands:
     """What forward saved and backward was given, and both sides' operands."""
 
-    def __init__(self, with_dlse: bool) -> None:
+    def __init__(self, with_dlse: bool, group: str) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
         heads = HEADS_K * GROUP
-        q_codes, q_scale = quantize_tokens(draw(BATCH, heads, TOKENS, HEAD_DIM), "token", BLOCK)
-        k_codes, k_scale = quantize_tokens(draw(BATCH, HEADS_K, KEYS, HEAD_DIM), "token", BLOCK)
+        # rows of zeros have scale 1, above all others here
+        q, k = 0.01 * draw(BATCH, heads, TOKENS, HEAD_DIM), 0.01 * draw(BATCH, HEADS_K, KEYS, HEAD_DIM)
+        q[:, :, 7] = k[:, :, 11] = 0
+        (q_codes, q_scale), (k_codes, k_scale) = (quantize_tokens(x, group, BLOCK) for x in (q, k))
         self.do, self.o = (draw(BATCH, heads, TOKENS, HEAD_DIM).bfloat16() for _ in range(2))
         # gradients of one head far larger, and a row of zeros
         self.do[:, 1] *= 64
@@ -41,8 +43,9 @@ class Operands:
         self.queries = Packing(BATCH, heads, TOKENS, TOKENS, None)
         self.keys = Packing(BATCH, HEADS_K, KEYS, KEYS, None)
         call = Call(
-            Recipe.named("token_fp8"), 1.0, torch.bfloat16, HEAD_DIM, self.queries, self.keys, None, False, -1, -1, 90
-        )
+            Recipe.parse(f"token_fp8(q_scale={group}, k_scale={group})"), 1.0, torch.bfloat16, HEAD_DIM, self.queries,
+            self.keys, None, False, -1, -1, 90,
+        )  # fmt: skip
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
@@ -81,9 +84,11 @@ def rows_of(transposed: Tensor, heads: int, tokens: int) -> Tensor:
     return x.transpose(-2, -3).reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)[:, :, :tokens]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "dlse"])
+@pytest.fixture(
+    scope="module", params=[(False, "token"), (True, "token"), (True, "block")], ids=["plain", "dlse", "block"]
+)
 def operands(request) -> Operands:
-    return Operands(request.param)
+    return Operands(*request.param)
 
 
 @pytest.mark.parametrize("name", ["do", "q", "k"])

@@ -51,6 +51,7 @@ def row_values_kernel(
     total,
     blocks,
     head_dim: tl.constexpr,
+    TOKEN: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -61,6 +62,7 @@ def row_values_kernel(
     a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
     2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), if not None; exact but for what
     is too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
+    TOKEN: Q's scales are one a token.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -81,7 +83,6 @@ def row_values_kernel(
     q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_t
     tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
     out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
-    codes = load_rows(q, local, columns, q_t, length - first, head_dim, False, EVEN).to(tl.float32)
     owner = batch * (heads // group) + head // group
     channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
     # psi gives a channel without range the scale 1, which says nothing of V
@@ -121,7 +122,25 @@ def row_values_kernel(
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
     largest += owner * 3
     keep_largest(largest, abs_max(tile, 1) * weight)
-    keep_largest(largest + 1, abs_max(codes, 1) * (scale * spread_row))
+    top_code = largest_code(q, scale, local, columns, q_t, length - first, head_dim, TOKEN, EVEN)
+    keep_largest(largest + 1, top_code * (scale * spread_row))
+
+
+@triton.jit
+def largest_code(
+    codes, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, TOKEN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """The largest magnitude of each row's INT8 codes, read only where it is in doubt.
+
+    With a scale a token psi makes it 127, but for a row of zeros, whose scale is 1.
+    """
+    largest = tl.full(local.shape, 127.0, tl.float32)
+    doubt = True
+    if TOKEN:
+        doubt = tl.max((scale == 1).to(tl.int32), 0) != 0
+    if doubt:
+        largest = abs_max(load_rows(codes, local, columns, stride_t, rows, head_dim, False, EVEN).to(tl.float32), 1)
+    return largest
 
 
 @triton.jit
@@ -156,11 +175,12 @@ def largest_kernel(
     tokens,
     total,
     head_dim: tl.constexpr,
+    TOKEN: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The largest magnitude of INT8 codes times their scales, as `row_values_kernel` leaves Q's."""
+    """The largest magnitude of INT8 codes times their scales, as `row_values_kernel` leaves Q's; TOKEN as there."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -172,9 +192,9 @@ def largest_kernel(
     columns = tl.arange(0, BLOCK_D)
     codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
     EVEN: tl.constexpr = head_dim == BLOCK_D
-    tile = load_rows(codes, local, columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
     scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
-    keep_largest(largest + tl.program_id(1) * 3 + 2, abs_max(tile, 1) * scale)
+    top_code = largest_code(codes, scale, local, columns, stride_t, length - first, head_dim, TOKEN, EVEN)
+    keep_largest(largest + tl.program_id(1) * 3 + 2, top_code * scale)
 
 
 @triton.jit(do_not_specialize=[*NO_SPECIALIZE, "group"])
@@ -316,6 +336,7 @@ def launch_row_values(
         queries.tokens,
         queries.total,
         queries.blocks(block),
+        TOKEN=call.recipe.q_scale == "token",
         num_warps=pass_warps(block, call.head_dim),
         **shape,
     )
@@ -328,6 +349,7 @@ def launch_row_values(
         keys.heads,
         keys.tokens,
         keys.total,
+        TOKEN=call.recipe.k_scale == "token",
         num_warps=pass_warps(block, call.head_dim),
         **shape,
     )

@@ -31,12 +31,13 @@ def _chunk(
     heads,
     tokens,
     head_dim: tl.constexpr,
+    EXTREMES: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A chunk's share of the mean, its largest and its least value, each (D,), into partial (3, chunks, heads, D)."""
+    """A chunk's share of the mean, if EXTREMES its largest and least value too, into partial (3, chunks, heads, D)."""
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -66,16 +67,15 @@ def _chunk(
             if key_mask is not None:
                 keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
             sums += tl.where(keep[:, None], tile, 0.0)
-            highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
-            lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
-    total = tl.sum(sums, 0)
-    largest = tl.max(highs, 0)
-    least = tl.min(lows, 0)
-    total /= tl.maximum(count, 1).to(tl.float32)
+            if EXTREMES:
+                highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
+                lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
+    total = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
     partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
     tl.store(partial, total, mask=columns < head_dim)
-    tl.store(partial + planes, largest, mask=columns < head_dim)
-    tl.store(partial + 2 * planes, least, mask=columns < head_dim)
+    if EXTREMES:
+        tl.store(partial + planes, tl.max(highs, 0), mask=columns < head_dim)
+        tl.store(partial + 2 * planes, tl.min(lows, 0), mask=columns < head_dim)
 
 
 @triton.jit(do_not_specialize=["planes", "heads", "tokens"])
@@ -95,21 +95,22 @@ def statistics_kernel(
     heads,
     tokens,
     head_dim: tl.constexpr,
+    V_SCALE: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D)."""
+    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted."""
     if tl.program_id(2) == 0:
         _chunk(
-            k, partial, planes, key_mask, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, VARLEN, CHUNK, BLOCK,
-            BLOCK_D,
+            k, partial, planes, key_mask, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, False, VARLEN, CHUNK,
+            BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
-            v, partial + 3 * planes, planes, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim, VARLEN,
-            CHUNK, BLOCK, BLOCK_D,
+            v, partial + 3 * planes, planes, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim, V_SCALE,
+            VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def finish_kernel(
         inside = (rows < chunks)[:, None] & kept[None, :]
         total += tl.sum(tl.load(at, mask=inside, other=0), 0)
         if scale is not None:
+            inside = inside & (which == 1)
             largest = tl.maximum(largest, tl.max(tl.load(at + planes, mask=inside, other=float("-inf")), 0))
             least = tl.minimum(least, tl.min(tl.load(at + 2 * planes, mask=inside, other=float("inf")), 0))
     at = (which * heads + tl.program_id(0)) * head_dim + columns
@@ -191,6 +193,7 @@ def launch_statistics(
         packing.heads,
         packing.tokens,
         head_dim=head_dim,
+        V_SCALE=v_scale,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
         BLOCK=max(8, 2048 // block_d),
