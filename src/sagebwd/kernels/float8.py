@@ -159,7 +159,8 @@ def float8_factor(bits):
 @triton.jit
 def keep_largest(largest, x):
     """Raise ``largest`` to that of x, none of which is negative."""
-    tl.atomic_max(largest, tl.max(x.to(tl.int32, bitcast=True), 0))
+    # the next kernel reads it: no store of this program need be waited for
+    tl.atomic_max(largest, tl.max(x.to(tl.int32, bitcast=True), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

@@ -15,7 +15,7 @@ from sagebwd.kernels.tile import INT8_MAX, load_rows, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
-UNROLL = tl.constexpr(4)
+UNROLL = tl.constexpr(8)
 
 
 @triton.jit
@@ -55,21 +55,22 @@ def _chunk(
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
     lows = tl.full((BLOCK, BLOCK_D), float("inf"), tl.float32)
     begin = tl.program_id(1) * CHUNK
-    for several in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
-        # loads of several tiles in flight at a time
-        for part in tl.static_range(UNROLL):
-            first = several + part * BLOCK
-            local = tl.arange(0, BLOCK)
-            block = x + (start + first).to(tl.int64) * stride_t
-            tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
-            tile = tile.to(tl.float32)
-            keep = first + local < length
-            if key_mask is not None:
-                keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
-            sums += tl.where(keep[:, None], tile, 0.0)
-            if EXTREMES:
-                highs = tl.maximum(highs, tl.where(keep[:, None], tile, float("-inf")))
-                lows = tl.minimum(lows, tl.where(keep[:, None], tile, float("inf")))
+    local = tl.arange(0, BLOCK * UNROLL)
+    for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
+        # one load of many rows, so that all are in flight at a time; of BLOCK apart a thread holds the same columns
+        block = x + (start + first).to(tl.int64) * stride_t
+        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+        keep = first + local < length
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
+            tile = tl.where(keep[:, None], tile, 0.0)
+        sums += tl.sum(tile.reshape(UNROLL, BLOCK, BLOCK_D), 0)
+        if EXTREMES:
+            high = tl.where(keep[:, None], tile, float("-inf")).reshape(UNROLL, BLOCK, BLOCK_D)
+            low = tl.where(keep[:, None], tile, float("inf")).reshape(UNROLL, BLOCK, BLOCK_D)
+            highs = tl.maximum(highs, tl.max(high, 0))
+            lows = tl.minimum(lows, tl.min(low, 0))
     total = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
     partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
     tl.store(partial, total, mask=columns < head_dim)
@@ -196,7 +197,7 @@ def launch_statistics(
         V_SCALE=v_scale,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
-        BLOCK=max(8, 2048 // block_d),
+        BLOCK=max(8, 1024 // block_d),
         BLOCK_D=block_d,
     )
     finish_kernel[(heads, 2)](
