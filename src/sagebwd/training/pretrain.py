@@ -378,5 +378,5 @@ def environment() -> dict[str, str | None]:
         "sagebwd": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "processes": str(processes.count()),
-        "commit": command_output("git", "rev-parse", "--short", "HEAD"),
+        "commit": command_output("git", "describe", "--always", "--dirty"),  # "-dirty": with changes to it
     }
