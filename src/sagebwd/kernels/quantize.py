@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from sagebwd.kernels.tile import (
-    INT8_MAX,
     LOG2_E,
     ROUND_BITS,
     abs_max,
@@ -18,6 +17,7 @@ from sagebwd.kernels.tile import (
     load_rows,
     padded_block,
     pair_rows,
+    psi_scale,
     sequence,
     spread_rows,
     to_16bit,
@@ -107,8 +107,8 @@ def quantize_kernel(
     if GROUP == "sequence":
         scale = tl.load(sequence_scale + tl.program_id(1) * head_dim + columns, mask=columns < head_dim, other=1)
     else:
-        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
-    inverse = tl.math.div_rn(1.0, scale)
+        scale = psi_scale(amax)
+    inverse = 1.0 / scale
     if GROUP == "token":
         code = to_int8(divide(tile, scale[:, None], inverse[:, None]))
         tl.store(token_scale + row, scale, mask=inside)
@@ -294,13 +294,13 @@ def grad_out_kernel(
 
     if GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)
-        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
-        code = to_int8(divide(tile, scale, tl.math.div_rn(1.0, scale)))
+        scale = psi_scale(amax)
+        code = to_int8(divide(tile, scale, 1.0 / scale))
         tl.store(block_scale + block, scale)
     else:
         amax = abs_max(tile, 0)
-        scale = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX))
-        code = to_int8(divide(tile, scale[None, :], tl.math.div_rn(1.0, scale)[None, :]))
+        scale = psi_scale(amax)
+        code = to_int8(divide(tile, scale[None, :], (1.0 / scale)[None, :]))
         tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.call import Packing, padded_head_dim
-from sagebwd.kernels.tile import INT8_MAX, load_rows, sequence
+from sagebwd.kernels.tile import load_rows, psi_scale, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
@@ -157,7 +157,7 @@ def finish_kernel(
         if which == 1:
             amax = tl.maximum(tl.maximum(largest - shift, shift - least), 0.0)
             # maxima lose NaN, sums do not
-            chosen = tl.where(amax == 0, 1.0, tl.math.div_rn(amax, INT8_MAX)) + 0 * total
+            chosen = psi_scale(amax) + 0 * total
             tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=kept)
 
 
