@@ -188,6 +188,9 @@ def accumulate(
             last_row = row
             last_column = (block_0 + i) * BLOCK_Q + QUERY
             step += 1
+    # asked for here, there when they are needed
+    dv_unit = float8_scale(gl.load(largest))
+    dk_unit = float8_scale(gl.load(largest + 1)) * scale
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(ds_full.index(step % SLOTS), (step // SLOTS) & 1)
     dq = dq_product(k_t, ds_memory, step % SLOTS, QUERY, BLOCK_Q, DQ_LAYOUT)
@@ -198,10 +201,8 @@ def accumulate(
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
     at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
     written = gl.expand_dims(rows_out < length_k, 1)
-    dv_acc = dv_acc * float8_scale(gl.load(largest))
-    dk_acc = dk_acc * (float8_scale(gl.load(largest + 1)) * scale)
-    gl.store(dk + at, dk_acc.to(dk.dtype.element_ty), mask=written)
-    gl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=written)
+    gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
+    gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
