@@ -16,6 +16,8 @@ from sagebwd.kernels.tile import load_rows, psi_scale, sequence
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
 UNROLL = tl.constexpr(8)
+# Columns that a program of the second kernel adds up.
+FINISHED_COLUMNS = 32
 
 
 @triton.jit
@@ -126,17 +128,20 @@ def finish_kernel(
     SMOOTH_K: tl.constexpr,
     SMOOTH_V: tl.constexpr,
     CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """mean (2, heads, D), zero where not smoothed; scale (heads, D): psi's over all tokens of V less its mean."""
+    """mean (2, heads, D), zero where not smoothed; scale (heads, D): psi's over all tokens of V less its mean.
+
+    A program adds up COLUMNS of them: it waits for memory alone, so that many small ones are done sooner.
+    """
     heads = tl.num_programs(0)
     which = tl.program_id(1)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     kept = columns < head_dim
     partial += which * 3 * planes + tl.program_id(0) * head_dim
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    largest = tl.full((BLOCK_D,), float("-inf"), tl.float32)
-    least = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    least = tl.full((COLUMNS,), float("inf"), tl.float32)
     for first in range(0, chunks, CHUNKS):
         rows = first + tl.arange(0, CHUNKS)
         at = partial + rows[:, None] * heads * head_dim + columns[None, :]
@@ -200,7 +205,7 @@ def launch_statistics(
         BLOCK=max(8, 1024 // block_d),
         BLOCK_D=block_d,
     )
-    finish_kernel[(heads, 2)](
+    finish_kernel[(heads, 2, -(-head_dim // FINISHED_COLUMNS))](
         partial,
         mean,
         scale,
@@ -209,7 +214,7 @@ def launch_statistics(
         head_dim=head_dim,
         SMOOTH_K=smooth_k,
         SMOOTH_V=smooth_v,
-        CHUNKS=32,
-        BLOCK_D=block_d,
+        CHUNKS=64,
+        COLUMNS=FINISHED_COLUMNS,
     )
     return mean[0], mean[1], scale
