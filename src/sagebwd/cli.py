@@ -1,5 +1,5 @@
-"""The command line: `sagebwd pretrain | compare | tokenize | finetune | task | gaussian | trace | bench |
-bench-training | doctor`.
+"""The command line: `sagebwd pretrain | compare | gaps | tokenize | finetune | task | gaussian | trace |
+bench | bench-training | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.

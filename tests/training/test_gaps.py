@@ -6,7 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from sagebwd.training.gaps import COMPARISON, gaps, table
+from sagebwd.training.folder import COMPARISON
+from sagebwd.training.gaps import gaps, table
 
 
 def comparison(folder, losses, digests=None, diverged=()):
@@ -62,6 +63,10 @@ def test_what_is_no_comparison_says_so(tmp_path):
         gaps([])
     with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected the output folder"):
         gaps([tmp_path / "nothing"])
+    empty = comparison(tmp_path / "empty", {"full": 2.0})
+    (empty / COMPARISON).write_text('{"outcomes": []}')
+    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
+        gaps([empty])
     alone = comparison(tmp_path / "alone", {"full": math.inf, "token": 2.0}, diverged=["full", "token"])
     with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
         gaps([alone])

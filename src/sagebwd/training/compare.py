@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sagebwd.training import pretrain, processes, side_by_side
 from sagebwd.training.config import Config
-from sagebwd.training.folder import RESULT, checkpoints, digest_in, end_of, read_metrics
+from sagebwd.training.folder import COMPARISON, RESULT, checkpoints, digest_in, end_of, read_metrics, write_whole
 from sagebwd.training.report import Run, write_curves, write_report
 
 
@@ -44,7 +44,8 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     is reported as such, and the others go on. The config's first variant is the baseline; every variant that has come
     to an end is compared, whether it ran now or before. Writes comparison.json, comparison.md, curves.png and
     report.html. Of several processes the first one compares and writes; the others return no outcomes. With ``jobs``
-    that many variants train at once (`sagebwd.training.side_by_side`), the gaps unchanged.
+    that many variants train at once, each in a process of its own, and what `sagebwd.training.side_by_side.train`
+    raises is raised here.
 
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
@@ -80,8 +81,8 @@ def _report(config: Config, variants: dict[str, Config], output: Path) -> list[O
     outcomes = [_outcome(run, baseline) for run in runs]
     rows = [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
     content = {"outcomes": rows, "environment": runs[-1].result["environment"]}
-    (output / "comparison.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (output / "comparison.md").write_text(_markdown(config, outcomes), encoding="utf-8")
+    write_whole(output / COMPARISON, json.dumps(content, indent=1) + "\n")
+    write_whole(output / "comparison.md", _markdown(config, outcomes))
     write_curves(runs, baseline, output / "curves.png")
     write_report(config, runs, _rows(outcomes), output)
     return outcomes

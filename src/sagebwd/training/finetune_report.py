@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sagebwd.training.config import SDPA
 from sagebwd.training.finetune_config import Finetuning
-from sagebwd.training.folder import end_of, write_whole
+from sagebwd.training.folder import COMPARISON, end_of, write_whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def report(config: Finetuning, output: Path) -> list[Outcome]:
     outcomes = [_outcome(name, recipes[name], found, baseline) for name, found in results.items() if found]
     newest = next((result for found in reversed(results.values()) for result in found.values()), {})
     content = {"outcomes": [asdict(outcome) for outcome in outcomes], "environment": newest.get("environment")}
-    write_whole(output / "comparison.json", json.dumps(content, indent=1) + "\n")
+    write_whole(output / COMPARISON, json.dumps(content, indent=1) + "\n")
     heading, *rows = _rows(outcomes)
     lines = [heading, ["---"] * len(heading), *rows]
     write_whole(

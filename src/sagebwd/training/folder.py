@@ -12,6 +12,8 @@ import yaml
 from sagebwd.training.config import Config
 
 METRICS, RESULT, DIVERGED, CONFIG = "metrics.jsonl", "result.json", "diverged.json", "config.yaml"
+COMPARISON = "comparison.json"
+"""What runs side by side came to, in the folder above theirs."""
 COMPLETE = "complete"
 """The file that makes a checkpoint folder a checkpoint."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-COMPARISON = "comparison.json"
+from sagebwd.training.folder import COMPARISON
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def _outcomes(folder: Path) -> list[dict]:
     path = folder / COMPARISON
     if not path.is_file():
         raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare`")
-    first, *others = json.loads(path.read_text(encoding="utf-8"))["outcomes"]
-    if first["gap"] != 0:
+    rows = json.loads(path.read_text(encoding="utf-8"))["outcomes"]
+    if not rows or rows[0].get("gap") != 0:
         raise ValueError(f"{path}: its baseline has not come to a finite loss, so there are no gaps")
-    return [{**row, "repeats": row["digest"] == first["digest"]} for row in others]
+    return [{**row, "repeats": row["digest"] == rows[0]["digest"]} for row in rows[1:]]
 
 
 def table(found: list[Gap]) -> Table:

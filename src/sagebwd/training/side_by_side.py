@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,14 +21,6 @@ from sagebwd.training.config import Config
 from sagebwd.training.folder import checkpoints, end_of, read_metrics
 
 POLL_SECONDS = 1.0
-
-
-@dataclass
-class _Run:
-    """A run under way."""
-
-    process: subprocess.Popen
-    gpu: str | None
 
 
 def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
@@ -47,7 +38,8 @@ def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
     for config in runs.values():
         data.load(config)  # made once, not by all at the same time
     output.mkdir(parents=True, exist_ok=True)
-    waiting, running, failed = list(runs), {}, []
+    waiting, failed, ended = list(runs), [], 0
+    running: dict[str, tuple[subprocess.Popen, str | None]] = {}
     gpus = visible_gpus()
     steps = sum(config.optimisation.steps for config in runs.values())
     with tqdm(total=steps, desc=f"{len(runs)} runs, {jobs} at a time", unit="step", file=sys.stderr) as bar:
@@ -55,24 +47,29 @@ def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name = waiting.pop(0)
-                    busy = [run.gpu for run in running.values()]
+                    busy = [used for _, used in running.values()]
                     gpu = min(gpus, key=busy.count) if gpus else None
-                    running[name] = _Run(_start(runs[name], output / name, gpu, jobs), gpu)
+                    running[name] = _start(runs[name], output / name, gpu, jobs), gpu
                 time.sleep(POLL_SECONDS)
-                for name in [name for name, run in running.items() if run.process.poll() is not None]:
-                    status = running.pop(name).process.returncode
+                for name in [name for name, (process, _) in running.items() if process.poll() is not None]:
+                    process, _ = running.pop(name)
                     if end_of(runs[name], output / name) is None:
-                        failed.append(f"{name} (exit status {status}: {_last_line(output, name)})")
+                        failed.append(f"{name} (exit status {process.returncode}: {_last_line(output, name)})")
                     bar.write(f"{name}: ended", file=sys.stderr)
-                done = (read_metrics(output / name) for name in runs if name not in waiting)
-                bar.update(sum(lines[-1]["step"] for lines in done if lines) - bar.n)
+                    ended += _step(output / name)
+                bar.update(ended + sum(_step(output / name) for name in running) - bar.n)
         finally:
-            for run in running.values():
-                run.process.terminate()
-            for run in running.values():
-                run.process.wait()
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
+                process.wait()
     if failed:
         raise ValueError(f"{'; '.join(failed)}. Logs are in {output}; the same command tries again")
+
+
+def _step(folder: Path) -> int:
+    """The step that a run has logged last."""
+    return max((line["step"] for line in read_metrics(folder)), default=0)
 
 
 def visible_gpus() -> list[str]:

@@ -21,6 +21,7 @@ from sagebwd.kernels.hopper.tile import (
     block_range,
     exp2,
     float8_scale,
+    inside_band,
     load_tile,
     operand_codes,
     operand_float8,
@@ -104,10 +105,7 @@ def probabilities(
     whole = first_q + BLOCK_Q <= length_q
     if KEYS_END:
         whole = whole & (first_k + ROWS <= length_k)
-    if HAS_LOWER:
-        whole = whole & (first_k - (first_q + BLOCK_Q - 1) >= lower)
-    if HAS_UPPER:
-        whole = whole & (first_k + ROWS - 1 - first_q <= upper)
+    whole = whole & inside_band(first_q, first_k, lower, upper, BLOCK_Q, ROWS, HAS_LOWER, HAS_UPPER)
     if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
         if not whole:
             queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))

@@ -17,6 +17,7 @@ from sagebwd.kernels.hopper.tile import (
     block_range,
     exp2,
     float8_scale,
+    inside_band,
     load_tile,
     operand_codes,
     operand_float8,
@@ -147,13 +148,9 @@ def accumulate(
         stage = step % STAGES
         following = (step + 1) % STAGES
         first_k = (begin + step) * BLOCK_K
-        whole = first_k >= 0
+        whole = inside_band(first_q, first_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER)
         if RAGGED:
             whole = whole & (first_k + BLOCK_K <= length_k)
-        if HAS_LOWER:
-            whole = whole & (first_k - (first_q + ROWS - 1) >= lower)
-        if HAS_UPPER:
-            whole = whole & (first_k + BLOCK_K - 1 - first_q <= upper)
         if key_mask is not None:
             whole = first_k < 0
         # alone in flight across the loop's end: of two, ptxas would wait at once

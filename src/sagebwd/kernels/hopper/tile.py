@@ -32,6 +32,20 @@ def exp2(x):
 
 
 @gluon.jit
+def inside_band(
+    first_q, first_k, lower, upper, QUERIES: gl.constexpr, KEYS: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """Whether every one of KEYS keys is visible to every one of QUERIES queries: no edge of the band cuts the tile."""
+    inside = first_q == first_q
+    if HAS_LOWER:
+        inside = inside & (first_k - (first_q + QUERIES - 1) >= lower)
+    if HAS_UPPER:
+        inside = inside & (first_k + KEYS - 1 - first_q <= upper)
+    return inside
+
+
+@gluon.jit
 def operand(codes, LAYOUT: gl.constexpr):
     """8-bit results as the operand of the next product: the same registers under other names."""
     M: gl.constexpr = codes.shape[0]
