@@ -118,6 +118,7 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "float_products": products.count("f") + len(re.findall(r"ttng\.tc_gen5_mma\b", kernel.asm["ttgir"])),
         "opcodes": {name: n for name, n in total.items() if MATRIX.fullmatch(name)},
         "shared_bytes": kernel.metadata.shared,
+        "instructions": total.total(),
         "spills": total["STL"] + total["LDL"],
         "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
         "instructions_in_loops": sum(loop.total() for loop in loops),
