@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from sagebwd import ops, sage_attention
+from sagebwd.kernels.call import Call, Packing
 from sagebwd.recipe import Recipe
 from tests.kernels.calls import KernelCall
 from tests.kernels.test_triton import CALLS
 
 hopper = pytest.importorskip("sagebwd.kernels.hopper")
+from sagebwd.kernels.hopper import host  # noqa: E402
+from sagebwd.kernels.hopper.launch import backward_turns  # noqa: E402
+
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
@@ -29,6 +33,16 @@ CHANGES = {
 }
 CALLS = CALLS | {
     f"{change}-{name}": dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED
+}
+# several blocks of 128 keys a head, the last of them not whole
+TURNS = {
+    "whole": KernelCall(tokens_q=640, tokens_k=640),
+    "causal": KernelCall(tokens_q=700, tokens_k=700, heads=3, kv_heads=3, is_causal=True),
+    "gqa-causal": KernelCall(tokens_q=1100, tokens_k=1100, heads=4, kv_heads=2, is_causal=True),
+    "more-keys": KernelCall(tokens_q=70, tokens_k=900, is_causal=True),
+    "window": KernelCall(tokens_q=900, tokens_k=900, window=(100, 0)),
+    "key-mask": KernelCall(tokens_q=300, tokens_k=600, batch=2, masked=True),
+    "packed": KernelCall(lengths_q=[5, 300, 700, 64], lengths_k=[5, 640, 129, 700], is_causal=True),
 }
 SUPPORTED = [
     (name, head_dim)
@@ -95,6 +109,19 @@ class TestOnHopper:
             for other in others:
                 assert all(torch.equal(a, b) for a, b in zip(first, other))
 
+    @pytest.mark.parametrize("turns", [2, 4])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("name", TURNS)
+    def test_blocks_in_turn_are_the_same_blocks(self, name, head_dim, turns, monkeypatch):
+        """A program that takes several blocks of keys, where one alone is chosen for so few."""
+        call = dataclasses.replace(TURNS[name], recipe="token_fp8", head_dim=head_dim, device="cuda")
+        alone = call.run(hopper, call.inputs())
+        monkeypatch.setattr(host, "backward_turns", lambda *_: turns)
+        actual = call.check(hopper)
+        assert torch.equal(actual["dk"], alone["dk"])
+        assert torch.equal(actual["dv"], alone["dv"])
+        torch.testing.assert_close(actual["dq"], alone["dq"], rtol=2e-2, atol=1e-4)  # sums in another order
+
     def test_is_what_none_takes(self):
         token = Recipe.named("token")
         assert ops.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
@@ -112,6 +139,26 @@ def test_unsupported_says_why():
     assert "s=" in hopper.unsupported(token.replace(s="16bit"), 64, torch.bfloat16)
     assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
+
+
+def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
+    packing = Packing(batch, heads, tokens, tokens, None)
+    recipe = Recipe.named("token_fp8")
+    return Call(recipe, 0.1, torch.bfloat16, 128, packing, packing, None, is_causal, -1, -1, 90)
+
+
+@pytest.mark.parametrize(
+    ("call", "turns"),
+    [
+        (_call(8, 16, 2048, True), 4),  # 2048 blocks of few steps
+        (_call(1, 16, 2048, False), 2),  # 256 blocks on 132 processors
+        (_call(1, 1, 4096, False), 1),  # 32 blocks: each has a processor
+        (_call(1, 9, 4096, False), 1),  # 288 blocks: 3 rounds, in pairs 2 of twice the length
+        (_call(1, 1, 64, False), 1),
+    ],
+)
+def test_blocks_in_turn_where_they_fill_the_gpu(call, turns):
+    assert backward_turns(call, 128, 64, 132) == turns
 
 
 def test_a_cpu_is_refused():

@@ -24,6 +24,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that tiles are wide: INT8 products reduce over at least 32."""
     return max(32, 1 << (head_dim - 1).bit_length())

@@ -41,22 +41,64 @@ SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
-def load(operands, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
-    """The loading warp: the keys' K, K transposed and V once, then four operands and the row values of each block."""
-    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
+def key_block(turn, program, programs):
+    """The key block of a program's turn, there and back: under a causal mask all programs so get the same work."""
+    return turn * programs + gl.where((turn & 1) == 1, programs - 1 - program, program)
+
+
+@gluon.jit
+def program_number(turn):
+    """The program's number, read anew, so that nothing made of it takes registers from one reading to the next."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def keys_of(turn, call, VARLEN: gl.constexpr):
+    """batch, key head, first key and number of keys of the sequence, and the first key in it of a turn."""
+    _, cu_seqlens_k, heads_k, _, _, tokens_k, _, grid, _, _ = call
+    program = program_number(turn)
+    batch = program // grid // heads_k
+    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    return (
+        batch,
+        program // grid % heads_k,
+        start_k,
+        length_k,
+        key_block(turn, program % grid, grid) * (CONSUMERS * ROWS),
+    )
+
+
+@gluon.jit
+def load(
+    operands, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
+    descriptors, memory, barriers, place, turns, grid, blocks, heads, sizes = operands
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
+    keys_full, keys_empty, full, empty = barriers
     row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
-    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 4)
-    for consumer in gl.static_range(CONSUMERS):
-        first = consumer * ROWS
-        load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
-        load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
-        load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
-    load_queries(
-        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc), (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory),
-        full, empty, (row_q, row_q_h, column_q, row_do, row_do_h, column_do), steps, heads, STAGES, BLOCK_Q, BLOCK_D,
-    )  # fmt: skip
+    blocks_q, z_q, block_0 = blocks
+    length_q, lower, upper = sizes
+    SPAN: gl.constexpr = CONSUMERS * ROWS
+    step = 0
+    for turn in range(turns):
+        first_k = key_block(turn, gl.program_id(0) % grid, grid) * SPAN
+        mbarrier.wait(keys_empty, (turn & 1) ^ 1)
+        mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
+        for consumer in gl.static_range(CONSUMERS):
+            first = first_k + consumer * ROWS
+            load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
+            load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
+            load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
+        begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+        step = load_queries(
+            (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc),
+            (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory), full, empty,
+            (row_q, row_q_h, column_q, row_do, row_do_h, column_do), (begin, end - begin, blocks_q, z_q, block_0),
+            heads, step, STAGES, BLOCK_Q, BLOCK_D,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -85,11 +127,11 @@ def add_dq(dq_desc, memory, dq, row, column):
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
-    memory, ds_memory, dq_memory, barriers, pointers, dq_desc, steps, heads, sizes, scale = shared
+    memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, strides, scale = shared
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -101,108 +143,148 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
-    keys_full, full, empty, ds_full, ds_empty = barriers
+    keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv = pointers
-    begin, count, _, z_q, block_0 = steps
-    first_k, length_k, length_q, lower, upper, out_t = sizes
-    first_k += CONSUMER * ROWS
-    keys = first_k + gl.arange(0, ROWS, ROW)
-    key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
-    keep_key = keys < length_k
-    if key_mask is not None:
-        keep_key = gl.load(key_mask + keys, mask=keep_key, other=0) != 0
+    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, lower_0, upper_0 = call
+    SPAN: gl.constexpr = CONSUMERS * ROWS
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
-    dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
-    dv_acc = dk_acc
-    # a block of zeros goes before the first: every step has one to compute dQ of
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-    ds_memory.index(CONSUMER).store(no_codes)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(ds_full.index(0), count=1)
-    last_row = (z_q + heads[0]) * BLOCK_D + CHANNEL
-    last_column = (block_0 + begin) * BLOCK_Q + QUERY
     dq_part = dq_memory.index(CONSUMER)
     k = k_memory.index(CONSUMER)
     v = v_memory.index(CONSUMER)
-    k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
-    k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-    mbarrier.wait(keys_full, 0)
-    if BLOCK_D == 64:
-        # where registers are left, tensor cores need not read it from shared memory again and again
-        k_t = k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)), k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4))
-    else:
-        k_t = k_t_low, k_t_high
-    total = count * (heads[1] - heads[0])
-    mbarrier.wait(full.index(0), 0, pred=total > 0)
-    s = warpgroup_mma(k, q_memory.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    step = 0
-    for head in range(heads[0], heads[1]):
-        row = (z_q + head) * BLOCK_D + CHANNEL
-        for i in range(begin, begin + count):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
-            before = step % SLOTS
-            slot = (step + 1) % SLOTS
-            rows = rows_memory.index(stage)
-            # alone in flight across the loop's end: of two, ptxas would wait at once
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.wait(full.index(stage * 3 + 1), phase)
-            do = do_memory.index(stage).permute((1, 0))
-            dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
-            p, whole = probabilities(
-                s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper, key_mask,
-                HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
-            )  # fmt: skip
-            p_codes = operand_float8(p, OPERAND)
-            dp = warpgroup_mma_wait(0, deps=[dp])
-            dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-            ds = p * (dp - plane(rows, 3, BLOCK_Q, S_LAYOUT))
-            if key_mask is not None:
-                ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-            if RAGGED:  # noqa: SIM102 (one is of compile time)
-                if not whole:
-                    # what lies past the end need not be finite
-                    ds = gl.where(p == 0, 0.0, ds)
-            ds_float8 = ds.to(gl.float8e4nv)
-            mbarrier.wait(ds_empty.index(slot), (((step + 1) // SLOTS) & 1) ^ 1)
-            store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), ds_float8)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(ds_full.index(slot), count=1)
-            ds_codes = operand(ds_float8, OPERAND)
-            mbarrier.wait(full.index(stage * 3 + 2), phase)
-            dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
-            dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
-            mbarrier.wait(ds_full.index(before), (step // SLOTS) & 1)
-            dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-            following = (step + 1) % STAGES
-            mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=step + 1 < total)
-            q = q_memory.index(following).permute((1, 0))
-            s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-            dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
-            mbarrier.arrive(ds_empty.index(before), count=1)
-            mbarrier.arrive(empty.index(stage), count=1)
-            add_dq(dq_desc, dq_part, dq, last_row, last_column)
+    begun = 0
+    for turn in range(turns):
+        batch, head_k, start_k, length_k, first_k = keys_of(turn, call, VARLEN)
+        start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+        lower = lower_0
+        upper = upper_0
+        z_q = batch * heads_k * group
+        z_k = batch * heads_k + head_k
+        if VARLEN:
+            lower += length_k - length_q
+            upper += length_k - length_q
+            z_q = 0
+            z_k = head_k
+        begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+        first_k += CONSUMER * ROWS
+        keys = first_k + gl.arange(0, ROWS, ROW)
+        keep_key = keys < length_k
+        key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
+        key_scale *= scale * LOG2_E
+        if key_mask is not None:
+            keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
+        dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
+        dv_acc = dk_acc
+        # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
+        slot = (begun + turn) % SLOTS
+        mbarrier.wait(ds_empty.index(slot), (((begun + turn) // SLOTS) & 1) ^ 1)
+        ds_memory.index(slot * CONSUMERS + CONSUMER).store(no_codes)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
+        k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
+        mbarrier.wait(keys_full, turn & 1)
+        if BLOCK_D == 64:
+            # where registers are left, tensor cores need not read it from shared memory again and again
+            k_t = (
+                k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
+                k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
+            )
+        else:
+            k_t = k_t_low, k_t_high
+        last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
+        column = (padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1) * BLOCK_Q + QUERY
+        stage = begun % STAGES
+        mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
+        s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        for head in range(group):
+            row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
+            ahead = begun - begin
+            more = head + 1 < group
+            for i in range(begin, end):
+                step = i + ahead
+                block = step + turn
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                before = block % SLOTS
+                slot = (block + 1) % SLOTS
+                rows = rows_memory.index(stage)
+                # alone in flight across the loop's end: of two, ptxas would wait at once
+                s = warpgroup_mma_wait(0, deps=[s])
+                mbarrier.wait(full.index(stage * 3 + 1), phase)
+                do = do_memory.index(stage).permute((1, 0))
+                dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
+                p, whole = probabilities(
+                    s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
+                    key_mask, HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
+                )  # fmt: skip
+                p_codes = operand_float8(p, OPERAND)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
+                ds = p * (dp - plane(rows, 3, BLOCK_Q, S_LAYOUT))
+                if key_mask is not None:
+                    ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
+                if RAGGED:  # noqa: SIM102 (one is of compile time)
+                    if not whole:
+                        # what lies past the end need not be finite
+                        ds = gl.where(p == 0, 0.0, ds)
+                ds_float8 = ds.to(gl.float8e4nv)
+                mbarrier.wait(ds_empty.index(slot), (((block + 1) // SLOTS) & 1) ^ 1)
+                store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), ds_float8)
+                fence_async_shared()
+                barrier()
+                mbarrier.arrive(ds_full.index(slot), count=1)
+                ds_codes = operand(ds_float8, OPERAND)
+                mbarrier.wait(full.index(stage * 3 + 2), phase)
+                dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
+                dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
+                mbarrier.wait(ds_full.index(before), (block // SLOTS) & 1)
+                dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
+                following = (step + 1) % STAGES
+                mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=(i + 1 < end) | more)
+                q = q_memory.index(following).permute((1, 0))
+                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
+                mbarrier.arrive(ds_empty.index(before), count=1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                # of the step before; at a turn's first zeros, which may go anywhere
+                if GROUPED:
+                    first = i == begin
+                    add_dq(
+                        dq_desc,
+                        dq_part,
+                        dq,
+                        gl.where(first, last_row, row),
+                        column + gl.where(first, end, i) * BLOCK_Q,
+                    )
+                else:
+                    add_dq(dq_desc, dq_part, dq, row, column + i * BLOCK_Q)
             last_row = row
-            last_column = (block_0 + i) * BLOCK_Q + QUERY
-            step += 1
-    # asked for here, there when they are needed
-    dv_unit = float8_scale(gl.load(largest))
-    dk_unit = float8_scale(gl.load(largest + 1)) * scale
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.wait(ds_full.index(step % SLOTS), (step // SLOTS) & 1)
-    dq = dq_product(k_t, ds_memory, step % SLOTS, QUERY, BLOCK_Q, DQ_LAYOUT)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    add_dq(dq_desc, dq_part, dq, last_row, last_column)
+            begun += end - begin
+        # asked for here, there when they are needed
+        batch, head_k, start_k, length_k, first_k = keys_of(turn, call, VARLEN)
+        unit = largest + (batch * heads_k + head_k) * 3
+        dv_unit = float8_scale(gl.load(unit))
+        dk_unit = float8_scale(gl.load(unit + 1)) * scale
+        s = warpgroup_mma_wait(0, deps=[s])
+        slot = (begun + turn) % SLOTS
+        mbarrier.wait(ds_full.index(slot), ((begun + turn) // SLOTS) & 1)
+        dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(ds_empty.index(slot), count=1)
+        mbarrier.arrive(keys_empty, count=1)
+        add_dq(dq_desc, dq_part, dq, last_row, column + end * BLOCK_Q)
 
-    rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
-    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
-    at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
-    written = gl.expand_dims(rows_out < length_k, 1)
-    gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
-    gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
+        rows_out = first_k + CONSUMER * ROWS + gl.arange(0, ROWS, ROW_OUT)
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
+        written = gl.expand_dims(rows_out < length_k, 1)
+        out_b, out_h, out_t = strides
+        out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
+        at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+        gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
+        gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -210,18 +292,18 @@ def accumulate(
 @gluon.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "lower", "upper",
+        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "lower", "upper",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, dq_desc, k_scale, largest, key_mask, dk,
     dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
-    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
+    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, lower, upper, scale,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    GROUPED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of one key head, with the query heads that share it.
+    """128 keys of one key head, with the query heads that share it, and as many again in each of ``turns``.
 
     Arguments as in `dkdv_kernel`, but for do_desc: dO scaled by `row_values_kernel`. k_t_desc: K's transposed codes as
     `store_transposed` writes PAIRS, sequences padded to blocks of 128. dq_desc: (heads * D, padded queries) FP32,
@@ -229,15 +311,18 @@ def backward_kernel(
     end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
     batch_head = gl.program_id(0) // grid
-    block_k = gl.program_id(0) % grid
     batch = batch_head // heads_k
     head_k = batch_head % heads_k
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
-    first_k = block_k * SPAN
-    if first_k >= length_k:
+    # no program has a turn for blocks past its sequence's end
+    count = (length_k + SPAN - 1) // SPAN
+    whole = count // grid
+    turns = gl.minimum(turns, whole + (key_block(whole, gl.program_id(0) % grid, grid) < count).to(gl.int32))
+    if turns == 0:
         return
+    call = (cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, lower, upper)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
@@ -246,22 +331,10 @@ def backward_kernel(
     else:
         z_q = batch * heads_k * group
         z_k = batch_head
-    begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
-    heads = (head_k * group, head_k * group + group)
-    steps = (begin, end - begin, blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
-    token_k = start_k + first_k
-    padded_k = (padded_block(start_k, batch, SPAN, VARLEN) + block_k) * SPAN
     place = (
-        batch * k_b + head_k * k_h + token_k, head_k * k_column, batch * v_b + head_k * v_h + token_k,
-        head_k * v_column, z_k * BLOCK_D, padded_k, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h,
-        do_column,
-    )  # fmt: skip
-    sizes = (first_k, length_k, length_q, lower, upper, dk_t)
-    out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
-    if key_mask is not None:
-        key_mask += batch.to(gl.int64) * tokens_k
-    pointers = (
-        k_scale + z_k.to(gl.int64) * total_k + start_k, largest + batch_head * 3, key_mask, dk + out, dv + out,
+        batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
+        head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
+        q_h, q_column, batch * do_b + start_q, do_h, do_column,
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
@@ -277,11 +350,13 @@ def backward_kernel(
     dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     mbarrier.init(keys_full, count=1)
+    mbarrier.init(keys_empty, count=CONSUMERS)
     for stage in gl.static_range(STAGES):
         for part in gl.static_range(3):
             mbarrier.init(full.index(stage * 3 + part), count=1)
@@ -292,15 +367,18 @@ def backward_kernel(
     fence_async_shared()
 
     memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
-    barriers = (keys_full, full, empty, ds_full, ds_empty)
+    barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc)
-    shared = (memory, ds_memory, dq_memory, barriers, pointers, dq_desc, steps, heads, sizes, scale)
-    operands = (descriptors, memory, keys_full, full, empty, place, steps, heads)
+    pointers = (k_scale, largest, key_mask, dk, dv)
+    shared = (memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, (dk_b, dk_h, dk_t), scale)
+    blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
+    heads = (head_k * group, head_k * group + group)
+    operands = (descriptors, memory, barriers[:4], place, turns, grid, blocks, heads, (length_q, lower, upper))
     gl.warp_specialize(
         [
-            (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (load, (operands, STAGES, BLOCK_Q, BLOCK_D)),
+            (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
+            (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
+            (load, (operands, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
         ],
         [4, 1],
         [REGISTERS, 24],

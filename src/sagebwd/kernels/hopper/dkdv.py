@@ -33,15 +33,18 @@ from sagebwd.kernels.hopper.tile import (
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, full, empty, place, steps, heads, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    descriptors, memory, full, empty, place, steps, heads, step, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages."""
+    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
+
+    step: how many blocks the ring has had; returned with these counted in.
+    """
     q_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
     row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
     begin, count, blocks_q, z_q, block_0 = steps
-    step = 0
+    step = gl.to_tensor(step)
     for head in range(heads[0], heads[1]):
         z = z_q + head
         for i in range(begin, begin + count):
@@ -61,6 +64,7 @@ def load_queries(
             load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
             load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
             step += 1
+    return step
 
 
 @gluon.jit
@@ -79,7 +83,7 @@ def load(
     load_queries(
         (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc), (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory),
         full, empty, (row_q, row_q_h, column_q, row_do, row_do_h, column_do),
-        (steps[0], steps[1], steps[2], z_q, block_0), heads, STAGES, BLOCK_Q, BLOCK_D,
+        (steps[0], steps[1], steps[2], z_q, block_0), heads, 0, STAGES, BLOCK_Q, BLOCK_D,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import Call, Packing, capability
+from sagebwd.kernels.call import Call, Packing, capability, processors
 from sagebwd.kernels.float8 import DO, K, Q, launch_finish_dq, launch_float8, launch_row_values
 from sagebwd.kernels.hopper.backward import CONSUMERS, backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
@@ -14,7 +14,7 @@ from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, FORWARD, FORWARD_16BIT
+from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, FORWARD, FORWARD_16BIT, backward_turns
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
@@ -236,7 +236,8 @@ def backward(
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     if one_kernel:
         summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float32, device=do.device).zero_()
-        grid = keys.grid(span)
+        turns = backward_turns(call, span, block_q, processors(do.device))
+        grid = -(-keys.grid(span) // turns)
         backward_kernel[(grid * keys.batch * keys.heads,)](
             q_desc,
             k_rows.blocks(rows, head_dim),
@@ -251,8 +252,10 @@ def backward(
             largest,
             *of_keys,
             grid,
+            turns,
             scale=scale,
             RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
+            GROUPED=call.group > 1,
             **options,
             **BACKWARD[head_dim],
         )

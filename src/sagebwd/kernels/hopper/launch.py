@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sagebwd.kernels.call import Call
+
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
 # a thread's registers, three at 64.
 FORWARD = {64: {"STAGES": 2, "num_warps": 4, "maxnreg": 80}, 128: {"STAGES": 2, "num_warps": 4, "maxnreg": 128}}
@@ -19,3 +21,23 @@ DKDV = {64: {"CONSUMERS": 3, "STAGES": 4, **_THREE}, 128: {"CONSUMERS": 2, "STAG
 DQ = {64: {"CONSUMERS": 2, "STAGES": 3, **_TWO}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
 # One kernel for dQ, dK and dV, always of two warpgroups.
 BACKWARD = {64: {"STAGES": 3, "BLOCK_Q": 128, **_TWO}, 128: {"STAGES": 2, "BLOCK_Q": 64, **_TWO}}
+# What one of its programs takes beside the steps of its loop, in steps: once, and again in every turn.
+PROGRAM, TURN = 4.0, 3.0
+
+
+def backward_turns(call: Call, span: int, block_q: int, processors: int) -> int:
+    """How many blocks of ``span`` keys a program of the one kernel takes, one after the other: 1, 2 or 4.
+
+    More of them share what a program costs to begin and end, until too few programs are left to fill the GPU evenly.
+    """
+    steps = call.queries.tokens / block_q * call.group
+    if call.is_causal:
+        steps /= 2
+    if call.window_left >= 0:
+        steps = min(steps, (call.window_left + span) / block_q * call.group)
+
+    def rounds(turns: int) -> float:
+        programs = -(-call.keys.grid(span) // turns) * call.keys.batch * call.keys.heads
+        return -(-programs // processors) * (turns * (steps + TURN) + PROGRAM)
+
+    return min((1, 2, 4), key=rounds)
