@@ -122,7 +122,7 @@ def add_dq(dq_desc, memory, dq, row, column):
     memory.store(dq.reshape([ROWS // 8, 2, 4, ROWS]).permute([0, 2, 1, 3]).reshape([ROWS, ROWS]))
     fence_async_shared()
     barrier()
-    add_tile(dq_desc, [row, column], memory)
+    add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
 
 
 @gluon.jit
