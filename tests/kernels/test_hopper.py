@@ -13,7 +13,7 @@ from tests.kernels.test_triton import CALLS
 
 hopper = pytest.importorskip("sagebwd.kernels.hopper")
 from sagebwd.kernels.hopper import host  # noqa: E402
-from sagebwd.kernels.hopper.launch import backward_turns  # noqa: E402
+from sagebwd.kernels.hopper.launch import BACKWARD, backward_turns  # noqa: E402
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -117,6 +117,7 @@ class TestOnHopper:
         call = dataclasses.replace(TURNS[name], recipe="token_fp8", head_dim=head_dim, device="cuda")
         alone = call.run(hopper, call.inputs())
         monkeypatch.setattr(host, "backward_turns", lambda *_: turns)
+        monkeypatch.setitem(BACKWARD[head_dim], "IN_TURN", True)
         actual = call.check(hopper)
         assert torch.equal(actual["dk"], alone["dk"])
         assert torch.equal(actual["dv"], alone["dv"])

@@ -30,6 +30,7 @@ from sagebwd.kernels.hopper.tile import (
     operand,
     operand_float8,
     padded_block,
+    program_number,
     reinterpret,
     sequence,
     store_transposed,
@@ -44,12 +45,6 @@ SLOTS = gl.constexpr(2)
 def key_block(turn, program, programs):
     """The key block of a program's turn, there and back: under a causal mask all programs so get the same work."""
     return turn * programs + gl.where((turn & 1) == 1, programs - 1 - program, program)
-
-
-@gluon.jit
-def program_number(turn):
-    """The program's number, read anew, so that nothing made of it takes registers from one reading to the next."""
-    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -70,8 +65,8 @@ def keys_of(turn, call, VARLEN: gl.constexpr):
 
 @gluon.jit
 def load(
-    operands, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr,
+    operands, IN_TURN: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
     descriptors, memory, barriers, place, turns, grid, blocks, heads, sizes = operands
@@ -83,7 +78,7 @@ def load(
     length_q, lower, upper = sizes
     SPAN: gl.constexpr = CONSUMERS * ROWS
     step = 0
-    for turn in range(turns):
+    for turn in range(turns if IN_TURN else 1):
         first_k = key_block(turn, gl.program_id(0) % grid, grid) * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
         mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
@@ -127,8 +122,9 @@ def add_dq(dq_desc, memory, dq, row, column):
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, QUEUED: gl.constexpr, GROUPED: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
     memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, strides, scale = shared
@@ -154,7 +150,8 @@ def accumulate(
     k = k_memory.index(CONSUMER)
     v = v_memory.index(CONSUMER)
     begun = 0
-    for turn in range(turns):
+    # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
+    for turn in range(turns if IN_TURN else 1):
         batch, head_k, start_k, length_k, first_k = keys_of(turn, call, VARLEN)
         start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
         lower = lower_0
@@ -196,13 +193,13 @@ def accumulate(
             k_t = k_t_low, k_t_high
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         column = (padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1) * BLOCK_Q + QUERY
-        stage = begun % STAGES
-        mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
-        s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if QUEUED:
+            stage = begun % STAGES
+            mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
+            s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         for head in range(group):
             row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
             ahead = begun - begin
-            more = head + 1 < group
             for i in range(begin, end):
                 step = i + ahead
                 block = step + turn
@@ -211,11 +208,18 @@ def accumulate(
                 before = block % SLOTS
                 slot = (block + 1) % SLOTS
                 rows = rows_memory.index(stage)
-                # alone in flight across the loop's end: of two, ptxas would wait at once
-                s = warpgroup_mma_wait(0, deps=[s])
+                if QUEUED:
+                    # alone in flight across the loop's end: of two, ptxas would wait at once
+                    s = warpgroup_mma_wait(0, deps=[s])
+                else:
+                    mbarrier.wait(full.index(stage * 3), phase)
+                    q = q_memory.index(stage).permute((1, 0))
+                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
                 mbarrier.wait(full.index(stage * 3 + 1), phase)
                 do = do_memory.index(stage).permute((1, 0))
                 dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
+                if not QUEUED:
+                    s = warpgroup_mma_wait(1, deps=[s])
                 p, whole = probabilities(
                     s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                     key_mask, HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
@@ -242,11 +246,13 @@ def accumulate(
                 dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
                 mbarrier.wait(ds_full.index(before), (block // SLOTS) & 1)
                 dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                following = (step + 1) % STAGES
-                mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=(i + 1 < end) | more)
-                q = q_memory.index(following).permute((1, 0))
-                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-                dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
+                if QUEUED:
+                    following = (step + 1) % STAGES
+                    more = (i + 1 < end) | (head + 1 < group)
+                    mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=more)
+                    q = q_memory.index(following).permute((1, 0))
+                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                dv_acc, dk_acc, dq = warpgroup_mma_wait(1 if QUEUED else 0, deps=[dv_acc, dk_acc, dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
                 # of the step before; at a turn's first zeros, which may go anywhere
@@ -268,7 +274,8 @@ def accumulate(
         unit = largest + (batch * heads_k + head_k) * 3
         dv_unit = float8_scale(gl.load(unit))
         dk_unit = float8_scale(gl.load(unit + 1)) * scale
-        s = warpgroup_mma_wait(0, deps=[s])
+        if QUEUED:
+            s = warpgroup_mma_wait(0, deps=[s])
         slot = (begun + turn) % SLOTS
         mbarrier.wait(ds_full.index(slot), ((begun + turn) // SLOTS) & 1)
         dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
@@ -300,8 +307,8 @@ def backward_kernel(
     dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, lower, upper, scale,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    GROUPED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, QUEUED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head, with the query heads that share it, and as many again in each of ``turns``.
 
@@ -376,9 +383,15 @@ def backward_kernel(
     operands = (descriptors, memory, barriers[:4], place, turns, grid, blocks, heads, (length_q, lower, upper))
     gl.warp_specialize(
         [
-            (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (load, (operands, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+            (
+                accumulate,
+                (shared, 0, IN_TURN, QUEUED, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+            ),
+            (
+                accumulate,
+                (shared, 1, IN_TURN, QUEUED, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+            ),
+            (load, (operands, IN_TURN, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -236,7 +236,8 @@ def backward(
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     if one_kernel:
         summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float32, device=do.device).zero_()
-        turns = backward_turns(call, span, block_q, processors(do.device))
+        chosen = BACKWARD[head_dim]
+        turns = backward_turns(call, span, block_q, processors(do.device)) if chosen["IN_TURN"] else 1
         grid = -(-keys.grid(span) // turns)
         backward_kernel[(grid * keys.batch * keys.heads,)](
             q_desc,
@@ -257,7 +258,7 @@ def backward(
             RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
             GROUPED=call.group > 1,
             **options,
-            **BACKWARD[head_dim],
+            **chosen,
         )
         launch_finish_dq(call, summed, spread, largest, dq, block_q)
         return dq, dk, dv

@@ -20,7 +20,11 @@ FORWARD_16BIT = {
 DKDV = {64: {"CONSUMERS": 3, "STAGES": 4, **_THREE}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
 DQ = {64: {"CONSUMERS": 2, "STAGES": 3, **_TWO}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
 # One kernel for dQ, dK and dV, always of two warpgroups.
-BACKWARD = {64: {"STAGES": 3, "BLOCK_Q": 128, **_TWO}, 128: {"STAGES": 2, "BLOCK_Q": 64, **_TWO}}
+# IN_TURN: whether a program takes several blocks of keys one after the other (`backward_turns`).
+BACKWARD = {
+    64: {"STAGES": 3, "BLOCK_Q": 128, "IN_TURN": True, "QUEUED": True, **_TWO},
+    128: {"STAGES": 2, "BLOCK_Q": 64, "IN_TURN": False, "QUEUED": True, **_TWO},
+}
 # What one of its programs takes beside the steps of its loop, in steps: once, and again in every turn.
 PROGRAM, TURN = 4.0, 3.0
 

@@ -26,6 +26,15 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
+def program_number(after):
+    """The program's number, read anew once ``after`` is known.
+
+    What a kernel needs at its end it may so make of it there, in registers that its loop had none of.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def exp2(x):
     """2**x, results under 2**-126 flushed to 0; without the flush each takes three instructions more."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
