@@ -69,8 +69,8 @@ def test_hopper_forward(recipe, head_dim):
     # two halves of S and of O, in the loop over whole blocks and in the loop over masked ones
     assert (row["int8_products"], row["float_products"]) == (8, 0), row
     assert row["opcodes"].keys() == {"IGMMA"}, row
-    # of `token` at head_dim 64: triton 3.6 leaves 12, 3.7 2
-    allowed = 16 if head_dim == 64 else 0
+    # triton 3.6 leaves 25 at head_dim 64 with `token`, 3.7 none
+    allowed = 32 if head_dim == 64 and triton.__version__.startswith("3.6.") else 0
     assert row["spills"] <= allowed, row
     assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"
 
@@ -115,5 +115,5 @@ def test_hopper_backward_in_fp8(head_dim):
     assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (3 + 2 + 2)), row
     assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
     assert row["shared_bytes"] <= SHARED_BYTES[90]
-    # registers saved once beside the loop, and around a masked block
-    assert row["spills"] <= (128 if head_dim == 128 else 96), row
+    # at head_dim 128 registers are saved around a masked block
+    assert row["spills"] <= (80 if head_dim == 128 else 0), row

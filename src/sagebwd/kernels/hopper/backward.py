@@ -122,9 +122,9 @@ def add_dq(dq_desc, memory, dq, row, column):
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, QUEUED: gl.constexpr, GROUPED: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
     memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, strides, scale = shared
@@ -193,10 +193,9 @@ def accumulate(
             k_t = k_t_low, k_t_high
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         column = (padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1) * BLOCK_Q + QUERY
-        if QUEUED:
-            stage = begun % STAGES
-            mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
-            s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        stage = begun % STAGES
+        mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
+        s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         for head in range(group):
             row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
             ahead = begun - begin
@@ -208,18 +207,11 @@ def accumulate(
                 before = block % SLOTS
                 slot = (block + 1) % SLOTS
                 rows = rows_memory.index(stage)
-                if QUEUED:
-                    # alone in flight across the loop's end: of two, ptxas would wait at once
-                    s = warpgroup_mma_wait(0, deps=[s])
-                else:
-                    mbarrier.wait(full.index(stage * 3), phase)
-                    q = q_memory.index(stage).permute((1, 0))
-                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                # alone in flight across the loop's end: of two, ptxas would wait at once
+                s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.wait(full.index(stage * 3 + 1), phase)
                 do = do_memory.index(stage).permute((1, 0))
                 dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
-                if not QUEUED:
-                    s = warpgroup_mma_wait(1, deps=[s])
                 p, whole = probabilities(
                     s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                     key_mask, HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
@@ -246,13 +238,12 @@ def accumulate(
                 dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
                 mbarrier.wait(ds_full.index(before), (block // SLOTS) & 1)
                 dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                if QUEUED:
-                    following = (step + 1) % STAGES
-                    more = (i + 1 < end) | (head + 1 < group)
-                    mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=more)
-                    q = q_memory.index(following).permute((1, 0))
-                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-                dv_acc, dk_acc, dq = warpgroup_mma_wait(1 if QUEUED else 0, deps=[dv_acc, dk_acc, dq])
+                following = (step + 1) % STAGES
+                more = (i + 1 < end) | (head + 1 < group)
+                mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=more)
+                q = q_memory.index(following).permute((1, 0))
+                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
                 # of the step before; at a turn's first zeros, which may go anywhere
@@ -274,8 +265,7 @@ def accumulate(
         unit = largest + (batch * heads_k + head_k) * 3
         dv_unit = float8_scale(gl.load(unit))
         dk_unit = float8_scale(gl.load(unit + 1)) * scale
-        if QUEUED:
-            s = warpgroup_mma_wait(0, deps=[s])
+        s = warpgroup_mma_wait(0, deps=[s])
         slot = (begun + turn) % SLOTS
         mbarrier.wait(ds_full.index(slot), ((begun + turn) // SLOTS) & 1)
         dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
@@ -307,7 +297,7 @@ def backward_kernel(
     dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, lower, upper, scale,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, QUEUED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head, with the query heads that share it, and as many again in each of ``turns``.
@@ -385,11 +375,11 @@ def backward_kernel(
         [
             (
                 accumulate,
-                (shared, 0, IN_TURN, QUEUED, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+                (shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
             ),
             (
                 accumulate,
-                (shared, 1, IN_TURN, QUEUED, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+                (shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
             ),
             (load, (operands, IN_TURN, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
         ],

@@ -26,7 +26,6 @@ from sagebwd.kernels.hopper.tile import (
     load_tile,
     operand_codes,
     padded_block,
-    program_number,
     sequence,
     visible,
 )
@@ -127,21 +126,10 @@ def scaled(
 
 
 @gluon.jit
-def queries_of(program, call, VARLEN: gl.constexpr):
-    """batch, head, the sequence's first query and length, and the first query of a program in it."""
-    cu_seqlens_q, heads, _, tokens_q, _, grid_q = call
-    batch = program // grid_q // heads
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    # the last queries see the most keys: start them first
-    return batch, program // grid_q % heads, start_q, length_q, (grid_q - 1 - program % grid_q) * ROWS
-
-
-@gluon.jit
 def attend(
-    memory, full, empty, pointers, block_k, blocks, call, sizes, strides, scale_2, head_dim: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, K_TOKEN: gl.constexpr,
-    V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    memory, full, empty, pointers, place, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr,
+    LEVELS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup: O and lse of 64 queries."""
     HALF: gl.constexpr = BLOCK_K // 2
@@ -156,7 +144,8 @@ def attend(
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
     q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max = pointers
-    first_q, length_q, length_k, lower, upper, row = sizes
+    block_k = place[5]
+    first_q, length_q, length_k, lower, upper, row, mean_row, o_t = sizes
     steps = blocks[3]
     whole = gl.minimum(blocks[2] - blocks[1], steps)
 
@@ -242,12 +231,6 @@ def attend(
             else:
                 acc = acc * decay_o + part.to(gl.float32) * weight_o
 
-    _, heads, group, _, total_q, _ = call
-    batch, head, start_q, length_q, first_q = queries_of(program_number(steps), call, VARLEN)
-    row = start_q + head.to(gl.int64) * total_q
-    if not VARLEN:
-        row += batch.to(gl.int64) * heads * total_q
-    mean_row = batch * (heads // group) + head // group
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O_LAYOUT))
     acc = acc * gl.expand_dims(gl.convert_layout(1.0 / l, ROW_O), 1)
     if V_SEQUENCE:
@@ -257,13 +240,9 @@ def attend(
     unseen = (m == float("-inf")) & (l == 0)
     acc = gl.where(gl.expand_dims(gl.convert_layout(unseen, ROW_O), 1), 0.0, acc)
     rows_o = first_q + gl.arange(0, ROWS, ROW_O)
-    o_b, o_h, o_t = strides
-    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h
-    at = o + gl.expand_dims((start_q + rows_o).to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
     gl.store(at, acc.to(o.dtype.element_ty), mask=gl.expand_dims(rows_o < length_q, 1))
     log = gl.where(unseen, float("-inf"), (m + gl.log2(l)) * LN_2)
-    rows = gl.arange(0, ROWS, ROW)
-    inside = first_q + rows < length_q
     gl.store(lse + row + first_q + rows, log, mask=inside)
     if row_max is not None:
         gl.store(row_max + row + first_q + rows, m, mask=inside)
@@ -288,22 +267,30 @@ def forward_kernel(
     descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
     softmax scale's magnitude, NEGATIVE its sign. row_max: each query's largest score times log2(e), if not None.
     """
-    call = (cu_seqlens_q, heads, group, tokens_q, total_q, grid_q)
-    batch, head, start_q, length_q, first_q = queries_of(gl.program_id(0), call, VARLEN)
+    batch_head = gl.program_id(0) // grid_q
+    # the last queries see the most keys: start them first
+    block_q = grid_q - 1 - gl.program_id(0) % grid_q
+    batch = batch_head // heads
+    head = batch_head % heads
+    head_k = head // group
+    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    first_q = block_q * ROWS
     if first_q >= length_q:
         return
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
     z_q, z_k, row_q, column_q, row_k, column_k = code_rows(
-        batch * heads + head, heads, group, start_q + first_q, start_k, tokens_q, tokens_k, VARLEN, BLOCK_D
+        batch_head, heads, group, start_q + first_q, start_k, tokens_q, tokens_k, VARLEN, BLOCK_D
     )
     padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
     blocks = blocks_met(first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None)
-    block_k = z_k * blocks_k + padded_k
-    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, block_k, padded_k)
-    sizes = (first_q, length_q, length_k, lower, upper, z_q * total_q + start_q)
+    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
+    sizes = (
+        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_t,
+    )  # fmt: skip
+    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
 
@@ -337,9 +324,8 @@ def forward_kernel(
             (
                 attend,
                 (
-                    memory, full, empty, pointers, block_k, blocks, call, sizes, (o_b, o_h, o_t), scale * LOG2_E,
-                    head_dim, HAS_LOWER, HAS_UPPER, VARLEN, K_TOKEN, V_SEQUENCE, NEGATIVE, LEVELS, STAGES, BLOCK_K,
-                    BLOCK_D,
+                    memory, full, empty, pointers, place, blocks, sizes, scale * LOG2_E, head_dim, HAS_LOWER,
+                    HAS_UPPER, K_TOKEN, V_SEQUENCE, NEGATIVE, LEVELS, STAGES, BLOCK_K, BLOCK_D,
                 ),
             ),
             (load, (descriptors, memory, full, empty, place, blocks, K_TOKEN, LEVELS, STAGES, BLOCK_K, BLOCK_D)),

@@ -22,8 +22,8 @@ DQ = {64: {"CONSUMERS": 2, "STAGES": 3, **_TWO}, 128: {"CONSUMERS": 2, "STAGES":
 # One kernel for dQ, dK and dV, always of two warpgroups.
 # IN_TURN: whether a program takes several blocks of keys one after the other (`backward_turns`).
 BACKWARD = {
-    64: {"STAGES": 3, "BLOCK_Q": 128, "IN_TURN": True, "QUEUED": True, **_TWO},
-    128: {"STAGES": 2, "BLOCK_Q": 64, "IN_TURN": False, "QUEUED": True, **_TWO},
+    64: {"STAGES": 3, "BLOCK_Q": 128, "IN_TURN": True, **_TWO},
+    128: {"STAGES": 2, "BLOCK_Q": 64, "IN_TURN": False, **_TWO},
 }
 # What one of its programs takes beside the steps of its loop, in steps: once, and again in every turn.
 PROGRAM, TURN = 4.0, 3.0
