@@ -103,11 +103,12 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     monkeypatch.setattr("sagebwd.benchmarks.attention.TOTAL_TOKENS", 32)
     code, out, _ = command(
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--recipe", "token",
-        "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+        "--recipe", "token_fp8", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "abc",
     )  # fmt: skip
     assert code == 0
     assert "reference token" in out
     assert "over the best peer" in out
+    assert "token_fp8 (reference), time of the deterministic mode: fwd" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 

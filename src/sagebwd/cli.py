@@ -7,7 +7,6 @@ when they run, so that `sagebwd --help` is quick and a missing extra is named.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ try:
     import typer
     from rich.table import Table
 
-    from sagebwd import cli_finetune
+    from sagebwd import cli_bench, cli_finetune
     from sagebwd.terminal import console, errors, interruptible, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; install it with: pip install 'sagebwd[train]'")
@@ -243,125 +242,8 @@ def _place(row) -> tuple[int, float]:
     return row.layer, float("inf") if row.head is None else row.head
 
 
-@app.command()
-def bench(
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Of the grid: 64, 128 or both.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
-    special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 10,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
-    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
-) -> None:
-    """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
-    import torch
-
-    from sagebwd.attention import choose_implementation
-    from sagebwd.benchmarks import attention as benchmark
-    from sagebwd.benchmarks.plot import plot_attention
-    from sagebwd.recipe import Recipe
-
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
-    recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
-    if not impl:
-        impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
-    shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
-    shapes += benchmark.special_shapes() if special else []
-    facts = benchmark.environment(device, commit)
-    rows: list[benchmark.Measurement] = []
-    for index, shape in enumerate(shapes, 1):
-        with console.status(f"{index}/{len(shapes)} {shape}"):
-            measured = benchmark.measure_shape(shape, recipes, impl, device, rounds)
-        rows += measured
-        console.print(_bench_table(str(shape), measured))
-    path = benchmark.save(rows, facts, output)
-    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
-    for name, text, over in itertools.product(impl, map(str, recipes), ("peer", "fa2")):
-        means = {
-            direction: benchmark.geometric_mean_speedup(rows, name, text, direction, over)
-            for direction in benchmark.DIRECTIONS
-        }
-        if None not in means.values():
-            line = ", ".join(f"{way} {mean:.2f}x{' (slower)' if mean < 1 else ''}" for way, mean in means.items())
-            console.print(f"{text} ({name}) over {'the best peer' if over == 'peer' else 'FlashAttention-2'}: {line}")
-    if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
-        console.print(f"wrote {plot_attention(path)}")
-    if any(row.gate != "ok" for row in rows):
-        raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
-
-
-def _bench_table(title: str, rows: list) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for heading in ("contender", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
-    for start in range(0, len(rows), 3):
-        forward, backward, both = rows[start : start + 3]
-        if both.gate != "ok":
-            table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
-            continue
-        cells = [f"{row.ms:.3f} / {row.tflops:.0f}" for row in (forward, backward, both)]
-        over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
-        over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
-        used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
-        table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
-    return table
-
-
-@app.command("bench-training")
-def bench_training(
-    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path(
-        "configs/paper-325m-2.1m-qknorm.yaml"
-    ),
-    attention: Annotated[
-        list[str] | None, typer.Option(help="cudnn, flash, sdpa, a recipe or recipe@impl; repeat [default: all here].")
-    ] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
-    steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
-    warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
-    vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
-    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
-) -> None:
-    """Speed and memory of a model's training steps, one attention beside another; under torchrun, of N processes."""
-    import torch
-
-    quiet()
-    from sagebwd.benchmarks import training as benchmark
-    from sagebwd.benchmarks.attention import save
-    from sagebwd.training import processes
-    from sagebwd.training.config import load
-
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
-    names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
-    contenders = [benchmark.Contender.parse(name, device) for name in names]
-    chosen = load(config, setting).replace({"optimisation.compile": compiled})
-    processes.join()
-    console.quiet = not processes.is_first()
-    rows: list[benchmark.Step] = []
-    for tokens in context or [chosen.data.context]:
-        with console.status("starting") as status:
-            measured = benchmark.measure(
-                chosen.replace({"data.context": tokens}), contenders, batch=batch, vocabulary=vocabulary,
-                device=device, steps=steps, warmup=warmup, progress=status.update,
-            )  # fmt: skip
-        rows += measured
-        console.print(benchmark.table(measured))
-    if processes.is_first():
-        name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
-        console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, name)}")
-    processes.leave()
-    if any(row.gate == "FAILED" for row in rows):
-        raise ValueError("an attention FAILED: its gradients are wrong, do not use it")
+app.command()(cli_bench.bench)
+app.command("bench-training")(cli_bench.bench_training)
 
 
 @app.command()

@@ -11,6 +11,7 @@ import torch
 from sagebwd import Recipe, sage_attention
 from sagebwd.benchmarks import attention as bench
 from sagebwd.benchmarks.plot import plot_attention
+from sagebwd.switches import current
 
 SHAPE = bench.Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
 GRID_SHAPE = bench.Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
@@ -42,6 +43,27 @@ def test_rows_of_one_shape():
         assert both.speedup == pytest.approx(by_key["bf16", "fwd+bwd"].ms / both.ms)
         assert both.gate == "ok"
     assert by_key["bf16", "fwd"].speedup == 1
+
+
+def test_the_deterministic_mode_beside_the_default():
+    rows = bench.measure_shape(SHAPE, ["token", "token_fp8"], ["reference"], "cpu", rounds=1, deterministic=True)
+    ours = {row.recipe: row for row in rows if row.direction == "bwd" and row.recipe != "bf16"}
+    assert set(ours) == {"token", "token_fp8", "token_fp8 (deterministic)"}  # INT8 gradients always repeat
+    assert {row.gate for row in ours.values()} == {"ok"}
+    cost = bench.deterministic_cost(rows, "reference", "token_fp8", "bwd")
+    assert cost == pytest.approx(ours["token_fp8 (deterministic)"].ms / ours["token_fp8"].ms)
+    assert bench.deterministic_cost(rows, "reference", "token", "bwd") is None
+
+
+def test_the_deterministic_contender_is_deterministic(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "sage_attention", lambda *_, **__: seen.append(current.deterministic))
+    monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: str(attention(*inputs[:3])))
+    monkeypatch.setattr(bench, "peers", lambda shape, device: {})
+    monkeypatch.setattr(bench, "memory", lambda attention, inputs: (None, None))
+    bench.measure_shape(SHAPE, ["token_fp8"], ["reference"], "cpu", deterministic=True)
+    assert seen == [False, True]
+    assert not current.deterministic
 
 
 def test_a_red_gate_prints_no_figure(monkeypatch):

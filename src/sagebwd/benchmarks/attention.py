@@ -29,8 +29,9 @@ from sagebwd.band import Band
 from sagebwd.hardware import command_output, flops
 from sagebwd.metrics import rms
 from sagebwd.ops import is_supported
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import FP8, Recipe
 from sagebwd.reference import Emulator
+from sagebwd.switches import switches
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -39,6 +40,7 @@ GRID_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 TOTAL_TOKENS = 16384
 MODEL_WIDTH = 2048
 ROUNDS = 10
+DETERMINISTIC = " (deterministic)"
 ROUND_MS = 8.0
 """How long one contender runs in one round."""
 
@@ -263,11 +265,13 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 
 
 def measure_shape(
-    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], device: str = "cuda", rounds: int = ROUNDS
-) -> list[Measurement]:
+    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], device: str = "cuda", rounds: int = ROUNDS,
+    *, deterministic: bool = False,
+) -> list[Measurement]:  # fmt: skip
     """Every contender on one shape: rows for each recipe in each implementation that runs it, and for each peer.
 
-    Raises NotImplementedError where none runs a recipe.
+    deterministic: also FP8 recipes, the only ones whose gradients do not repeat bit for bit, made to; such a row's
+    recipe ends in `DETERMINISTIC`. Raises NotImplementedError where none runs a recipe.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
@@ -283,6 +287,10 @@ def measure_shape(
 
         contenders[key] = attention
         gates[key] = gate(shape, attention, recipe, inputs)
+        if deterministic and FP8 in (recipe.dv, recipe.dq, recipe.dk):
+            key = impl, str(recipe) + DETERMINISTIC
+            contenders[key] = switches(deterministic=True)(attention)
+            gates[key] = gate(shape, contenders[key], recipe, inputs)
     for name, attention in peers(shape, device).items():
         contenders[(name, "bf16")] = attention
         gates[(name, "bf16")] = "ok"
@@ -393,4 +401,15 @@ def geometric_mean_speedup(rows: list[Measurement], impl: str, recipe: str, dire
         and row.ms is not None
         and getattr(row, f"{over}_ms") is not None
     ]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def deterministic_cost(rows: list[Measurement], impl: str, recipe: str, direction: str) -> float | None:
+    """Geometric mean of the deterministic mode's time over the default's; None where it was not measured."""
+    mine = [row for row in rows if (row.impl, row.direction) == (impl, direction) and row.ms is not None]
+    default, slower = (
+        {(row.head_dim, row.heads, row.kv_heads, row.tokens, row.causal): row.ms for row in mine if row.recipe == name}
+        for name in (recipe, recipe + DETERMINISTIC)
+    )
+    ratios = [ms / default[shape] for shape, ms in slower.items() if shape in default]
     return statistics.geometric_mean(ratios) if ratios else None

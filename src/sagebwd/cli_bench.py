@@ -1,0 +1,140 @@
+"""The commands `sagebwd bench` and `sagebwd bench-training`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from sagebwd.terminal import console, quiet
+
+
+def bench(
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Of the grid: 64, 128 or both.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
+    special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
+    deterministic: Annotated[
+        bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 10,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
+    import torch
+
+    from sagebwd.attention import choose_implementation
+    from sagebwd.benchmarks import attention as benchmark
+    from sagebwd.benchmarks.plot import plot_attention
+    from sagebwd.recipe import Recipe
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
+    if not impl:
+        impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
+    shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
+    shapes += benchmark.special_shapes() if special else []
+    facts = benchmark.environment(device, commit)
+    rows: list[benchmark.Measurement] = []
+    for index, shape in enumerate(shapes, 1):
+        with console.status(f"{index}/{len(shapes)} {shape}"):
+            measured = benchmark.measure_shape(shape, recipes, impl, device, rounds, deterministic=deterministic)
+        rows += measured
+        console.print(_bench_table(str(shape), measured))
+    path = benchmark.save(rows, facts, output)
+    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
+    for name, text in itertools.product(impl, map(str, recipes)):
+        for peer, over in (("the best peer", "peer"), ("FlashAttention-2", "fa2")):
+            means = [benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS]
+            if None not in means:
+                cells = [f"{mean:.2f}x{' (slower)' if mean < 1 else ''}" for mean in means]
+                console.print(f"{text} ({name}) over {peer}: {_by_direction(cells)}")
+        costs = [benchmark.deterministic_cost(rows, name, text, way) for way in benchmark.DIRECTIONS]
+        if None not in costs:
+            cells = [f"{cost:.2f}x" for cost in costs]
+            console.print(f"{text} ({name}), time of the deterministic mode: {_by_direction(cells)}")
+    if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
+        console.print(f"wrote {plot_attention(path)}")
+    if any(row.gate != "ok" for row in rows):
+        raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
+
+
+def _by_direction(cells: list[str]) -> str:
+    return ", ".join(f"{way} {cell}" for way, cell in zip(("fwd", "bwd", "fwd+bwd"), cells))
+
+
+def _bench_table(title: str, rows: list) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("contender", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for start in range(0, len(rows), 3):
+        forward, backward, both = rows[start : start + 3]
+        if both.gate != "ok":
+            table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
+            continue
+        cells = [f"{row.ms:.3f} / {row.tflops:.0f}" for row in (forward, backward, both)]
+        over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
+        over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
+        used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
+        table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
+    return table
+
+
+def bench_training(
+    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path(
+        "configs/paper-325m-2.1m-qknorm.yaml"
+    ),
+    attention: Annotated[
+        list[str] | None, typer.Option(help="cudnn, flash, sdpa, a recipe or recipe@impl; repeat [default: all here].")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
+    steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
+    warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
+    vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Speed and memory of a model's training steps, one attention beside another; under torchrun, of N processes."""
+    import torch
+
+    quiet()
+    from sagebwd.benchmarks import training as benchmark
+    from sagebwd.benchmarks.attention import save
+    from sagebwd.training import processes
+    from sagebwd.training.config import load
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
+    contenders = [benchmark.Contender.parse(name, device) for name in names]
+    chosen = load(config, setting).replace({"optimisation.compile": compiled})
+    processes.join()
+    console.quiet = not processes.is_first()
+    rows: list[benchmark.Step] = []
+    for tokens in context or [chosen.data.context]:
+        with console.status("starting") as status:
+            measured = benchmark.measure(
+                chosen.replace({"data.context": tokens}), contenders, batch=batch, vocabulary=vocabulary,
+                device=device, steps=steps, warmup=warmup, progress=status.update,
+            )  # fmt: skip
+        rows += measured
+        console.print(benchmark.table(measured))
+    if processes.is_first():
+        name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
+        console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, name)}")
+    processes.leave()
+    if any(row.gate == "FAILED" for row in rows):
+        raise ValueError("an attention FAILED: its gradients are wrong, do not use it")
