@@ -117,6 +117,7 @@ def add_dq(dq_desc, memory, dq, row, column):
     memory.store(dq.reshape([ROWS // 8, 2, 4, ROWS]).permute([0, 2, 1, 3]).reshape([ROWS, ROWS]))
     fence_async_shared()
     barrier()
+    # zeros before a first block: a negative column is an illegal instruction
     add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
 
 
@@ -249,13 +250,8 @@ def accumulate(
                 # of the step before; at a turn's first zeros, which may go anywhere
                 if GROUPED:
                     first = i == begin
-                    add_dq(
-                        dq_desc,
-                        dq_part,
-                        dq,
-                        gl.where(first, last_row, row),
-                        column + gl.where(first, end, i) * BLOCK_Q,
-                    )
+                    last = gl.where(first, end, i)
+                    add_dq(dq_desc, dq_part, dq, gl.where(first, last_row, row), column + last * BLOCK_Q)
                 else:
                     add_dq(dq_desc, dq_part, dq, row, column + i * BLOCK_Q)
             last_row = row
@@ -300,7 +296,7 @@ def backward_kernel(
     GROUPED: gl.constexpr, IN_TURN: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of one key head, with the query heads that share it, and as many again in each of ``turns``.
+    """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for do_desc: dO scaled by `row_values_kernel`. k_t_desc: K's transposed codes as
     `store_transposed` writes PAIRS, sequences padded to blocks of 128. dq_desc: (heads * D, padded queries) FP32,
