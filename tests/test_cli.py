@@ -103,7 +103,8 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     monkeypatch.setattr("sagebwd.benchmarks.attention.TOTAL_TOKENS", 32)
     code, out, _ = command(
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--recipe", "token",
-        "--recipe", "token_fp8", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+        "--recipe", "token_fp8", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path,
+        "--commit", "abc",
     )  # fmt: skip
     assert code == 0
     assert "reference token" in out
