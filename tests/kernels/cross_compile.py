@@ -1,8 +1,8 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
 `python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE` prints one JSON line a kernel; ARCH "hopper" means the
-Gluon kernels on sm_90. It runs in a process of its
-own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
+Gluon kernels on sm_90. "loops" has instructions and `stall_cycles` of each loop with products. It runs in a
+process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
 
 
@@ -74,18 +75,27 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
 
 
 def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
-    """Lines of disassembly."""
+    """Lines of disassembly; the second half of an instruction's encoding is a line of its own."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         return subprocess.run(
-            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+            [NVDISASM, "-c", "-hex", file.name], capture_output=True, text=True, check=True
         ).stdout.splitlines()
 
 
 def count(lines: list[str]) -> Counter:
     """Instructions by opcode."""
     return Counter(match.group(1) for match in map(INSTRUCTION.match, lines) if match)
+
+
+def stall_cycles(lines: list[str]) -> int:
+    """Cycles that one warp would take if nothing else were waited for: what ptxas wrote beside each instruction.
+
+    Since sm_70 these are bits 105 to 108 of an instruction's 128.
+    """
+    upper_halves = [int(match.group(1), 16) for match in map(ENCODING.match, lines) if match]
+    return sum(half >> 41 & 15 for half in upper_halves)
 
 
 def matrix_loops(lines: list[str]) -> list[list[str]]:
@@ -110,7 +120,8 @@ def _matrix(lines: list[str], loop: tuple[int, int]) -> bool:
 def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
     """Tensor-core products by operand type, shared memory, and local-memory traffic of a compiled kernel."""
     lines = sass(kernel)
-    total, loops = count(lines), [count(loop) for loop in matrix_loops(lines)]
+    total, bodies = count(lines), matrix_loops(lines)
+    loops = [count(body) for body in bodies]
     products = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*->.*x([if])32", kernel.asm["ttgir"])
     return {
         "kernel": fn.__name__,
@@ -122,6 +133,7 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "spills": total["STL"] + total["LDL"],
         "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
         "instructions_in_loops": sum(loop.total() for loop in loops),
+        "loops": [(loop.total(), stall_cycles(body)) for loop, body in zip(loops, bodies)],
     }
 
 

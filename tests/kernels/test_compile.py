@@ -73,6 +73,8 @@ def test_hopper_forward(recipe, head_dim):
     allowed = 32 if head_dim == 64 and triton.__version__.startswith("3.6.") else 0
     assert row["spills"] <= allowed, row
     assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"
+    instructions, cycles = row["loops"][0]
+    assert instructions <= cycles <= 2 * instructions, "what ptxas waits for in the loop over whole blocks"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
