@@ -32,6 +32,7 @@ def bench(
     from sagebwd.attention import choose_implementation
     from sagebwd.benchmarks import attention as benchmark
     from sagebwd.benchmarks.plot import plot_attention
+    from sagebwd.benchmarks.results import environment, save, save_csv
     from sagebwd.recipe import Recipe
 
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -41,15 +42,15 @@ def bench(
         impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
     shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
     shapes += benchmark.special_shapes() if special else []
-    facts = benchmark.environment(device, commit)
+    facts = environment(device, commit)
     rows: list[benchmark.Measurement] = []
     for index, shape in enumerate(shapes, 1):
         with console.status(f"{index}/{len(shapes)} {shape}"):
             measured = benchmark.measure_shape(shape, recipes, impl, device, rounds, deterministic=deterministic)
         rows += measured
         console.print(_bench_table(str(shape), measured))
-    path = benchmark.save(rows, facts, output)
-    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
+    path = save(rows, facts, output)
+    console.print(f"wrote {path} and {save_csv(rows, path)}")
     for name, text in itertools.product(impl, map(str, recipes)):
         for peer, over in (("the best peer", "peer"), ("FlashAttention-2", "fa2")):
             means = [benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS]
@@ -112,7 +113,7 @@ def bench_training(
 
     quiet()
     from sagebwd.benchmarks import training as benchmark
-    from sagebwd.benchmarks.attention import save
+    from sagebwd.benchmarks.results import save
     from sagebwd.training import processes
     from sagebwd.training.config import load
 

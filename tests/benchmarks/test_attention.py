@@ -10,6 +10,7 @@ import torch
 
 from sagebwd import Recipe, sage_attention
 from sagebwd.benchmarks import attention as bench
+from sagebwd.benchmarks import results
 from sagebwd.benchmarks.plot import plot_attention
 from sagebwd.switches import current
 
@@ -41,6 +42,8 @@ def test_rows_of_one_shape():
         assert both.tflops == pytest.approx(SHAPE.flops("fwd+bwd") / both.ms * 1e-9)
         assert both.peer == "sdpa"
         assert both.speedup == pytest.approx(by_key["bf16", "fwd+bwd"].ms / both.ms)
+        assert 0 < both.host_ms <= both.ms  # the host is the device here
+        assert both.host_ms == pytest.approx(forward.host_ms + backward.host_ms)
         assert both.gate == "ok"
     assert by_key["bf16", "fwd"].speedup == 1
 
@@ -118,13 +121,13 @@ def test_interleaving_takes_turns():
 
 def test_results_are_saved_drawn_and_summarised(tmp_path):
     rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    path = bench.save(rows, bench.environment("cpu", commit="abc1234"), tmp_path)
+    path = results.save(rows, results.environment("cpu", commit="abc1234"), tmp_path)
     assert path.name.startswith("attention_cpu_")
     assert path.stem.endswith("abc1234")
     content = json.loads(path.read_text())
     assert {"gpu", "driver", "torch", "triton", "commit", "dirty", "date", "rows"} == set(content)
     assert len(content["rows"]) == len(rows)
-    with bench.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
+    with results.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     as_text = [{key: "" if x is None else str(x) for key, x in row.items()} for row in content["rows"]]
     assert lines == as_text
@@ -136,6 +139,6 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
 
 
 def test_nothing_to_draw(tmp_path):
-    path = bench.save([], bench.environment("cpu", commit="abc"), tmp_path)
+    path = results.save([], results.environment("cpu", commit="abc"), tmp_path)
     with pytest.raises(ValueError, match="no measurement of the standard grid"):
         plot_attention(path)

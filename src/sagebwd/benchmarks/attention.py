@@ -9,15 +9,11 @@ TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their
 
 from __future__ import annotations
 
-import csv
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import date
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd.attention import sage_attention
 from sagebwd.band import Band
-from sagebwd.hardware import command_output, flops
+from sagebwd.hardware import flops
 from sagebwd.metrics import rms
 from sagebwd.ops import is_supported
 from sagebwd.recipe import FP8, Recipe
@@ -95,7 +91,10 @@ def special_shapes() -> list[Shape]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the result file; times in ms, rates in TFLOPS, memory in bytes beyond the inputs."""
+    """One row of the result file; times in ms, rates in TFLOPS, memory in bytes beyond the inputs.
+
+    host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace.
+    """
 
     impl: str
     recipe: str
@@ -109,6 +108,7 @@ class Measurement:
     direction: str
     scope: str
     ms: float | None
+    host_ms: float | None
     tflops: float | None
     peer: str | None
     peer_ms: float | None
@@ -200,40 +200,42 @@ def gate(shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tenso
     return "ok"
 
 
-def _stopwatch(device: str) -> Callable[[Callable[[], object], int], float]:
-    """A function that runs another n times and returns ms a run."""
+def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:
+    """A function that runs another n times and returns ms a run, and the host's own."""
 
-    def cuda(run: Callable[[], object], n: int) -> float:
+    def cuda(run: Callable[[], object], n: int) -> tuple[float, float]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # as in training, the GPU is busy with the call before: host time counts where the host is slower, not else
         run()
         start.record()
-        for _ in range(n):
-            run()
+        host_ms, _ = host(run, n)
         stop.record()
         stop.synchronize()
-        return start.elapsed_time(stop) / n
+        return start.elapsed_time(stop) / n, host_ms
 
-    def host(run: Callable[[], object], n: int) -> float:
+    def host(run: Callable[[], object], n: int) -> tuple[float, float]:
         start = time.perf_counter()
         for _ in range(n):
             run()
-        return (time.perf_counter() - start) * 1e3 / n
+        ms = (time.perf_counter() - start) * 1e3 / n
+        return ms, ms
 
     return cuda if device.startswith("cuda") else host
 
 
-def time_interleaved(runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
-    """Median ms of each run, all taking turns in every round so that clocks and heat fall on all alike."""
+def time_interleaved(
+    runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS
+) -> dict[str, tuple[float, float]]:
+    """Median ms of each run, and of its host, all taking turns in every round: clocks and heat fall on all alike."""
     measure = _stopwatch(device)
     for run in runs.values():
         measure(run, 2)
-    repeats = {name: max(1, round(ROUND_MS / max(measure(run, 2), 1e-3))) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    repeats = {name: max(1, round(ROUND_MS / max(measure(run, 2)[0], 1e-3))) for name, run in runs.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             times[name].append(measure(run, repeats[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: tuple(map(statistics.median, zip(*values))) for name, values in times.items()}
 
 
 def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
@@ -318,7 +320,7 @@ def _time_contenders(
     inputs: tuple[Tensor, ...],
     device: str,
     rounds: int,
-) -> dict[tuple[tuple[str, str], str], float]:
+) -> dict[tuple[tuple[str, str], str], tuple[float, float]]:
     *tensors, do = inputs
     forward, backward = {}, {}
     for key, attention in contenders.items():
@@ -332,64 +334,24 @@ def _time_contenders(
     times = {}
     for key in forward:
         times[key, "fwd"], times[key, "bwd"] = forward[key], backward[key]
-        times[key, "fwd+bwd"] = forward[key] + backward[key]
+        times[key, "fwd+bwd"] = tuple(map(sum, zip(forward[key], backward[key])))
     return times
 
 
 def _row(shape: Shape, key: tuple[str, str], direction: str, times: dict, gates: dict, used: dict) -> Measurement:
     impl, recipe = key
-    ms = times.get((key, direction))
+    ms, host_ms = times.get((key, direction), (None, None))
     peer_times = {
-        name: peer_ms for ((name, kind), way), peer_ms in times.items() if kind == "bf16" and way == direction
+        name: peer_ms for ((name, kind), way), (peer_ms, _) in times.items() if kind == "bf16" and way == direction
     }
     best = min(peer_times, key=peer_times.get) if peer_times else None
     peak, kept = used[key]
     return Measurement(
         impl, recipe, shape.head_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens, shape.is_causal, None,
-        direction, "end_to_end", ms, None if ms is None else shape.flops(direction) / ms * 1e-9, best,
+        direction, "end_to_end", ms, host_ms, None if ms is None else shape.flops(direction) / ms * 1e-9, best,
         peer_times.get(best), None if ms is None or best is None else peer_times[best] / ms, peer_times.get("fa2"),
         peer_times.get("cudnn"), gates[key], peak, kept,
     )  # fmt: skip
-
-
-def environment(device: str, commit: str | None = None) -> dict[str, object]:
-    """What a result depends on: GPU, driver, versions, commit and whether the tree was clean.
-
-    ``commit`` names the commit where the code runs outside its git checkout; whether it was clean is then unknown.
-    """
-    import triton
-
-    cuda = device.startswith("cuda")
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
-        "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
-        "date": date.today().isoformat(),
-    }
-
-
-def save(rows: list[Measurement], facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
-    """Write <name>_<gpu>_<date>_<commit>.json, ``facts`` from `environment` and the rows, and return its path."""
-    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
-    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def save_csv(rows: list[Measurement], path: Path) -> Path:
-    """Write the rows beside ``path``, the JSON that `save` wrote, as .csv; its path. What is None there is empty."""
-    path = path.with_suffix(".csv")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    return path
 
 
 def geometric_mean_speedup(rows: list[Measurement], impl: str, recipe: str, direction: str, over: str) -> float | None:

@@ -32,8 +32,8 @@ from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd.benchmarks.attention import environment
 from sagebwd.benchmarks.contenders import Contender
+from sagebwd.benchmarks.results import environment
 from sagebwd.hardware import flops, peak_rates
 from sagebwd.training import processes
 from sagebwd.training.config import Config

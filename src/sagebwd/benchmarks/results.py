@@ -1,0 +1,53 @@
+"""Result files of the benchmarks: what was measured, and on what."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, fields
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from sagebwd.hardware import command_output
+
+
+def environment(device: str, commit: str | None = None) -> dict[str, object]:
+    """What a result depends on: GPU, driver, versions, commit and whether the tree was clean.
+
+    ``commit`` names the commit where the code runs outside its git checkout; whether it was clean is then unknown.
+    """
+    import triton
+
+    cuda = device.startswith("cuda")
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
+        "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
+        "date": date.today().isoformat(),
+    }
+
+
+def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
+    """Write <name>_<gpu>_<date>_<commit>.json: ``facts`` from `environment`, and the rows, dataclasses; its path."""
+    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
+    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def save_csv(rows: list, path: Path) -> Path:
+    """Write the rows beside ``path``, the JSON that `save` wrote, as .csv; its path. What is None there is empty."""
+    path = path.with_suffix(".csv")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])] if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    return path
