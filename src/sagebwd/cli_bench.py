@@ -53,22 +53,20 @@ def bench(
     console.print(f"wrote {path} and {save_csv(rows, path)}")
     for name, text in itertools.product(impl, map(str, recipes)):
         for peer, over in (("the best peer", "peer"), ("FlashAttention-2", "fa2")):
-            means = [benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS]
-            if None not in means:
-                cells = [f"{mean:.2f}x{' (slower)' if mean < 1 else ''}" for mean in means]
-                console.print(f"{text} ({name}) over {peer}: {_by_direction(cells)}")
-        costs = [benchmark.deterministic_cost(rows, name, text, way) for way in benchmark.DIRECTIONS]
-        if None not in costs:
-            cells = [f"{cost:.2f}x" for cost in costs]
-            console.print(f"{text} ({name}), time of the deterministic mode: {_by_direction(cells)}")
+            means = {
+                way: benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS
+            }
+            if None not in means.values():
+                line = ", ".join(f"{way} {mean:.2f}x{' (slower)' if mean < 1 else ''}" for way, mean in means.items())
+                console.print(f"{text} ({name}) over {peer}: {line}")
+        costs = {way: benchmark.deterministic_cost(rows, name, text, way) for way in benchmark.DIRECTIONS}
+        if None not in costs.values():
+            line = ", ".join(f"{way} {cost:.2f}x" for way, cost in costs.items())
+            console.print(f"{text} ({name}), time of the deterministic mode: {line}")
     if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
         console.print(f"wrote {plot_attention(path)}")
     if any(row.gate != "ok" for row in rows):
         raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
-
-
-def _by_direction(cells: list[str]) -> str:
-    return ", ".join(f"{way} {cell}" for way, cell in zip(("fwd", "bwd", "fwd+bwd"), cells))
 
 
 def _bench_table(title: str, rows: list) -> Table:

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from sagebwd import ops, sage_attention
-from sagebwd.kernels.call import Call, Packing
 from sagebwd.recipe import Recipe
 from tests.kernels.calls import KernelCall
 from tests.kernels.test_triton import CALLS
 
 hopper = pytest.importorskip("sagebwd.kernels.hopper")
-from sagebwd.kernels.hopper import host  # noqa: E402
-from sagebwd.kernels.hopper.launch import BACKWARD, backward_turns  # noqa: E402
-
+host, launch = hopper.host, hopper.launch
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
@@ -117,7 +114,7 @@ class TestOnHopper:
         call = dataclasses.replace(TURNS[name], recipe="token_fp8", head_dim=head_dim, device="cuda")
         alone = call.run(hopper, call.inputs())
         monkeypatch.setattr(host, "backward_turns", lambda *_: turns)
-        monkeypatch.setitem(BACKWARD[head_dim], "IN_TURN", True)
+        monkeypatch.setitem(launch.BACKWARD[head_dim], "IN_TURN", True)
         actual = call.check(hopper)
         assert torch.equal(actual["dk"], alone["dk"])
         assert torch.equal(actual["dv"], alone["dv"])
@@ -142,10 +139,10 @@ def test_unsupported_says_why():
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
 
 
-def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
-    packing = Packing(batch, heads, tokens, tokens, None)
+def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> host.Call:
+    packing = host.Packing(batch, heads, tokens, tokens, None)
     recipe = Recipe.named("token_fp8")
-    return Call(recipe, 0.1, torch.bfloat16, 128, packing, packing, None, is_causal, -1, -1, 90)
+    return host.Call(recipe, 0.1, torch.bfloat16, 128, packing, packing, None, is_causal, -1, -1, 90)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
     ],
 )
 def test_blocks_in_turn_where_they_fill_the_gpu(call, turns):
-    assert backward_turns(call, 128, 64, 132) == turns
+    assert launch.backward_turns(call, 128, 64, 132) == turns
 
 
 def test_a_cpu_is_refused():

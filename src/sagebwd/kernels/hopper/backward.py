@@ -48,19 +48,23 @@ def key_block(turn, program, programs):
 
 
 @gluon.jit
-def keys_of(turn, call, VARLEN: gl.constexpr):
-    """batch, key head, first key and number of keys of the sequence, and the first key in it of a turn."""
+def keys_of(program, turn, call, VARLEN: gl.constexpr):
+    """batch, key head, first key and number of keys of the sequence, and the first key in it of a program's turn."""
     _, cu_seqlens_k, heads_k, _, _, tokens_k, _, grid, _, _ = call
-    program = program_number(turn)
     batch = program // grid // heads_k
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
-    return (
-        batch,
-        program // grid % heads_k,
-        start_k,
-        length_k,
-        key_block(turn, program % grid, grid) * (CONSUMERS * ROWS),
-    )
+    first_k = key_block(turn, program % grid, grid) * (CONSUMERS * ROWS)
+    return batch, program // grid % heads_k, start_k, length_k, first_k
+
+
+@gluon.jit
+def heads_and_band(batch, head_k, length_q, length_k, call, VARLEN: gl.constexpr):
+    """The first query head of a batch and a key head among those of per-token values, and lower and upper."""
+    _, _, heads_k, group, _, _, _, _, lower, upper = call
+    if VARLEN:
+        return 0, head_k, lower + (length_k - length_q), upper + (length_k - length_q)
+    else:
+        return batch * heads_k * group, batch * heads_k + head_k, lower, upper
 
 
 @gluon.jit
@@ -142,7 +146,7 @@ def accumulate(
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv = pointers
-    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, lower_0, upper_0 = call
+    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _ = call
     SPAN: gl.constexpr = CONSUMERS * ROWS
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
@@ -153,17 +157,9 @@ def accumulate(
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
-        batch, head_k, start_k, length_k, first_k = keys_of(turn, call, VARLEN)
+        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN)
         start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-        lower = lower_0
-        upper = upper_0
-        z_q = batch * heads_k * group
-        z_k = batch * heads_k + head_k
-        if VARLEN:
-            lower += length_k - length_q
-            upper += length_k - length_q
-            z_q = 0
-            z_k = head_k
+        z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         first_k += CONSUMER * ROWS
         keys = first_k + gl.arange(0, ROWS, ROW)
@@ -257,7 +253,7 @@ def accumulate(
             last_row = row
             begun += end - begin
         # asked for here, there when they are needed
-        batch, head_k, start_k, length_k, first_k = keys_of(turn, call, VARLEN)
+        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN)
         unit = largest + (batch * heads_k + head_k) * 3
         dv_unit = float8_scale(gl.load(unit))
         dk_unit = float8_scale(gl.load(unit + 1)) * scale
@@ -303,11 +299,9 @@ def backward_kernel(
     zeros to which dQ^T is added, in units of spread and largest (`finish_dq_kernel`). RAGGED: a block of either may
     end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
-    batch_head = gl.program_id(0) // grid
-    batch = batch_head // heads_k
-    head_k = batch_head % heads_k
+    call = (cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, lower, upper)
+    batch, head_k, start_k, length_k, _ = keys_of(gl.program_id(0), 0, call, VARLEN)
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # no program has a turn for blocks past its sequence's end
     count = (length_k + SPAN - 1) // SPAN
@@ -315,15 +309,7 @@ def backward_kernel(
     turns = gl.minimum(turns, whole + (key_block(whole, gl.program_id(0) % grid, grid) < count).to(gl.int32))
     if turns == 0:
         return
-    call = (cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, lower, upper)
-    if VARLEN:
-        lower += length_k - length_q
-        upper += length_k - length_q
-        z_q = 0
-        z_k = head_k
-    else:
-        z_q = batch * heads_k * group
-        z_k = batch_head
+    z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
     place = (
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
         head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
