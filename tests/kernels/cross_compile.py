@@ -138,13 +138,18 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
 
 
 def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
-    """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones."""
+    """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
+
+    Then those that the deterministic mode has instead.
+    """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
-    found, known = [], set()
+    found, known, deterministic = [], set(), False
 
     def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
-        if fn.__name__ not in known:
-            found.append(describe(fn, compiled(fn, arch, *args, **kwargs)))
+        kernel = compiled(fn, arch, *args, **kwargs)
+        if not deterministic or kernel.hash not in known:
+            known.add(kernel.hash)
+            found.append(describe(fn, kernel) | {"deterministic": deterministic})
 
     host.capability = hopper_host.capability = lambda device: arch
     call.fits_tma = lambda x: True
@@ -154,7 +159,7 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     family = hopper_host if gluon else host
     o, lse, *saved = family.forward(*inputs[:3], *settings)
     family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
-    known = {row["kernel"] for row in found}
+    deterministic = True
     family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, True)
     return found
 

@@ -69,9 +69,8 @@ def test_hopper_forward(recipe, head_dim):
     # two halves of S and of O, in the loop over whole blocks and in the loop over masked ones
     assert (row["int8_products"], row["float_products"]) == (8, 0), row
     assert row["opcodes"].keys() == {"IGMMA"}, row
-    # triton 3.6 leaves 25 at head_dim 64 with `token`, 3.7 none
-    allowed = 32 if head_dim == 64 and triton.__version__.startswith("3.6.") else 0
-    assert row["spills"] <= allowed, row
+    # under a causal mask triton 3.6 leaves 25 at head_dim 64 with `token`, 3.7 two
+    assert row["spills"] <= (32 if head_dim == 64 else 0), row
     assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"
     instructions, cycles = row["loops"][0]
     assert instructions <= cycles <= 2 * instructions, "what ptxas waits for in the loop over whole blocks"
@@ -107,15 +106,13 @@ def test_hopper_backward(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_backward_in_fp8(head_dim):
-    rows = {row["kernel"]: row for row in launches("hopper", head_dim, "token_fp8")}
-    for name in ("dkdv_kernel", "dq_kernel"):
-        assert rows[name]["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, rows[name]
-        assert rows[name]["shared_bytes"] <= SHARED_BYTES[90]
-        assert rows[name]["spills"] <= (32 if head_dim == 128 else 0), rows[name]
-    row = rows["backward_kernel"]
-    # two warpgroups: the first S and the loop's; dP, dV and dK, and dQ from the keys of both, in the loop and after it
-    assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (3 + 2 + 2)), row
-    assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
-    assert row["shared_bytes"] <= SHARED_BYTES[90]
-    # at head_dim 128 registers are saved around a masked block
-    assert row["spills"] <= (80 if head_dim == 128 else 0), row
+    rows = [row for row in launches("hopper", head_dim, "token_fp8") if row["kernel"] == "backward_kernel"]
+    assert [row["deterministic"] for row in rows] == [False, True]
+    for row in rows:
+        # two warpgroups: the first S and the loop's; delta's part of dP and V's, dV and dK, and dQ from the keys of
+        # both, in the loop and after it
+        assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (4 + 2 + 2)), row
+        assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
+        assert row["shared_bytes"] <= SHARED_BYTES[90]
+        # at head_dim 128 registers are saved around a masked block
+        assert row["spills"] <= (80 if head_dim == 128 else 0), row

@@ -9,12 +9,23 @@ from sagebwd.quantize import quantize_tokens
 from sagebwd.recipe import Recipe
 
 passes = pytest.importorskip("sagebwd.kernels.float8")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 90, 64, 64
 LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def parts_of(x, parts, weight):
+    """The 16 channels of 16 values, and what they are multiplied by."""
+    local = tl.arange(0, 16)
+    passes.store_delta_parts(parts, tl.load(x + local), local)
+    tl.store(weight + local, passes.delta_parts_weight(local))
 
 
 class Operands:
@@ -49,22 +60,17 @@ class Operands:
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
-        self.do_scaled = self.queries.by_head(device(self.do))
-        self.rows, do_factor, q_factor, self.spread, self.largest = passes.launch_row_values(
+        self.rows, self.delta_parts, self.do_scaled, *others = passes.launch_row_values(
             call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)),
-            *map(device, (codes[0], scales[0], codes[1], scales[1])), BLOCK, do_scaled=self.do_scaled,
+            *map(device, (codes[0], scales[0], codes[1], scales[1])), BLOCK,
         )  # fmt: skip
+        do_factor, q_factor, self.spread, self.largest = others
         on, self.call = self.largest, call
-        self.do_t, _ = passes.launch_float8(device(self.do), do_factor, on, passes.DO, self.queries, GROUP, BLOCK)
-        self.q_t, _ = passes.launch_float8(device(codes[0]), q_factor, on, passes.Q, self.queries, GROUP, BLOCK)
-        k_scale_on = device(scales[1])
-        self.k_t, self.padded = passes.launch_float8(
-            device(codes[1]), k_scale_on, on, passes.K, self.keys, 1, BLOCK, k_scale_on
-        )
-        self.k_pairs, _ = passes.launch_float8(
-            device(codes[1]), k_scale_on, on, passes.K, self.keys, 1, 2 * BLOCK, pairs=True
-        )
-        self.k_scale = scales[1]
+        self.do_t = passes.launch_float8(device(self.do), do_factor, on, passes.DO, self.queries, GROUP, BLOCK)
+        self.q_t = passes.launch_float8(device(codes[0]), q_factor, on, passes.Q, self.queries, GROUP, BLOCK)
+        k = device(codes[1]), device(scales[1]), on, passes.K, self.keys, 1
+        self.k_t = passes.launch_float8(*k, BLOCK)
+        self.k_pairs = passes.launch_float8(*k, 2 * BLOCK, pairs=True)
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
         lse = torch.where(self.lse == -torch.inf, 0, self.lse)
@@ -122,22 +128,33 @@ def test_scales_are_the_emulators(operands):
 
 
 def test_row_values(operands):
-    planes = operands.rows.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 4, BLOCK).transpose(2, 3).flatten(3)
-    lse, _, inverse, delta = planes[..., :TOKENS].unbind(2)
+    planes = operands.rows.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 2, BLOCK).transpose(2, 3).flatten(3)
+    lse, _ = planes[..., :TOKENS].unbind(2)
     unseen = operands.lse == -torch.inf
     assert (lse[unseen] == torch.inf).all()
     assert (planes[:, :, 0, TOKENS:] == torch.inf).all()
     shift = operands.emulated.shift.flatten(1, 2).squeeze(-1) * LOG2_E
     torch.testing.assert_close(lse[~unseen], (operands.lse.double() * LOG2_E - shift)[~unseen], rtol=1e-5, atol=1e-4)
-    expected = operands.emulated.inverse_bound.flatten(1, 2).squeeze(-1)
-    assert torch.equal(inverse, expected)
-    torch.testing.assert_close(delta, operands.delta * expected, rtol=1e-4, atol=1e-4)
 
 
-def test_padded_scales(operands):
-    padded = operands.padded.cpu().view(BATCH, HEADS_K, -1)
-    assert torch.equal(padded[..., :KEYS], operands.k_scale)
-    assert (padded[..., KEYS:] == 0).all()
+def test_parts_of_delta_add_up_to_it(operands):
+    parts = operands.delta_parts.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 16)
+    assert (parts[..., 3:] == 0).all()
+    assert (parts[:, :, TOKENS:] == 0).all()
+    weight = torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64)
+    expected = -operands.delta * operands.emulated.inverse_bound.flatten(1, 2).squeeze(-1)
+    torch.testing.assert_close((parts[:, :, :TOKENS, :3] * weight).sum(-1), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_reach_further_than_their_type(dtype):
+    """A channel of V that is large and constant makes delta large, but says nothing of a row's bound."""
+    x = torch.tensor([0.0, 1e-4, -0.3, 1.0, 77.7, -1e5, 3e7] + [0.0] * 9, device=DEVICE)
+    parts = torch.full((16, 16), torch.nan, dtype=dtype, device=DEVICE)
+    weight = torch.empty(16, device=DEVICE)
+    parts_of[(1,)](x, parts, weight)
+    total = (parts.double() * weight.double()).sum(-1)
+    torch.testing.assert_close(total, x.double(), rtol=2.0**-20, atol=2.0**-33)
 
 
 def test_scaled_gradients_are_exact(operands):
@@ -146,9 +163,8 @@ def test_scaled_gradients_are_exact(operands):
 
 
 def test_pairs_are_the_same_codes_in_another_order(operands):
-    """Tokens r and r + 8 of every 16 side by side, channels 2c + d of every 8 at 4d + c."""
-    x = operands.k_pairs.cpu().float().view(BATCH, HEADS_K, HEAD_DIM // 8, 2, 4, -1, 8, 2)
-    rows = x.transpose(3, 4).reshape(BATCH, HEADS_K, HEAD_DIM, -1, 8, 2).transpose(-1, -2)
+    """Tokens r and r + 8 of every 16 side by side."""
+    rows = operands.k_pairs.cpu().float().view(BATCH, HEADS_K, HEAD_DIM, -1, 8, 2).transpose(-1, -2)
     rows = rows.reshape(BATCH, HEADS_K, HEAD_DIM, -1).transpose(-1, -2)
     assert rows.shape[2] == 2 * BLOCK
     assert torch.equal(rows[:, :, :KEYS], rows_of(operands.k_t, HEADS_K, KEYS))
@@ -169,18 +185,28 @@ def test_finished_dq(operands, lengths):
         queries, keys = operands.queries, operands.keys
         columns, owners = list(range(TOKENS)), None
     call = operands.call._replace(queries=queries, keys=keys, scale=0.3)
-    summed = queries.padded(BLOCK, BLOCK * HEAD_DIM, dtype=torch.float32, device=DEVICE).normal_()
+    summed = queries.padded(BLOCK, BLOCK * HEAD_DIM, dtype=torch.float16, device=DEVICE).normal_()
     spread = queries.per_token(torch.device(DEVICE)).uniform_(1, 2)
     largest = torch.full((queries.batch * HEADS_K, 3), 2.0, device=DEVICE)
     largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     passes.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
+    unit = 0.3 / passes.dq_sum_scale(call)
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
         rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)
-        expected = rows * (spread.cpu().double().T * 0.3 * power[owners])[..., None]
+        expected = rows * (spread.cpu().double().T * unit * power[owners])[..., None]
     else:
         rows = summed.cpu().double().view(BATCH, heads, HEAD_DIM, -1)[..., columns].transpose(-1, -2)
-        expected = rows * (spread.cpu().double() * 0.3 * power[..., None])[..., None]
+        expected = rows * (spread.cpu().double() * unit * power[..., None])[..., None]
     torch.testing.assert_close(dq.cpu().double(), expected, rtol=2.0**-8, atol=0)
+
+
+def test_no_sum_of_dq_overflows():
+    """Every key alike, codes at their largest: a row's dS' then adds up to 2 * 448 for each key, K' is 448."""
+    for keys in (1, 2, 128, 129, 4096, 131072, 2**20):
+        packing = Packing(1, 1, keys, keys, None)
+        call = Call(Recipe.named("token_fp8"), 1.0, torch.float16, 64, packing, packing, None, False, -1, -1, 90)
+        worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * passes.dq_sum_scale(call)
+        assert 65504 / 4 < worst < 65504

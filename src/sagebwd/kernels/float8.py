@@ -31,6 +31,7 @@ def row_values_kernel(
     q_scale,
     cu_seqlens,
     rows,
+    delta_parts,
     do_factor,
     q_factor,
     spread,
@@ -56,13 +57,14 @@ def row_values_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What the FLOAT8 kernels read of each query.
+    """What the kernels of e4m3 products read of each query.
 
-    rows: planes of a block, one after the other: lse in base 2 less e, Q's scale, 2^-b, delta 2^-b; lse is +inf where
-    a query sees no key and in the padding. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
-    2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), if not None; exact but for what
-    is too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
-    TOKEN: Q's scales are one a token.
+    rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
+    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in 16 channels of dO's type that add up to
+    it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
+    2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is too small
+    for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's
+    scales are one a token.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -108,22 +110,38 @@ def row_values_kernel(
     inverse = power_of_2(-b)
     spread_row = weight * power_of_2(b) + bound * 0
     scale = tl.load(q_scale + row, mask=inside, other=0)
-    rows += block * BLOCK * 4
+    rows += block * BLOCK * 2
     tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
     tl.store(rows + BLOCK + local, scale)
-    tl.store(rows + 2 * BLOCK + local, inverse)
-    tl.store(rows + 3 * BLOCK + local, delta * inverse)
+    store_delta_parts(delta_parts + block * BLOCK * 16, -delta * inverse, local)
     tl.store(do_factor + row, weight, mask=inside)
     tl.store(q_factor + row, scale * spread_row, mask=inside)
     tl.store(spread + row, spread_row, mask=inside)
-    if do_scaled is not None:
-        at = do_scaled + row[:, None] * head_dim + columns[None, :]
-        kept = inside[:, None] & (columns < head_dim)[None, :]
-        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
+    at = do_scaled + row[:, None] * head_dim + columns[None, :]
+    kept = inside[:, None] & (columns < head_dim)[None, :]
+    tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
     largest += owner * 3
     keep_largest(largest, abs_max(tile, 1) * weight)
     top_code = largest_code(q, scale, local, columns, q_t, length - first, head_dim, TOKEN, EVEN)
     keep_largest(largest + 1, top_code * (scale * spread_row))
+
+
+@triton.jit
+def delta_parts_weight(channel):
+    """What a channel of delta's parts is multiplied by: FP16 has neither the range for one part nor the digits."""
+    return tl.where(channel == 0, 1024.0, tl.where(channel == 1, 1.0, tl.where(channel == 2, 1 / 1024.0, 0.0)))
+
+
+@triton.jit
+def store_delta_parts(parts, x, local):
+    """x as 16 channels of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
+    rest = x - first.to(tl.float32) * 1024.0
+    second = to_16bit(rest, parts.dtype.element_ty)
+    third = to_16bit((rest - second.to(tl.float32)) * 1024.0, parts.dtype.element_ty)
+    channel = tl.arange(0, 16)[None, :]
+    tile = tl.where(channel == 0, first[:, None], tl.where(channel == 1, second[:, None], third[:, None]))
+    tl.store(parts + local[:, None] * 16 + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty))
 
 
 @triton.jit
@@ -202,11 +220,9 @@ def largest_kernel(
 def float8_kernel(
     x,
     factor,
-    token_scale,
     cu_seqlens,
     largest,
     transposed,
-    padded_scale,
     stride_b,
     stride_h,
     stride_t,
@@ -222,10 +238,7 @@ def float8_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """e4m3 of rows times their factor and 2^g, transposed by `store_transposed`; WHOSE: which largest.
-
-    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
-    """
+    """e4m3 of rows times their factor and 2^g, transposed by `store_transposed`; WHOSE: which largest."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -246,9 +259,6 @@ def float8_kernel(
     code = tile * multiplier[:, None] * float8_factor(tl.load(largest + owner * 3 + WHOSE))
     code = code.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK, PAIRS)
-    if padded_scale is not None:
-        scale = tl.load(token_scale + row, mask=inside, other=0)
-        tl.store(padded_scale + block * BLOCK + local, scale)
 
 
 @triton.jit
@@ -264,7 +274,7 @@ def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, group, tokens, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its FP32 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and the softmax scale."""
+    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -279,7 +289,7 @@ def finish_dq_kernel(
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
     at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * (heads // group) + head // group
     factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
@@ -301,15 +311,15 @@ def launch_row_values(
     k: Tensor,
     k_scale: Tensor,
     block: int,
-    *,
-    do_scaled: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Planes of row values of ``block`` queries, the factors of dO and Q, the spread of dQ's rows, and ``largest``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Planes of row values of ``block`` queries, and what else `row_values_kernel` writes.
 
-    Writes ``do_scaled`` if given; see `row_values_kernel`.
+    These are the parts of -delta, dO scaled, the factors of dO and Q, the spread of dQ's rows, and ``largest``.
     """
     queries, keys = call.queries, call.keys
-    row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
+    row_values = queries.padded(block, block * 2, dtype=torch.float32, device=do.device)
+    delta_parts = queries.padded(block, block * 16, dtype=do.dtype, device=do.device)
+    do_scaled = queries.by_head(do)
     do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
     largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)
     shape = {"head_dim": call.head_dim, "VARLEN": call.varlen, "BLOCK": block, "BLOCK_D": call.block_d}
@@ -324,6 +334,7 @@ def launch_row_values(
         q_scale,
         queries.cu_seqlens,
         row_values,
+        delta_parts,
         do_factor,
         q_factor,
         spread,
@@ -354,11 +365,20 @@ def launch_row_values(
         num_warps=pass_warps(block, call.head_dim),
         **shape,
     )
-    return row_values, do_factor, q_factor, spread, largest
+    return row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest
+
+
+def dq_sum_scale(call: Call) -> float:
+    """What sums of dS' K' are multiplied by, lest FP16 overflow.
+
+    A row of P adds up to 1, of 2^e P to at most 448 for each key, dP - delta is within 2 and K' within 448; an eighth
+    of 448 * 2 * 448 leaves room for e4m3's rounding.
+    """
+    return 2.0 ** -(3 + max(call.keys.tokens - 1, 0).bit_length())
 
 
 def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
-    """Write dq from its FP32 sums, padded to blocks of ``block`` queries; see `finish_dq_kernel`."""
+    """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
     queries = call.queries
     finish_dq_kernel[(queries.grid(block), queries.batch * queries.heads)](
         summed,
@@ -372,7 +392,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         queries.tokens,
         queries.total,
         queries.blocks(block),
-        call.scale,
+        call.scale / dq_sum_scale(call),
         head_dim=call.head_dim,
         VARLEN=call.varlen,
         BLOCK=block,
@@ -389,24 +409,18 @@ def launch_float8(
     packing: Packing,
     group: int,
     block: int,
-    token_scale: Tensor | None = None,
     *,
     pairs: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The transposed e4m3 copy of rows, ``pairs`` as in `store_transposed`; their scales in whole blocks if given."""
+) -> Tensor:
+    """The transposed e4m3 copy of rows, ``pairs`` as in `store_transposed`."""
     head_dim = x.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
-    padded_scale = None
-    if token_scale is not None:
-        padded_scale = packing.padded(block, block, dtype=torch.float32, device=x.device)
     float8_kernel[(packing.grid(block), packing.batch * packing.heads)](
         x,
         factor,
-        token_scale,
         packing.cu_seqlens,
         largest,
         transposed,
-        padded_scale,
         *packing.strides(x),
         packing.heads,
         group,
@@ -421,4 +435,4 @@ def launch_float8(
         BLOCK_D=padded_head_dim(head_dim),
         num_warps=pass_warps(block, head_dim),
     )
-    return transposed.view(torch.float8_e4m3fn), padded_scale
+    return transposed.view(torch.float8_e4m3fn)

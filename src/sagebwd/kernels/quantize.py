@@ -19,7 +19,6 @@ from sagebwd.kernels.tile import (
     pair_rows,
     psi_scale,
     sequence,
-    spread_rows,
     to_16bit,
     to_int8,
 )
@@ -145,14 +144,10 @@ def store_transposed(
     transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved.
-
-    PAIRS: tokens in the order of `pair_rows`, channels in that of `spread_rows`.
-    """
+    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved or, PAIRS, in the order of `pair_rows`."""
     pitch = blocks * BLOCK
     at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
-    row = spread_rows(columns) if PAIRS else columns
-    at = at + row[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
+    at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
     code = pair_rows(code) if PAIRS else interleave_rows(code)
     tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
 

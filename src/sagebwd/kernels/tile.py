@@ -125,12 +125,6 @@ def pair_rows(x):
 
 
 @triton.jit
-def spread_rows(row):
-    """Where row r of every 8 goes, 2c + d to 4d + c: tensor cores' results are then stored without bank conflicts."""
-    return (row & -8) | ((row & 1) << 2) | ((row & 7) >> 1)
-
-
-@triton.jit
 def to_16bit(x, dtype: tl.constexpr):
     """FP32 rounded to even; the interpreter cuts bf16 off instead."""
     if INTERPRETED and dtype == tl.bfloat16:

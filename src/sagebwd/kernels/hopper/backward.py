@@ -3,7 +3,8 @@
 A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T
 and dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also
 goes to shared memory, transposed, and each of two warpgroups computes half of dQ^T over the keys of both, a step
-behind, so that neither waits for the other. TMA adds these to dQ^T in FP32, in any order: not repeatable bit for bit.
+behind, so that neither waits for the other. TMA adds these to dQ^T in FP16, scaled so that no sum overflows: in any
+order, or where it must be repeatable bit for bit, from the last block of keys that a query sees to the first.
 
 Shared memory binds: docs/kernels.md counts what is read and written, and why dO comes scaled and dQ transposed.
 """
@@ -18,13 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.dkdv import load_queries, plane, probabilities
+from sagebwd.kernels.hopper.dkdv import load_queries, probabilities
+from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_and_rank, store_block
+from sagebwd.kernels.hopper.key_blocks import CONSUMERS, head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.hopper.tile import (
     LOG2_E,
     ROWS,
-    add_tile,
     barrier,
     block_range,
+    delta_parts_weight,
     float8_scale,
     load_tile,
     operand,
@@ -36,46 +39,21 @@ from sagebwd.kernels.hopper.tile import (
     store_transposed,
 )
 
-# Warpgroups of a program, and blocks of dS that may wait for their dQ.
-CONSUMERS = gl.constexpr(2)
+# Blocks of dS that may wait for their dQ.
 SLOTS = gl.constexpr(2)
-
-
-@gluon.jit
-def key_block(turn, program, programs):
-    """The key block of a program's turn, there and back: under a causal mask all programs so get the same work."""
-    return turn * programs + gl.where((turn & 1) == 1, programs - 1 - program, program)
-
-
-@gluon.jit
-def keys_of(program, turn, call, VARLEN: gl.constexpr):
-    """batch, key head, first key and number of keys of the sequence, and the first key in it of a program's turn."""
-    _, cu_seqlens_k, heads_k, _, _, tokens_k, _, grid, _, _ = call
-    batch = program // grid // heads_k
-    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
-    first_k = key_block(turn, program % grid, grid) * (CONSUMERS * ROWS)
-    return batch, program // grid % heads_k, start_k, length_k, first_k
-
-
-@gluon.jit
-def heads_and_band(batch, head_k, length_q, length_k, call, VARLEN: gl.constexpr):
-    """The first query head of a batch and a key head among those of per-token values, and lower and upper."""
-    _, _, heads_k, group, _, _, _, _, lower, upper = call
-    if VARLEN:
-        return 0, head_k, lower + (length_k - length_q), upper + (length_k - length_q)
-    else:
-        return batch * heads_k * group, batch * heads_k + head_k, lower, upper
+# dP's channels beside V's, a product's least: parts of -delta and what they are multiplied by (`delta_parts_weight`).
+DELTA_CHANNELS = gl.constexpr(16)
 
 
 @gluon.jit
 def load(
-    operands, IN_TURN: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    operands, IN_TURN: gl.constexpr, IN_ORDER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
-    descriptors, memory, barriers, place, turns, grid, blocks, heads, sizes = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
+    descriptors, memory, barriers, place, turns, number, grid, blocks, heads, sizes = operands
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty = barriers
     row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
     blocks_q, z_q, block_0 = blocks
@@ -83,7 +61,7 @@ def load(
     SPAN: gl.constexpr = CONSUMERS * ROWS
     step = 0
     for turn in range(turns if IN_TURN else 1):
-        first_k = key_block(turn, gl.program_id(0) % grid, grid) * SPAN
+        first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
         mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
         for consumer in gl.static_range(CONSUMERS):
@@ -93,36 +71,11 @@ def load(
             load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         step = load_queries(
-            (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc),
-            (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory), full, empty,
+            (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc),
+            (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory), full, empty,
             (row_q, row_q_h, column_q, row_do, row_do_h, column_do), (begin, end - begin, blocks_q, z_q, block_0),
             heads, step, STAGES, BLOCK_Q, BLOCK_D,
         )  # fmt: skip
-
-
-@gluon.jit
-def dq_product(
-    k_t, ds_memory, slot, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight."""
-    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
-    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), dq, use_acc=False, is_async=True)
-    return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
-
-
-@gluon.jit
-def add_dq(dq_desc, memory, dq, row, column):
-    """Hand a block of dQ^T, its rows in the order of `tile.spread_rows`, to TMA, once it has read the last one."""
-    tma.store_wait(0)
-    barrier()
-    memory.store(dq.reshape([ROWS // 8, 2, 4, ROWS]).permute([0, 2, 1, 3]).reshape([ROWS, ROWS]))
-    fence_async_shared()
-    barrier()
-    # zeros before a first block: a negative column is an illegal instruction
-    add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
 
 
 @gluon.jit
@@ -132,7 +85,9 @@ def accumulate(
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
-    memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, strides, scale = shared
+    memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = shared
+    dq_desc, dk_desc, dv_desc = descriptors
+    scale, sum_scale = scales
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -143,10 +98,11 @@ def accumulate(
     QUERY: gl.constexpr = 0 if BLOCK_D == 128 else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory = memory
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
-    k_scale, largest, key_mask, dk, dv = pointers
-    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _ = call
+    k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
+    IN_ORDER: gl.constexpr = added is not None
+    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
     SPAN: gl.constexpr = CONSUMERS * ROWS
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
@@ -157,7 +113,7 @@ def accumulate(
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
-        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN)
+        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
         start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
         z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
@@ -189,7 +145,10 @@ def accumulate(
         else:
             k_t = k_t_low, k_t_high
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
-        column = (padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1) * BLOCK_Q + QUERY
+        # blocks of dQ^T are counted from the one before a sequence's first
+        block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
+        column = block_0 * BLOCK_Q + QUERY
+        place_before = -1
         stage = begun % STAGES
         mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
         s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -207,8 +166,10 @@ def accumulate(
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.wait(full.index(stage * 3 + 1), phase)
-                do = do_memory.index(stage).permute((1, 0))
-                dp = warpgroup_mma(v, do, no_dp, use_acc=False, is_async=True)
+                # dP - delta
+                delta = delta_memory.index(stage).permute((1, 0))
+                dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
+                dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                 p, whole = probabilities(
                     s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                     key_mask, HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
@@ -216,7 +177,7 @@ def accumulate(
                 p_codes = operand_float8(p, OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-                ds = p * (dp - plane(rows, 3, BLOCK_Q, S_LAYOUT))
+                ds = p * dp
                 if key_mask is not None:
                     ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
                 if RAGGED:  # noqa: SIM102 (one is of compile time)
@@ -244,16 +205,23 @@ def accumulate(
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
                 # of the step before; at a turn's first zeros, which may go anywhere
+                to_row = row
+                to_block = i
                 if GROUPED:
-                    first = i == begin
-                    last = gl.where(first, end, i)
-                    add_dq(dq_desc, dq_part, dq, gl.where(first, last_row, row), column + last * BLOCK_Q)
-                else:
-                    add_dq(dq_desc, dq_part, dq, row, column + i * BLOCK_Q)
+                    to_row = gl.where(i == begin, last_row, row)
+                    to_block = gl.where(i == begin, end, i)
+                place, rank = place_and_rank(
+                    to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
+                    HAS_UPPER, BLOCK_Q, BLOCK_D,
+                )  # fmt: skip
+                place = gl.where(step == 0, -1, place)
+                dq_column = column + to_block * BLOCK_Q
+                add_dq(dq_desc, dq_part, dq * sum_scale, to_row, dq_column, added, place, rank, place_before)
+                place_before = place
             last_row = row
             begun += end - begin
         # asked for here, there when they are needed
-        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN)
+        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
         unit = largest + (batch * heads_k + head_k) * 3
         dv_unit = float8_scale(gl.load(unit))
         dk_unit = float8_scale(gl.load(unit + 1)) * scale
@@ -264,16 +232,34 @@ def accumulate(
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
-        add_dq(dq_desc, dq_part, dq, last_row, column + end * BLOCK_Q)
+        place, rank = place_and_rank(
+            last_row, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
+            HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
+        )  # fmt: skip
+        place = gl.where(begin < end, place, -1)
+        dq_column = column + end * BLOCK_Q
+        add_dq(dq_desc, dq_part, dq * sum_scale, last_row, dq_column, added, place, rank, place_before)
+        if added is not None:
+            count_added(added, place)
 
-        rows_out = first_k + CONSUMER * ROWS + gl.arange(0, ROWS, ROW_OUT)
-        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
-        written = gl.expand_dims(rows_out < length_k, 1)
-        out_b, out_h, out_t = strides
-        out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
-        at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
-        gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
-        gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
+        if RAGGED:
+            rows_out = first_k + CONSUMER * ROWS + gl.arange(0, ROWS, ROW_OUT)
+            columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
+            written = gl.expand_dims(rows_out < length_k, 1)
+            out_b, out_h, out_t = strides
+            out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
+            at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+            gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
+            gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
+        else:
+            # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
+            out = v
+            if IN_TURN:
+                gl.static_assert(BLOCK_D == ROWS)
+                out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
+            row_out = (batch * heads_k + head_k) * tokens_k + first_k + CONSUMER * ROWS
+            store_block(dk_desc, out, dk_acc * dk_unit, row_out)
+            store_block(dv_desc, out, dv_acc * dv_unit, row_out)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -281,32 +267,40 @@ def accumulate(
 @gluon.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "lower", "upper",
+        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "heads_at_once",
+        "heads_in_all", "lower", "upper",
     ]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, dq_desc, k_scale, largest, key_mask, dk,
-    dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
-    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+    k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
+    v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
+    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
-    Arguments as in `dkdv_kernel`, but for do_desc: dO scaled by `row_values_kernel`. k_t_desc: K's transposed codes as
-    `store_transposed` writes PAIRS, sequences padded to blocks of 128. dq_desc: (heads * D, padded queries) FP32,
-    zeros to which dQ^T is added, in units of spread and largest (`finish_dq_kernel`). RAGGED: a block of either may
-    end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
+    Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
+    delta_desc, parts of -delta; largest. k_t_desc: K's transposed codes as `store_transposed` writes PAIRS, sequences
+    padded to blocks of 128. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in
+    units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of
+    queries, if blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all
+    sequences. RAGGED: a block of either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
-    call = (cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, lower, upper)
-    batch, head_k, start_k, length_k, _ = keys_of(gl.program_id(0), 0, call, VARLEN)
+    IN_ORDER: gl.constexpr = added is not None
+    call = (
+        cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
+        lower, upper,
+    )  # fmt: skip
+    batch, head_k, start_k, length_k, _ = keys_of(gl.program_id(0), 0, call, VARLEN, IN_ORDER)
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # no program has a turn for blocks past its sequence's end
     count = (length_k + SPAN - 1) // SPAN
     whole = count // grid
-    turns = gl.minimum(turns, whole + (key_block(whole, gl.program_id(0) % grid, grid) < count).to(gl.int32))
+    _, number = head_and_number(gl.program_id(0), call, IN_ORDER)
+    turns = gl.minimum(turns, whole + (key_block(whole, number, grid, IN_ORDER) < count).to(gl.int32))
     if turns == 0:
         return
     z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
@@ -323,10 +317,12 @@ def backward_kernel(
     q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
     k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [CONSUMERS, BLOCK_D, ROWS], k_t_desc.layout)
     do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
-    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 4], rows_desc.layout)
+    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
+    delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
+    ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
-    dq_memory = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
+    dq_memory = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -343,16 +339,26 @@ def backward_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(slot), count=CONSUMERS)
         mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
+    weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
+    ones.store(weight.to(ones.dtype))
     fence_async_shared()
 
-    memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory)
+    memory = (
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory,
+    )  # fmt: skip
     barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc)
-    pointers = (k_scale, largest, key_mask, dk, dv)
-    shared = (memory, ds_memory, dq_memory, barriers, pointers, dq_desc, turns, call, (dk_b, dk_h, dk_t), scale)
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc)
+    pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
+    shared = (
+        memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
+        (dk_b, dk_h, dk_t), (scale, sum_scale),
+    )  # fmt: skip
     blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
     heads = (head_k * group, head_k * group + group)
-    operands = (descriptors, memory, barriers[:4], place, turns, grid, blocks, heads, (length_q, lower, upper))
+    sizes = (length_q, lower, upper)
+    operands = (descriptors, memory, barriers[:4], place, turns, number, grid, blocks, heads, sizes)
     gl.warp_specialize(
         [
             (
@@ -363,7 +369,7 @@ def backward_kernel(
                 accumulate,
                 (shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
             ),
-            (load, (operands, IN_TURN, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+            (load, (operands, IN_TURN, IN_ORDER, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -20,11 +20,9 @@ from sagebwd.kernels.hopper.tile import (
     TINY,
     block_range,
     exp2,
-    float8_scale,
     inside_band,
     load_tile,
     operand_codes,
-    operand_float8,
     padded_block,
     sequence,
     visible,
@@ -38,10 +36,10 @@ def load_queries(
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    step: how many blocks the ring has had; returned with these counted in.
+    delta_desc: channels more of dO, or None. step: how many blocks the ring has had; returned with these counted in.
     """
-    q_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
-    q_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
+    q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
+    q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
     row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
     begin, count, blocks_q, z_q, block_0 = steps
     step = gl.to_tensor(step)
@@ -55,10 +53,15 @@ def load_queries(
             copies_ready = full.index(stage * 3 + 2)
             first = i * BLOCK_Q
             padded = block_0 + i
-            mbarrier.expect(ready, BLOCK_Q * (BLOCK_D + 16))
+            mbarrier.expect(ready, BLOCK_Q * BLOCK_D + rows_memory.shape[2] * 4)
             load_tile(q_desc, [row_q + head * row_q_h + first, head * column_q], ready, q_memory.index(stage))
             load_tile(rows_desc, [z * blocks_q + padded, 0], ready, rows_memory.index(stage))
-            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2)
+            if delta_desc is None:
+                mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2)
+            else:
+                mbarrier.expect(do_ready, BLOCK_Q * (BLOCK_D + delta_memory.shape[2]) * 2)
+                token = (z * blocks_q + padded) * BLOCK_Q
+                load_tile(delta_desc, [token, 0], do_ready, delta_memory.index(stage))
             load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(stage))
             mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
             load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
@@ -81,9 +84,10 @@ def load(
         load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
         load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
     load_queries(
-        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc), (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory),
-        full, empty, (row_q, row_q_h, column_q, row_do, row_do_h, column_do),
-        (steps[0], steps[1], steps[2], z_q, block_0), heads, 0, STAGES, BLOCK_Q, BLOCK_D,
+        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, None),
+        (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, None), full, empty,
+        (row_q, row_q_h, column_q, row_do, row_do_h, column_do), (steps[0], steps[1], steps[2], z_q, block_0), heads,
+        0, STAGES, BLOCK_Q, BLOCK_D,
     )  # fmt: skip
 
 
@@ -132,13 +136,13 @@ def partial_product(codes, copy, first: gl.constexpr, no_part):
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
-    FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys."""
     memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale = shared
-    # INT32 sums are rescaled a part of head_dim at a time, for the registers; FP32 sums stay where they are
-    HALF: gl.constexpr = BLOCK_D if FLOAT8 else 64
+    # INT32 sums are rescaled a part of head_dim at a time, for the registers
+    HALF: gl.constexpr = 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
@@ -146,7 +150,7 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
-    k_scale, do_scale, largest, key_mask, dk, dv = pointers
+    k_scale, do_scale, key_mask, dk, dv = pointers
     z_q, block_0 = place
     begin, count, blocks_q = steps
     first_k, length_k, length_q, lower, upper, out_t = sizes
@@ -169,96 +173,68 @@ def accumulate(
         z = z_q + head
         for i in range(begin, begin + count):
             stage = step % STAGES
-            if not FLOAT8:
-                block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
+            block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
             phase = (step // STAGES) & 1
             mbarrier.wait(full.index(stage * 3), phase)
             rows = rows_memory.index(stage)
             q = q_memory.index(stage).permute((1, 0))
             do = do_memory.index(stage).permute((1, 0))
             s = warpgroup_mma(k_memory.index(CONSUMER), q, no_scores, use_acc=False, is_async=True)
-            if FLOAT8:
-                mbarrier.wait(full.index(stage * 3 + 1), phase)
-                dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
-            else:
-                s = warpgroup_mma_wait(0, deps=[s])
-            p, whole = probabilities(
+            s = warpgroup_mma_wait(0, deps=[s])
+            p, _ = probabilities(
                 s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper, key_mask,
                 HAS_LOWER, HAS_UPPER, False, BLOCK_Q, S_LAYOUT,
             )  # fmt: skip
-            if FLOAT8:
-                p_codes = operand_float8(p, OPERAND)
-                dp = warpgroup_mma_wait(0, deps=[dp])
-            else:
-                # the largest's bits: NaN wins
-                p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-                p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
-                # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
-                mbarrier.wait(full.index(stage * 3 + 1), phase)
-                dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
-                dp = warpgroup_mma_wait(0, deps=[dp])
+            # the largest's bits: NaN wins
+            p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+            p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
+            # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
+            mbarrier.wait(full.index(stage * 3 + 1), phase)
+            dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
+            dp = warpgroup_mma_wait(0, deps=[dp])
             dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-            if FLOAT8:
-                ds = p * (dp * plane(rows, 2, BLOCK_Q, S_LAYOUT) - plane(rows, 3, BLOCK_Q, S_LAYOUT))
-                if RAGGED:  # noqa: SIM102
-                    if not whole:
-                        # what lies past the end need not be finite
-                        ds = gl.where(p == 0, 0.0, ds)
-            else:
-                # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
-                ds = p * (dp * plane(rows, 1, BLOCK_Q, S_LAYOUT) - plane(rows, 2, BLOCK_Q, S_LAYOUT))
+            # Q's scale, on which dK reduces, is in dS; the third plane is delta times it
+            ds = p * (dp * plane(rows, 1, BLOCK_Q, S_LAYOUT) - plane(rows, 2, BLOCK_Q, S_LAYOUT))
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-            if FLOAT8:
-                ds_codes = operand_float8(ds, OPERAND)
-                mbarrier.wait(full.index(stage * 3 + 2), phase)
-                v_low = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), v_low, is_async=True)
-                k_low = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), k_low, is_async=True)
-                v_low, k_low = warpgroup_mma_wait(0, deps=[v_low, k_low])
-                mbarrier.arrive(empty.index(stage), count=1)
-            else:
-                ds_max = gl.max(gl.abs(ds), 1)
-                ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
-                # a NaN in any query's lse or delta shows in P, and must in dK
-                k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
-                v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
-                k_weight = gl.expand_dims(k_weight, 1)
-                v_weight = gl.expand_dims(v_weight, 1)
+            ds_max = gl.max(gl.abs(ds), 1)
+            ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
+            # a NaN in any query's lse or delta shows in P, and must in dK
+            k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
+            v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
+            k_weight = gl.expand_dims(k_weight, 1)
+            v_weight = gl.expand_dims(v_weight, 1)
 
-                mbarrier.wait(full.index(stage * 3 + 2), phase)
-                do_t = do_t_memory.index(stage)
-                q_t = q_t_memory.index(stage)
-                part_v = partial_product(p_codes, do_t, 0, no_part)
-                if BLOCK_D == 2 * HALF:
-                    part_v = warpgroup_mma_wait(0, deps=[part_v])
-                    other_v = partial_product(p_codes, do_t, HALF, no_part)
-                    v_low += part_v.to(gl.float32) * v_weight
-                    other_v = warpgroup_mma_wait(0, deps=[other_v])
-                    part_k = partial_product(ds_codes, q_t, 0, no_part)
-                    v_high += other_v.to(gl.float32) * v_weight
-                    part_k = warpgroup_mma_wait(0, deps=[part_k])
-                    other_k = partial_product(ds_codes, q_t, HALF, no_part)
-                    k_low += part_k.to(gl.float32) * k_weight
-                    other_k = warpgroup_mma_wait(0, deps=[other_k])
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    k_high += other_k.to(gl.float32) * k_weight
-                else:
-                    part_k = partial_product(ds_codes, q_t, 0, no_part)
-                    part_v = warpgroup_mma_wait(1, deps=[part_v])
-                    v_low += part_v.to(gl.float32) * v_weight
-                    part_k = warpgroup_mma_wait(0, deps=[part_k])
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    k_low += part_k.to(gl.float32) * k_weight
+            mbarrier.wait(full.index(stage * 3 + 2), phase)
+            do_t = do_t_memory.index(stage)
+            q_t = q_t_memory.index(stage)
+            part_v = partial_product(p_codes, do_t, 0, no_part)
+            if BLOCK_D == 2 * HALF:
+                part_v = warpgroup_mma_wait(0, deps=[part_v])
+                other_v = partial_product(p_codes, do_t, HALF, no_part)
+                v_low += part_v.to(gl.float32) * v_weight
+                other_v = warpgroup_mma_wait(0, deps=[other_v])
+                part_k = partial_product(ds_codes, q_t, 0, no_part)
+                v_high += other_v.to(gl.float32) * v_weight
+                part_k = warpgroup_mma_wait(0, deps=[part_k])
+                other_k = partial_product(ds_codes, q_t, HALF, no_part)
+                k_low += part_k.to(gl.float32) * k_weight
+                other_k = warpgroup_mma_wait(0, deps=[other_k])
+                mbarrier.arrive(empty.index(stage), count=1)
+                k_high += other_k.to(gl.float32) * k_weight
+            else:
+                part_k = partial_product(ds_codes, q_t, 0, no_part)
+                part_v = warpgroup_mma_wait(1, deps=[part_v])
+                v_low += part_v.to(gl.float32) * v_weight
+                part_k = warpgroup_mma_wait(0, deps=[part_k])
+                mbarrier.arrive(empty.index(stage), count=1)
+                k_low += part_k.to(gl.float32) * k_weight
             step += 1
 
     rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, HALF, gl.SliceLayout(0, OUT_LAYOUT))
     at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
     written = gl.expand_dims(rows_out < length_k, 1)
-    if FLOAT8:
-        v_low = v_low * float8_scale(gl.load(largest))
-        k_low = k_low * float8_scale(gl.load(largest + 1))
     gl.store(dk + at, (k_low * scale).to(dk.dtype.element_ty), mask=written)
     gl.store(dv + at, v_low.to(dv.dtype.element_ty), mask=written)
     if BLOCK_D == 2 * HALF:
@@ -273,21 +249,17 @@ def accumulate(
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, largest, key_mask, dk,
-    dv, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, key_mask, dk, dv,
+    cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    FLOAT8: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
 
     q_desc, k_desc: INT8 codes as rows; v_desc, do_desc: 16-bit rows. Row of token t: batch * x_b + head * x_h + t, its
     first column head * x_column. q_t_desc, do_t_desc: transposed codes, (heads * D, padded tokens). rows_desc: the
-    planes of `grad_out_kernel`, a row for each padded block of queries. FLOAT8: dK and dV from e4m3 operands (see
-    `sagebwd.float8`), largest (sequences * heads, 3) those of dO, Q and K; else from INT8, do_scale one a block.
-    RAGGED: some block of queries may end past its sequence.
+    planes of `grad_out_kernel`, a row for each padded block of queries; do_scale: one a block.
     """
     batch_head = gl.program_id(0) // grid
     block_k = gl.program_id(0) % grid
@@ -323,9 +295,7 @@ def dkdv_kernel(
     out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
-    if FLOAT8:
-        largest += batch_head * 3
-    pointers = (k_scale + z_k * total_k + start_k, do_scale, largest, key_mask, dk + out, dv + out)
+    pointers = (k_scale + z_k * total_k + start_k, do_scale, key_mask, dk + out, dv + out)
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [SLOTS, ROWS, BLOCK_D], k_desc.layout)
@@ -353,8 +323,8 @@ def dkdv_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
             ],
             [4, 1],
@@ -363,9 +333,9 @@ def dkdv_kernel(
     else:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
             ],
             [4, 4, 1],

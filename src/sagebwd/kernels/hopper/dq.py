@@ -16,11 +16,9 @@ from sagebwd.kernels.hopper.tile import (
     TINY,
     block_range,
     exp2,
-    float8_scale,
     inside_band,
     load_tile,
     operand_codes,
-    operand_float8,
     padded_block,
     sequence,
     visible,
@@ -83,28 +81,19 @@ def probability(
 
 
 @gluon.jit
-def gradient(
-    p, dp, row_delta, row_factor, key_scale, whole, RAGGED: gl.constexpr, FLOAT8: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """dS: in units of its row's bound where FLOAT8, else times K's scale, on which dQ reduces.
+def gradient(p, dp, row_delta, key_scale, LAYOUT: gl.constexpr):
+    """dS times K's scale, on which dQ reduces.
 
-    V past the end may be NaN. To INT8 that is nothing: no maximum heeds it, and K's codes are 0.
+    V past the end may be NaN. That is nothing: no maximum heeds it, and K's codes are 0.
     """
     dp = gl.convert_layout(dp, LAYOUT, assert_trivial=True)
-    if FLOAT8:
-        ds = p * (dp * gl.expand_dims(row_factor, 1) - gl.expand_dims(row_delta, 1))
-        if RAGGED:  # noqa: SIM102
-            if not whole:
-                ds = gl.where(p == 0, 0.0, ds)
-        return ds
-    else:
-        return p * (dp - gl.expand_dims(row_delta, 1)) * key_scale
+    return p * (dp - gl.expand_dims(row_delta, 1)) * key_scale
 
 
 @gluon.jit
 def accumulate(
     shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr,
-    FLOAT8: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dQ of 64 queries."""
     memory, queries_full, full, empty, pointers, steps, sizes, scale = shared
@@ -116,7 +105,7 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory = memory
-    row_values, spread, largest, key_mask, dq = pointers
+    row_values, key_mask, dq = pointers
     begin, count = steps
     first_q, length_q, length_k, lower, upper, padded_q, out_t = sizes
     first_q += CONSUMER * ROWS
@@ -126,7 +115,6 @@ def accumulate(
     row_values += (padded_q + CONSUMER).to(gl.int64) * (ROWS * 4)
     row_lse = gl.load(row_values + rows, mask=inside, other=float("inf"))
     row_scale = gl.load(row_values + ROWS + rows, mask=inside, other=0) * (scale * LOG2_E)
-    row_factor = gl.load(row_values + 2 * ROWS + rows, mask=inside, other=0)
     row_delta = gl.load(row_values + 3 * ROWS + rows, mask=inside, other=0)
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0
@@ -135,7 +123,7 @@ def accumulate(
     no_part = gl.zeros([ROWS, BLOCK_D], gl.int32, OUT_LAYOUT)
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
     mbarrier.wait(queries_full, 0)
-    if FLOAT8 or BLOCK_D == 64:
+    if BLOCK_D == 64:
         # where registers are left, tensor cores need not read these from shared memory again and again
         q = q_memory.index(CONSUMER).load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         do = do_memory.index(CONSUMER).load(gl.DotOperandLayout(0, DP_LAYOUT, 2))
@@ -172,9 +160,8 @@ def accumulate(
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = gradient(p, dp, row_delta, row_factor, low_scale, whole, RAGGED, FLOAT8, S_LAYOUT)
-        if not FLOAT8:
-            top = gl.max(gl.abs(ds), 1)
+        ds = gradient(p, dp, row_delta, low_scale, S_LAYOUT)
+        top = gl.max(gl.abs(ds), 1)
         if PIECES == 2:
             next_dp = warpgroup_mma(do, v_high, no_dp, use_acc=False, is_async=True)
             high_scale = key_scale.slice(PIECE, PIECE, 1).load(S_LAYOUT)
@@ -184,67 +171,48 @@ def accumulate(
                 key_mask, RAGGED, HAS_LOWER, HAS_UPPER, S_LAYOUT,
             )  # fmt: skip
             next_dp = warpgroup_mma_wait(0, deps=[next_dp])
-            next_ds = gradient(p, next_dp, row_delta, row_factor, high_scale, whole, RAGGED, FLOAT8, S_LAYOUT)
-            if not FLOAT8:
-                top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
-        if FLOAT8:
-            acc = warpgroup_mma(
-                operand_float8(ds, OPERAND), k_t_memory.index(stage * PIECES).permute((1, 0)), acc, is_async=True
-            )
-            if PIECES == 2:
-                k_t = k_t_memory.index(stage * PIECES + 1).permute((1, 0))
-                acc = warpgroup_mma(operand_float8(next_ds, OPERAND), k_t, acc, is_async=True)
-            mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)
-            k = k_memory.index(following).slice(0, PIECE, 0).permute((1, 0))
-            s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(stage), count=1)
-        else:
-            inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
-            k_t = k_t_memory.index(stage * PIECES)
-            codes = operand_codes(ds * inverse + ROUND, OPERAND)
-            part = warpgroup_mma(codes, k_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
-            if PIECES == 2:
-                k_t = k_t_memory.index(stage * PIECES + 1)
-                codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
-                part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
-            weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
-            mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)
-            k = k_memory.index(following).slice(0, PIECE, 0).permute((1, 0))
-            s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            part = warpgroup_mma_wait(1, deps=[part])
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc += part.to(gl.float32) * gl.expand_dims(weight, 1)
+            next_ds = gradient(p, next_dp, row_delta, high_scale, S_LAYOUT)
+            top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
+        inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
+        k_t = k_t_memory.index(stage * PIECES)
+        codes = operand_codes(ds * inverse + ROUND, OPERAND)
+        part = warpgroup_mma(codes, k_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
+        if PIECES == 2:
+            k_t = k_t_memory.index(stage * PIECES + 1)
+            codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
+            part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
+        weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
+        mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)
+        k = k_memory.index(following).slice(0, PIECE, 0).permute((1, 0))
+        s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(1, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc += part.to(gl.float32) * gl.expand_dims(weight, 1)
 
     s = warpgroup_mma_wait(0, deps=[s])
     rows_out = first_q + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
     at = dq + gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
-    if FLOAT8:
-        row_spread = gl.load(spread + rows_out, mask=rows_out < length_q, other=0) * float8_scale(gl.load(largest + 2))
-        acc = acc * gl.expand_dims(row_spread, 1)
     gl.store(at, (acc * scale).to(dq.dtype.element_ty), mask=gl.expand_dims(rows_out < length_q, 1))
 
 
 @gluon.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads", "group", "tokens_q", "tokens_k", "total_q", "blocks_q", "blocks_k", "grid", "lower", "upper",
+        "heads", "group", "tokens_q", "tokens_k", "blocks_q", "blocks_k", "grid", "lower", "upper",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, spread, largest, key_mask, dq, cu_seqlens_q,
-    cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t,
-    heads, group, tokens_q, tokens_k, total_q, blocks_q, blocks_k, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    FLOAT8: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, key_mask, dq, cu_seqlens_q, cu_seqlens_k,
+    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t, heads, group,
+    tokens_q, tokens_k, blocks_q, blocks_k, grid, lower, upper, scale, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 queries of one head. BLOCK_K is the recipe's.
 
     Rows and columns as in `dkdv_kernel`. k_t_desc: transposed codes; k_scale_desc: (heads * blocks, BLOCK_K). Both are
-    padded to blocks of BLOCK_K, row_values to 64 queries. FLOAT8: dQ from e4m3 operands, its rows in units of spread,
-    one a token, and of largest, as in `dkdv_kernel`. RAGGED: a block may end past its sequence, or be masked.
+    padded to blocks of BLOCK_K, row_values to 64 queries. RAGGED: a block may end past its sequence, or be masked.
     """
     batch_head = gl.program_id(0) // grid
     # the last queries see the most keys: start them first
@@ -282,10 +250,7 @@ def dq_kernel(
     dq += batch.to(gl.int64) * dq_b + head.to(gl.int64) * dq_h + start_q.to(gl.int64) * dq_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
-    if FLOAT8:
-        spread += z_q.to(gl.int64) * total_q + start_q
-        largest += (batch * (heads // group) + head_k) * 3
-    pointers = (row_values, spread, largest, key_mask, dq)
+    pointers = (row_values, key_mask, dq)
 
     PIECES: gl.constexpr = BLOCK_K // PIECE
     q_memory = gl.allocate_shared_memory(gl.int8, [SLOTS, ROWS, BLOCK_D], q_desc.layout)
@@ -311,8 +276,8 @@ def dq_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
             ],
             [4, 1],
@@ -321,9 +286,9 @@ def dq_kernel(
     else:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, FLOAT8, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
+                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
             ],
             [4, 4, 1],

@@ -2,8 +2,8 @@
 
 Score tiles never leave their registers: V's copy holds its tokens in the order in which tensor cores hand scores out.
 A key block is taken in two halves, so that the tensor cores compute the second half's scores while the first half's
-are scaled, and multiply the first half of P with V while the second half is exponentiated. Beyond that the programs of
-an SM hide each other's waits: docs/kernels.md has the deeper pipelines that were tried.
+are scaled, and P is made of half the rows at a time. Beyond that the programs of an SM hide each other's waits:
+docs/kernels.md has the deeper pipelines that were tried.
 """
 
 from triton.experimental import gluon
@@ -126,6 +126,35 @@ def scaled(
 
 
 @gluon.jit
+def rows_apart(x):
+    """Rows r and r + 8 of every 16, which each thread has some of, as two tensors of (4, 8) rows."""
+    if len(x.shape) == 1:
+        return gl.split(x.reshape([4, 2, 8]).permute([0, 2, 1]))
+    else:
+        return gl.split(x.reshape([4, 2, 8, x.shape[1]]).permute([0, 2, 3, 1]))
+
+
+@gluon.jit
+def rows_together(a, b, LAYOUT: gl.constexpr):
+    """What `rows_apart` took apart."""
+    if len(a.shape) == 2:
+        return gl.convert_layout(gl.join(a, b).permute([0, 2, 1]).reshape([ROWS]), LAYOUT)
+    else:
+        x = gl.join(a, b).permute([0, 3, 1, 2]).reshape([ROWS, a.shape[2]])
+        return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def exponentials(low, high, top, scale, LOG2_LEVELS: gl.constexpr):
+    """Each row's largest score, ``top`` scaled, and P of a block's two halves relative to it, times the levels."""
+    scale = gl.convert_layout(scale, top.type.layout)
+    top = top * scale
+    shift = gl.expand_dims(LOG2_LEVELS - gl.where(top == float("-inf"), 0.0, top), 2)
+    scale = gl.expand_dims(scale, 2)
+    return top, exp2(low * scale + shift), exp2(high * scale + shift)
+
+
+@gluon.jit
 def attend(
     memory, full, empty, pointers, place, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr,
@@ -191,19 +220,25 @@ def attend(
                 K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT,
             )  # fmt: skip
 
-            top = gl.max(gl.maximum(x_low, x_high), 1) * s_scale
-            offset = gl.where(top == float("-inf"), 0.0, top)
+            low_a, low_b = rows_apart(x_low)
+            high_a, high_b = rows_apart(x_high)
+            scale_a, scale_b = rows_apart(s_scale)
+            top_a = gl.max(gl.maximum(low_a, high_a), 2)
+            # ends a basic block: exponentials of half the rows then run beside the other half's maxima
+            mbarrier.wait(v_full.index(stage), phase)
+            top_a, low_a, high_a = exponentials(low_a, high_a, top_a, scale_a, LOG2_LEVELS)
+            top_b = gl.max(gl.maximum(low_b, high_b), 2)
+            top_b, low_b, high_b = exponentials(low_b, high_b, top_b, scale_b, LOG2_LEVELS)
+            top = rows_together(top_a, top_b, ROW)
             m_new = gl.maximum(m, top)
             safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             decay = exp2(m - safe)
             weight = exp2(top - safe) * (1 / LEVELS)
             m = m_new
-            shift = gl.expand_dims(LOG2_LEVELS - offset, 1)
-            # P times the levels, so that rounding is one addition
-            p = exp2(x_low * gl.expand_dims(s_scale, 1) + shift)
-            total = gl.sum(p, 1)
-            codes = operand_codes(p + SHIFT, P_LAYOUT)
-            mbarrier.wait(v_full.index(stage), phase)
+            total = rows_together(gl.sum(low_a + high_a, 2), gl.sum(low_b + high_b, 2), ROW)
+            l = l * decay + total * weight
+            # P is there times the levels, so that rounding is one addition
+            codes = operand_codes(rows_together(low_a + SHIFT, low_b + SHIFT, S_LAYOUT), P_LAYOUT)
             v_low = v_memory.index(stage * 2).permute((1, 0))
             v_high = v_memory.index(stage * 2 + 1).permute((1, 0))
             if LEVELS == 254:
@@ -212,9 +247,8 @@ def attend(
                 part = warpgroup_mma(codes, v_low, start, is_async=True)
             else:
                 part = warpgroup_mma(codes, v_low, no_output, use_acc=False, is_async=True)
-            p = exp2(x_high * gl.expand_dims(s_scale, 1) + shift)
-            l = l * decay + (total + gl.sum(p, 1)) * weight
-            part = warpgroup_mma(operand_codes(p + SHIFT, P_LAYOUT), v_high, part, is_async=True)
+            codes = operand_codes(rows_together(high_a + SHIFT, high_b + SHIFT, S_LAYOUT), P_LAYOUT)
+            part = warpgroup_mma(codes, v_high, part, is_async=True)
             if not V_SEQUENCE:
                 weight *= gl.load(v_scale + block_k + block)
             part = warpgroup_mma_wait(0, deps=[part])

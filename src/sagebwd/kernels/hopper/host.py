@@ -7,14 +7,23 @@ from torch import Tensor
 
 from sagebwd.kernels import triton
 from sagebwd.kernels.call import Call, Packing, capability, processors
-from sagebwd.kernels.float8 import DO, K, Q, launch_finish_dq, launch_float8, launch_row_values
-from sagebwd.kernels.hopper.backward import CONSUMERS, backward_kernel
+from sagebwd.kernels.float8 import DO, K, Q, dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
+from sagebwd.kernels.hopper.backward import DELTA_CHANNELS, backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, FORWARD, FORWARD_16BIT, backward_turns
+from sagebwd.kernels.hopper.key_blocks import CONSUMERS
+from sagebwd.kernels.hopper.launch import (
+    BACKWARD,
+    DKDV,
+    DQ,
+    FORWARD,
+    FORWARD_16BIT,
+    backward_heads_at_once,
+    backward_turns,
+)
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
@@ -199,71 +208,123 @@ def backward(
         recipe, scale, o.dtype, o.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
         capability(o.device),
     )  # fmt: skip
-    head_dim, rows, block_q, block_k = call.head_dim, ROWS.value, recipe.block_q, recipe.block_k
-    span = CONSUMERS.value * rows
-    do_scale, spread, largest = None, None, None
-    one_kernel = float8 and not deterministic
-    if one_kernel:  # nothing is scaled a block of queries, which may so be another than the recipe's
-        block_q = BACKWARD[head_dim]["BLOCK_Q"]
     if float8:
-        do_scaled = queries.by_head(do) if one_kernel else None
-        row_values, do_factor, q_factor, spread, largest = launch_row_values(
-            call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q, do_scaled=do_scaled
+        return _float8_backward(
+            call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, deterministic
         )
-        do_t, _ = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
-        q_t, _ = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
-        k_block, scale_to_pad = (span, None) if one_kernel else (block_k, k_scale)
-        k_t, padded_k_scale = launch_float8(
-            k_int8, k_scale, largest, K, keys, 1, k_block, scale_to_pad, pairs=one_kernel
-        )
-    else:
-        row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
-        k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
-    q_rows, k_rows, v_rows, do_rows = (
-        Rows.of(x, packing)
-        for x, packing in ((q_int8, queries), (k_int8, keys), (v, keys), (do_scaled if one_kernel else do, queries))
+    return _int8_backward(call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale)
+
+
+def _float8_backward(
+    call: Call,
+    do: Tensor,
+    dlse: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
+    # nothing is scaled a block of queries, which may so be another than the recipe's
+    chosen = dict(BACKWARD[head_dim])
+    block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
+    row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest = launch_row_values(
+        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q
     )
+    do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
+    q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
+    k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True)
+    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do_scaled, queries)
+    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
+    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
+    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
+    summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float16, device=do.device).zero_()
+    added, turns, heads_at_once = None, 1, 1
+    if deterministic:
+        added = queries.padded(block_q, CONSUMERS.value, dtype=torch.int32, device=do.device).zero_()
+        heads_at_once = backward_heads_at_once(call, span, block_q, processors(do.device))
+        chosen["IN_TURN"] = False
+    elif chosen["IN_TURN"]:
+        turns = backward_turns(call, span, block_q, processors(do.device))
+    grid = -(-keys.grid(span) // turns)
+    backward_kernel[(grid * keys.batch * keys.heads,)](
+        q_rows.blocks(block_q, head_dim),
+        k_rows.blocks(rows, head_dim),
+        v_rows.blocks(rows, head_dim),
+        do_rows.blocks(block_q, head_dim),
+        transposed(q_t, head_dim, block_q),
+        transposed(k_t, head_dim, rows),
+        transposed(do_t, head_dim, block_q),
+        vectors(row_values, 2 * block_q),
+        matrix(delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
+        matrix(summed, summed.shape[1] * block_q, (rows, rows)),
+        matrix(dk, head_dim, (rows, head_dim)),
+        matrix(dv, head_dim, (rows, head_dim)),
+        k_scale,
+        largest,
+        call.key_mask,
+        dk,
+        dv,
+        added,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        *q_rows.steps,
+        *k_rows.steps,
+        *v_rows.steps,
+        *do_rows.steps,
+        *keys.strides(dk),
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        queries.blocks(block_q),
+        grid,
+        turns,
+        heads_at_once,
+        keys.batch * keys.heads,
+        scale=call.scale,
+        sum_scale=dq_sum_scale(call),
+        VARLEN=call.varlen,
+        RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
+        GROUPED=call.group > 1,
+        BLOCK_D=head_dim,
+        **call.band,
+        **chosen,
+    )
+    launch_finish_dq(call, summed, spread, largest, dq, block_q)
+    return dq, dk, dv
+
+
+def _int8_backward(
+    call: Call,
+    do: Tensor,
+    dlse: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
+    block_q, block_k = call.recipe.block_q, call.recipe.block_k
+    row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
+    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
+    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do, queries)
+    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
     q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)
-    q_t_desc, do_t_desc = transposed(q_t, head_dim, block_q), transposed(do_t, head_dim, block_q)
-    rows_desc = vectors(row_values, 4 * block_q)
     dq = torch.empty_like(do, memory_format=CONTIGUOUS)
     dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
     steps = *q_rows.steps, *k_rows.steps, *v_rows.steps, *do_rows.steps
-    of_keys = (
-        key_mask, dk, dv, cu_seqlens_q, cu_seqlens_k, *steps, *keys.strides(dk), keys.heads, call.group,
-        queries.tokens, keys.tokens, keys.total, queries.blocks(block_q),
-    )  # fmt: skip
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
-    if one_kernel:
-        summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float32, device=do.device).zero_()
-        chosen = BACKWARD[head_dim]
-        turns = backward_turns(call, span, block_q, processors(do.device)) if chosen["IN_TURN"] else 1
-        grid = -(-keys.grid(span) // turns)
-        backward_kernel[(grid * keys.batch * keys.heads,)](
-            q_desc,
-            k_rows.blocks(rows, head_dim),
-            v_rows.blocks(rows, head_dim),
-            do_desc,
-            q_t_desc,
-            transposed(k_t, head_dim, rows),
-            do_t_desc,
-            rows_desc,
-            matrix(summed, summed.shape[1] * block_q, (rows, rows)),
-            k_scale,
-            largest,
-            *of_keys,
-            grid,
-            turns,
-            scale=scale,
-            RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
-            GROUPED=call.group > 1,
-            **options,
-            **chosen,
-        )
-        launch_finish_dq(call, summed, spread, largest, dq, block_q)
-        return dq, dk, dv
-
-    options["FLOAT8"] = float8
     chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)
     dkdv_kernel[(grid * keys.batch * keys.heads,)](
@@ -271,16 +332,26 @@ def backward(
         k_rows.blocks(rows, head_dim),
         v_rows.blocks(rows, head_dim),
         do_desc,
-        q_t_desc,
-        do_t_desc,
-        rows_desc,
+        transposed(q_t, head_dim, block_q),
+        transposed(do_t, head_dim, block_q),
+        vectors(row_values, 4 * block_q),
         k_scale,
         do_scale,
-        largest,
-        *of_keys,
+        call.key_mask,
+        dk,
+        dv,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        *steps,
+        *keys.strides(dk),
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        queries.blocks(block_q),
         grid,
-        scale=scale,
-        RAGGED=call.varlen or queries.tokens % block_q != 0,
+        scale=call.scale,
         BLOCK_Q=block_q,
         **options,
         **chosen,
@@ -296,24 +367,21 @@ def backward(
         transposed(k_t, head_dim, PIECE.value),
         vectors(padded_k_scale, block_k),
         row_values,
-        spread,
-        largest,
-        key_mask,
+        call.key_mask,
         dq,
-        cu_seqlens_q,
-        cu_seqlens_k,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
         *steps,
         *queries.strides(dq),
         queries.heads,
         call.group,
         queries.tokens,
         keys.tokens,
-        queries.total,
         queries.blocks(block_q),
         keys.blocks(block_k),
         grid,
-        scale=scale,
-        RAGGED=call.varlen or keys.tokens % block_k != 0 or key_mask is not None,
+        scale=call.scale,
+        RAGGED=call.varlen or keys.tokens % block_k != 0 or call.key_mask is not None,
         BLOCK_K=block_k,
         **options,
         **chosen,

@@ -13,7 +13,9 @@ padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 float8_scale = gluon.jit(float8.float8_scale.fn)
+delta_parts_weight = gluon.jit(float8.delta_parts_weight.fn)
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # triton 3.8 renamed it
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 renamed it
 
@@ -32,6 +34,14 @@ def program_number(after):
     What a kernel needs at its end it may so make of it there, in registers that its loop had none of.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def writes_done(after):
+    """Wait, once ``after`` is known, until TMA has written, not only read, all that this thread has given it."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -1,0 +1,81 @@
+"""What the one-kernel backward does with blocks of dQ^T: half of one a warpgroup, and TMA's adding them up."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from sagebwd.kernels.hopper.key_blocks import CONSUMERS
+from sagebwd.kernels.hopper.tile import ROWS, add_tile, barrier, block_range, reinterpret, store_tile, writes_done
+
+
+@gluon.jit
+def dq_product(
+    k_t, ds_memory, slot, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight."""
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), dq, use_acc=False, is_async=True)
+    return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
+
+
+@gluon.jit
+def place_and_rank(
+    row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Where this warpgroup's half of a block of dQ^T is counted, and how many blocks of keys come before first_k's."""
+    if added is None:
+        return -1, 0
+    else:
+        SPAN: gl.constexpr = CONSUMERS * ROWS
+        _, _, _, end = block_range(
+            (block - 1) * BLOCK_Q, length_k, lower, upper, BLOCK_Q, SPAN, HAS_LOWER, HAS_UPPER, False
+        )
+        return (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER, end - 1 - first_k // SPAN
+
+
+@gluon.jit
+def add_dq(dq_desc, memory, dq, row, column, added, place, rank, place_before):
+    """Hand a block of dQ^T to TMA, once it has read the last one.
+
+    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them.
+    None: in any order. A place under 0 is that of zeros, which may come at any time.
+    """
+    if added is None:
+        tma.store_wait(0)
+        barrier()
+    else:
+        count_added(added, place_before)
+    memory.store(dq.to(memory.dtype))
+    fence_async_shared()
+    barrier()
+    if added is not None:  # noqa: SIM102 (one is of compile time)
+        if place >= 0:
+            count = gl.load(added + place, volatile=True)
+            while count != rank:
+                count = gl.load(added + place, volatile=True)
+    # zeros before a first block: a negative column is an illegal instruction
+    add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
+
+
+@gluon.jit
+def count_added(added, place):
+    """Let the next block of keys add to a block of dQ^T, now that TMA has."""
+    writes_done(place)
+    barrier()
+    if place >= 0:
+        gl.atomic_add(added + place, 1, sem="release")
+
+
+@gluon.jit
+def store_block(desc, memory, x, row):
+    """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
+    tma.store_wait(0)
+    barrier()
+    memory.store(x.to(memory.dtype))
+    fence_async_shared()
+    barrier()
+    store_tile(desc, [row, 0], memory)
