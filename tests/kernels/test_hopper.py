@@ -136,6 +136,13 @@ class TestOnHopper:
         assert torch.equal(actual["dv"], alone["dv"])
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
 
+    @pytest.mark.parametrize("name", [f"{prefix}{name}" for prefix in ("", "fp8-") for name in VARIED])
+    def test_calls_made_again(self, name):
+        """Launched without asking Triton: with other tensors, and beside calls of other shapes."""
+        call = dataclasses.replace(CALLS[name], device="cuda")
+        for seed in (3, 4):
+            dataclasses.replace(call, seed=seed).check(hopper)
+
     def test_is_what_none_takes(self):
         token = Recipe.named("token")
         assert ops.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"

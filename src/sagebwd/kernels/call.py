@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sagebwd.kernels.launches import Launch, launch
 from sagebwd.recipe import Recipe
 
 
@@ -142,6 +143,7 @@ class Call(NamedTuple):
     window_left: int
     window_right: int
     arch: int
+    launch: Launch = launch
 
     @property
     def varlen(self) -> bool:

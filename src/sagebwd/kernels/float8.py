@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence, to_16bit
 
@@ -323,7 +324,9 @@ def launch_row_values(
     do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
     largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)
     shape = {"head_dim": call.head_dim, "VARLEN": call.varlen, "BLOCK": block, "BLOCK_D": call.block_d}
-    row_values_kernel[(queries.grid(block), queries.batch * queries.heads)](
+    call.launch(
+        row_values_kernel,
+        (queries.grid(block), queries.batch * queries.heads),
         do,
         o,
         lse,
@@ -352,7 +355,9 @@ def launch_row_values(
         num_warps=pass_warps(block, call.head_dim),
         **shape,
     )
-    largest_kernel[(keys.grid(block), keys.batch * keys.heads)](
+    call.launch(
+        largest_kernel,
+        (keys.grid(block), keys.batch * keys.heads),
         k,
         k_scale,
         keys.cu_seqlens,
@@ -380,7 +385,9 @@ def dq_sum_scale(call: Call) -> float:
 def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
     """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
     queries = call.queries
-    finish_dq_kernel[(queries.grid(block), queries.batch * queries.heads)](
+    call.launch(
+        finish_dq_kernel,
+        (queries.grid(block), queries.batch * queries.heads),
         summed,
         spread,
         largest,
@@ -411,11 +418,14 @@ def launch_float8(
     block: int,
     *,
     pairs: bool = False,
+    launch: Launch = launch,
 ) -> Tensor:
     """The transposed e4m3 copy of rows, ``pairs`` as in `store_transposed`."""
     head_dim = x.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
-    float8_kernel[(packing.grid(block), packing.batch * packing.heads)](
+    launch(
+        float8_kernel,
+        (packing.grid(block), packing.batch * packing.heads),
         x,
         factor,
         packing.cu_seqlens,

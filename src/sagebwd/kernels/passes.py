@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.quantize import grad_out_kernel, quantize_kernel, transpose_kernel
 from sagebwd.recipe import INT8
 
@@ -41,6 +42,7 @@ def launch_quantize(
     column_sum: torch.dtype | None = None,
     smoothed: bool = False,
     block_mean: bool = False,
+    launch: Launch = launch,
 ) -> Quantized:
     """Smooth x and write the asked-for outputs."""
     head_dim, device = x.shape[-1], x.device
@@ -63,7 +65,9 @@ def launch_quantize(
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     rows = out.codes if codes else out.smoothed if smoothed else x
-    quantize_kernel[(packing.grid(block), packing.batch * packing.heads)](
+    launch(
+        quantize_kernel,
+        (packing.grid(block), packing.batch * packing.heads),
         x,
         mean,
         sequence_scale,
@@ -94,7 +98,7 @@ def launch_quantize(
 
 
 def launch_transpose(
-    codes: Tensor, packing: Packing, block: int, token_scale: Tensor | None = None
+    codes: Tensor, packing: Packing, block: int, token_scale: Tensor | None = None, launch: Launch = launch
 ) -> tuple[Tensor, Tensor | None]:
     """The transposed copy of saved codes, and their scales padded to whole blocks if given."""
     head_dim = codes.shape[-1]
@@ -102,7 +106,9 @@ def launch_transpose(
     padded_scale = None
     if token_scale is not None:
         padded_scale = packing.padded(block, block, dtype=torch.float32, device=codes.device)
-    transpose_kernel[(packing.grid(block), packing.batch * packing.heads)](
+    launch(
+        transpose_kernel,
+        (packing.grid(block), packing.batch * packing.heads),
         codes,
         token_scale,
         packing.cu_seqlens,
@@ -144,7 +150,9 @@ def launch_grad_out(
     q_transposed = None
     if q_int8 is not None:
         q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    grad_out_kernel[(queries.grid(block), queries.batch * queries.heads, 1 if q_int8 is None else 2)](
+    call.launch(
+        grad_out_kernel,
+        (queries.grid(block), queries.batch * queries.heads, 1 if q_int8 is None else 2),
         do,
         o,
         lse,

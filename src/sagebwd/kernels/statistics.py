@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.call import Packing, padded_head_dim
+from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.tile import load_rows, psi_scale, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
@@ -175,6 +176,7 @@ def launch_statistics(
     smooth_k: bool,
     smooth_v: bool,
     v_scale: bool,
+    launch: Launch = launch,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None."""
     head_dim, device = k.shape[-1], k.device
@@ -187,7 +189,9 @@ def launch_statistics(
     planes = chunks * heads * head_dim
     partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)
     block_d = padded_head_dim(head_dim)
-    statistics_kernel[(heads, chunks, 2)](
+    launch(
+        statistics_kernel,
+        (heads, chunks, 2),
         k,
         v,
         partial,
@@ -205,7 +209,9 @@ def launch_statistics(
         BLOCK=max(8, 1024 // block_d),
         BLOCK_D=block_d,
     )
-    finish_kernel[(heads, 2, -(-head_dim // FINISHED_COLUMNS))](
+    launch(
+        finish_kernel,
+        (heads, 2, -(-head_dim // FINISHED_COLUMNS)),
         partial,
         mean,
         scale,

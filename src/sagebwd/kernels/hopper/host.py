@@ -25,6 +25,7 @@ from sagebwd.kernels.hopper.launch import (
     backward_turns,
 )
 from sagebwd.kernels.hopper.tile import ROWS
+from sagebwd.kernels.launches import Repeated
 from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, Recipe
@@ -87,18 +88,23 @@ def forward(
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {q.device}")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
+    launch = Repeated(
+        "forward", q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+        window_right, scale, recipe,
+    )  # fmt: skip
     queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     head_dim, block_k = q.shape[-1], recipe.block_k
     o_int8, float8 = recipe.o == INT8, recipe.dv == FP8
     sequence = recipe.v_scale == "sequence" and (o_int8 or float8)
     k_mean, v_mean, v_scale = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v and (o_int8 or float8),
-        v_scale=sequence,
+        v_scale=sequence, launch=launch,
     )  # fmt: skip
-    q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True)
+    q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True, launch=launch)
     k_pass = launch_quantize(
-        k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True, padded_scale=True
-    )
+        k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True,
+        padded_scale=True, launch=launch,
+    )  # fmt: skip
     o = torch.empty_like(q, memory_format=CONTIGUOUS)
     lse = queries.per_token(q.device)
     row_max = queries.per_token(q.device) if float8 else None
@@ -126,9 +132,11 @@ def forward(
         levels = recipe.p_levels
         v_pass = launch_quantize(
             v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
-            transposed=True, column_sum=torch.int32 if levels > 127 else None,
+            transposed=True, column_sum=torch.int32 if levels > 127 else None, launch=launch,
         )  # fmt: skip
-        forward_kernel[(programs,)](
+        launch(
+            forward_kernel,
+            (programs,),
             q_desc,
             k_desc,
             transposed(v_pass.transposed, head_dim, block_k // 2),
@@ -147,9 +155,11 @@ def forward(
         )
     else:
         if key_mask is not None:  # a masked key's V may be anything, NaN too
-            v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True).smoothed
+            v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True, launch=launch).smoothed
         v_rows = Rows.of(v, keys)
-        forward_16bit_kernel[(programs,)](
+        launch(
+            forward_16bit_kernel,
+            (programs,),
             q_desc,
             k_desc,
             v_rows.blocks(step, head_dim),
@@ -204,9 +214,13 @@ def backward(
     do, v, o = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, v, o))
     queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
     key_mask = None if key_mask is None else key_mask.contiguous()
+    launch = Repeated(
+        "backward", do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, key_mask, cu_seqlens_q,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, deterministic,
+    )  # fmt: skip
     call = Call(
         recipe, scale, o.dtype, o.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
-        capability(o.device),
+        capability(o.device), launch,
     )  # fmt: skip
     if float8:
         return _float8_backward(
@@ -237,9 +251,9 @@ def _float8_backward(
     row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest = launch_row_values(
         call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q
     )
-    do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q)
-    q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q)
-    k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True)
+    do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q, launch=call.launch)
+    q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q, launch=call.launch)
+    k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True, launch=call.launch)
     q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do_scaled, queries)
     k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
     dq = torch.empty_like(do, memory_format=CONTIGUOUS)
@@ -253,7 +267,9 @@ def _float8_backward(
     elif chosen["IN_TURN"]:
         turns = backward_turns(call, span, block_q, processors(do.device))
     grid = -(-keys.grid(span) // turns)
-    backward_kernel[(grid * keys.batch * keys.heads,)](
+    call.launch(
+        backward_kernel,
+        (grid * keys.batch * keys.heads,),
         q_rows.blocks(block_q, head_dim),
         k_rows.blocks(rows, head_dim),
         v_rows.blocks(rows, head_dim),
@@ -317,7 +333,7 @@ def _int8_backward(
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
     block_q, block_k = call.recipe.block_q, call.recipe.block_k
     row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
-    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
+    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale, call.launch)
     q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do, queries)
     k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
     q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)
@@ -327,7 +343,9 @@ def _int8_backward(
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)
-    dkdv_kernel[(grid * keys.batch * keys.heads,)](
+    call.launch(
+        dkdv_kernel,
+        (grid * keys.batch * keys.heads,),
         q_desc,
         k_rows.blocks(rows, head_dim),
         v_rows.blocks(rows, head_dim),
@@ -359,7 +377,9 @@ def _int8_backward(
 
     chosen = DQ[head_dim]
     grid = queries.grid(chosen["CONSUMERS"] * rows)
-    dq_kernel[(grid * queries.batch * queries.heads,)](
+    call.launch(
+        dq_kernel,
+        (grid * queries.batch * queries.heads,),
         q_desc,
         do_desc,
         k_rows.blocks(block_k, head_dim),
