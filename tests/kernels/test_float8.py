@@ -8,10 +8,11 @@ from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import quantize_tokens
 from sagebwd.recipe import Recipe
 
-passes = pytest.importorskip("sagebwd.kernels.float8")
+passes = pytest.importorskip("sagebwd.kernels.float8_passes")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from sagebwd.kernels import float8  # noqa: E402
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,8 +25,8 @@ LOG2_E = 1.4426950408889634
 def parts_of(x, parts, weight):
     """The 16 channels of 16 values, and what they are multiplied by."""
     local = tl.arange(0, 16)
-    passes.store_delta_parts(parts, tl.load(x + local), local)
-    tl.store(weight + local, passes.delta_parts_weight(local))
+    float8.store_delta_parts(parts, tl.load(x + local), local)
+    tl.store(weight + local, float8.delta_parts_weight(local))
 
 
 class Operands:

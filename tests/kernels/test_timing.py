@@ -3,18 +3,18 @@
 import pytest
 
 pytest.importorskip("sagebwd.kernels.hopper")
-from sagebwd.kernels.hopper import host, launch
+from sagebwd.kernels.hopper import gradients, launch
 from tests.kernels import timing
 
 
 def test_a_kernel_of_another_file_takes_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "dq_kernel", host.dq_kernel)
+    monkeypatch.setattr(gradients, "dq_kernel", gradients.dq_kernel)
     variant = tmp_path / "variant.py"
     variant.write_text("dq_kernel = 'another'\n", encoding="utf-8")
     timing.replace_kernel(f"dq_kernel={variant}")
-    assert host.dq_kernel == "another"
+    assert gradients.dq_kernel == "another"
     variant.write_text("unknown_kernel = 1\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="has no unknown_kernel"):
+    with pytest.raises(ValueError, match="launches no unknown_kernel"):
         timing.replace_kernel(f"unknown_kernel={variant}")
 
 

@@ -17,21 +17,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import sage_attention
-from sagebwd.kernels.hopper import host, launch
+from sagebwd.kernels.hopper import gradients, host, launch
 from sagebwd.metrics import relative_l2
 
 TOTAL_TOKENS, MODEL_WIDTH = 16384, 2048
 
 
 def replace_kernel(text: str) -> None:
-    """Put NAME=FILE's kernel in the host module."""
+    """Put NAME=FILE's kernel where Hopper's is launched."""
     name, path = text.split("=", 1)
     spec = importlib.util.spec_from_file_location(f"replaced_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(host, name):
-        raise ValueError(f"--replace {text}: sagebwd.kernels.hopper.host has no {name}")
-    setattr(host, name, getattr(module, name))
+    owner = next((owner for owner in (host, gradients) if hasattr(owner, name)), None)
+    if owner is None:
+        raise ValueError(f"--replace {text}: sagebwd.kernels.hopper launches no {name}")
+    setattr(owner, name, getattr(module, name))
 
 
 def change_launch(text: str) -> None:

@@ -41,6 +41,9 @@ def test_means_and_noise(folders):
     assert token.mean == pytest.approx(0.02)
     single = math.sqrt((0.03**2 + 0.04**2) / 2)
     assert token.noise == pytest.approx(single / math.sqrt(3))
+    # deviations -.01, -.03 and .04, of two degrees of freedom
+    assert token.scatter == pytest.approx(math.sqrt(0.0026 / 2 / 3))
+    assert paper.scatter is None
     assert (paper.gaps, paper.diverged) == (pytest.approx((0.05,)), 1)
     assert paper.noise == pytest.approx(single)
     assert again.noise == pytest.approx(single / math.sqrt(2))

@@ -3,7 +3,8 @@
 Two runs that differ in nothing, not even the order of their data, end at different losses on a GPU: sums in another
 order, and training multiplies what is there. A variant with the baseline's own settings ("full precision repeated")
 measures it. Its gap d has no cause but that, so sqrt(mean d^2) over all such variants is the standard deviation that
-a recipe's gap has where the recipe does nothing; the mean over n seeds has 1 / sqrt(n) of it.
+a recipe's gap has where the recipe does nothing; the mean over n seeds has 1 / sqrt(n) of it. A few repeats can miss
+how far runs part: the gaps of several seeds also tell it, by their own scatter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 
 from rich.table import Table
 
@@ -22,8 +24,8 @@ from sagebwd.training.folder import COMPARISON
 class Gap:
     """Held-out loss minus the baseline's, nats a token: one a comparison in which both came to an end, and the mean.
 
-    ``noise`` is the standard deviation of the mean, None where no comparison repeats its baseline; ``diverged`` counts
-    the comparisons in which the variant did.
+    Standard deviations of that mean: ``noise``, as repeated baselines tell it, None without any; ``scatter``, as the
+    gaps do, None for fewer than two. ``diverged`` counts the comparisons in which the variant did.
     """
 
     variant: str
@@ -31,6 +33,7 @@ class Gap:
     gaps: tuple[float, ...]
     mean: float | None
     noise: float | None
+    scatter: float | None
     diverged: int
 
 
@@ -53,7 +56,9 @@ def gaps(folders: list[Path], noise_of: list[Path] | None = None) -> list[Gap]:
         values = tuple(row["gap"] for row in same if row["gap"] is not None)
         mean = sum(values) / len(values) if values else None
         noise = single / math.sqrt(len(values)) if values and single is not None else None
-        found.append(Gap(name, same[0]["recipe"], values, mean, noise, sum(bool(row["diverged"]) for row in same)))
+        scatter = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        diverged = sum(bool(row["diverged"]) for row in same)
+        found.append(Gap(name, same[0]["recipe"], values, mean, noise, scatter, diverged))
     return found
 
 
@@ -71,7 +76,7 @@ def _outcomes(folder: Path) -> list[dict]:
 def table(found: list[Gap]) -> Table:
     """The gaps for a terminal."""
     drawn = Table(title="held-out loss minus the baseline's, nats a token", title_justify="left", box=None)
-    for heading in ("variant", "attention", "gap", "noise", "runs", "each"):
+    for heading in ("variant", "attention", "gap", "noise", "scatter", "runs", "each"):
         drawn.add_column(heading, justify="left" if heading in ("variant", "attention", "each") else "right")
     for row in found:
         each = " ".join(f"{gap:+.4f}" for gap in row.gaps)
@@ -80,6 +85,7 @@ def table(found: list[Gap]) -> Table:
             row.recipe,
             "" if row.mean is None else f"{row.mean:+.4f}",
             "" if row.noise is None else f"{row.noise:.4f}",
+            "" if row.scatter is None else f"{row.scatter:.4f}",
             str(len(row.gaps)),
             each + (f" diverged: {row.diverged}" if row.diverged else ""),
         )

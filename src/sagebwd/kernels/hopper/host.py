@@ -6,27 +6,15 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import Call, Packing, capability, processors
-from sagebwd.kernels.float8 import DO, K, Q, dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
-from sagebwd.kernels.hopper.backward import DELTA_CHANNELS, backward_kernel
+from sagebwd.kernels.call import Call, Packing, capability
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
-from sagebwd.kernels.hopper.dkdv import dkdv_kernel
-from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.key_blocks import CONSUMERS
-from sagebwd.kernels.hopper.launch import (
-    BACKWARD,
-    DKDV,
-    DQ,
-    FORWARD,
-    FORWARD_16BIT,
-    backward_heads_at_once,
-    backward_turns,
-)
+from sagebwd.kernels.hopper.gradients import float8_gradients, int8_gradients
+from sagebwd.kernels.hopper.launch import FORWARD, FORWARD_16BIT
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.launches import Repeated
-from sagebwd.kernels.passes import launch_grad_out, launch_quantize, launch_transpose
+from sagebwd.kernels.passes import launch_quantize
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, Recipe
 
@@ -223,187 +211,7 @@ def backward(
         capability(o.device), launch,
     )  # fmt: skip
     if float8:
-        return _float8_backward(
+        return float8_gradients(
             call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, deterministic
         )
-    return _int8_backward(call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale)
-
-
-def _float8_backward(
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
-    row_max: Tensor,
-    v_scale: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    # nothing is scaled a block of queries, which may so be another than the recipe's
-    chosen = dict(BACKWARD[head_dim])
-    block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
-    row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest = launch_row_values(
-        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q
-    )
-    do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q, launch=call.launch)
-    q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q, launch=call.launch)
-    k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True, launch=call.launch)
-    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do_scaled, queries)
-    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
-    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
-    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
-    summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float16, device=do.device).zero_()
-    added, turns, heads_at_once = None, 1, 1
-    if deterministic:
-        added = queries.padded(block_q, CONSUMERS.value, dtype=torch.int32, device=do.device).zero_()
-        heads_at_once = backward_heads_at_once(call, span, block_q, processors(do.device))
-        chosen["IN_TURN"] = False
-    elif chosen["IN_TURN"]:
-        turns = backward_turns(call, span, block_q, processors(do.device))
-    grid = -(-keys.grid(span) // turns)
-    call.launch(
-        backward_kernel,
-        (grid * keys.batch * keys.heads,),
-        q_rows.blocks(block_q, head_dim),
-        k_rows.blocks(rows, head_dim),
-        v_rows.blocks(rows, head_dim),
-        do_rows.blocks(block_q, head_dim),
-        transposed(q_t, head_dim, block_q),
-        transposed(k_t, head_dim, rows),
-        transposed(do_t, head_dim, block_q),
-        vectors(row_values, 2 * block_q),
-        matrix(delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(summed, summed.shape[1] * block_q, (rows, rows)),
-        matrix(dk, head_dim, (rows, head_dim)),
-        matrix(dv, head_dim, (rows, head_dim)),
-        k_scale,
-        largest,
-        call.key_mask,
-        dk,
-        dv,
-        added,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        *q_rows.steps,
-        *k_rows.steps,
-        *v_rows.steps,
-        *do_rows.steps,
-        *keys.strides(dk),
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
-        grid,
-        turns,
-        heads_at_once,
-        keys.batch * keys.heads,
-        scale=call.scale,
-        sum_scale=dq_sum_scale(call),
-        VARLEN=call.varlen,
-        RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
-        GROUPED=call.group > 1,
-        BLOCK_D=head_dim,
-        **call.band,
-        **chosen,
-    )
-    launch_finish_dq(call, summed, spread, largest, dq, block_q)
-    return dq, dk, dv
-
-
-def _int8_backward(
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    block_q, block_k = call.recipe.block_q, call.recipe.block_k
-    row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
-    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale, call.launch)
-    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do, queries)
-    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
-    q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)
-    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
-    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
-    steps = *q_rows.steps, *k_rows.steps, *v_rows.steps, *do_rows.steps
-    options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
-    chosen = DKDV[head_dim]
-    grid = keys.grid(chosen["CONSUMERS"] * rows)
-    call.launch(
-        dkdv_kernel,
-        (grid * keys.batch * keys.heads,),
-        q_desc,
-        k_rows.blocks(rows, head_dim),
-        v_rows.blocks(rows, head_dim),
-        do_desc,
-        transposed(q_t, head_dim, block_q),
-        transposed(do_t, head_dim, block_q),
-        vectors(row_values, 4 * block_q),
-        k_scale,
-        do_scale,
-        call.key_mask,
-        dk,
-        dv,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        *steps,
-        *keys.strides(dk),
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
-        grid,
-        scale=call.scale,
-        BLOCK_Q=block_q,
-        **options,
-        **chosen,
-    )
-
-    chosen = DQ[head_dim]
-    grid = queries.grid(chosen["CONSUMERS"] * rows)
-    call.launch(
-        dq_kernel,
-        (grid * queries.batch * queries.heads,),
-        q_desc,
-        do_desc,
-        k_rows.blocks(block_k, head_dim),
-        v_rows.blocks(block_k, head_dim),
-        transposed(k_t, head_dim, PIECE.value),
-        vectors(padded_k_scale, block_k),
-        row_values,
-        call.key_mask,
-        dq,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        *steps,
-        *queries.strides(dq),
-        queries.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        queries.blocks(block_q),
-        keys.blocks(block_k),
-        grid,
-        scale=call.scale,
-        RAGGED=call.varlen or keys.tokens % block_k != 0 or call.key_mask is not None,
-        BLOCK_K=block_k,
-        **options,
-        **chosen,
-    )
-    return dq, dk, dv
+    return int8_gradients(call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale)
