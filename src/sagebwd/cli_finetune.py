@@ -33,7 +33,7 @@ def finetune(
 
 
 def task(
-    name: Annotated[str, typer.Argument(help="continuation (for decoders) or order (for encoders).")],
+    name: Annotated[str, typer.Argument(help="continuation or subject (decoders), order or neighbours (encoders).")],
     source: Annotated[str, typer.Option(help="Text of long documents, as a training config's data.source.")],
     output: Annotated[Path, typer.Option(help="Folder for train.jsonl and held_out.jsonl.")],
     held_out: Annotated[str | None, typer.Option(help="Text for held-out examples [default: of the source].")] = None,
@@ -43,7 +43,7 @@ def task(
     per_document: Annotated[int, typer.Option(help="Examples that one document gives, at most.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
 ) -> None:
-    """Make a task to fine-tune on from a text: which passage comes next, or whether two paragraphs are in order."""
+    """Make a task to fine-tune on from a text: which passage comes next, or how two paragraphs belong together."""
     from sagebwd.training import tasks
 
     with console.status(f"making {name}"):

@@ -65,11 +65,36 @@ def test_order_is_balanced_and_true(corpus, tmp_path):
         assert any("\n\n".join(pair) in text for text in texts)
 
 
+def test_wrong_subjects_are_other_documents(corpus, tmp_path):
+    tasks.make("subject", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
+    texts = [document(number) for number in range(30)]
+    for line in lines(tmp_path / "train.jsonl") + lines(tmp_path / "held_out.jsonl"):
+        (home,) = [number for number, text in enumerate(texts) if line["prompt"] + line["answer"] in text]
+        assert len(set(line["choices"])) == 4
+        assert line["answer"] in line["choices"]
+        for choice in line["choices"]:
+            assert len(choice.split()) == tasks.ANSWER_WORDS
+            assert (choice in texts[home]) == (choice == line["answer"])
+    places = [line["choices"].index(line["answer"]) for line in lines(tmp_path / "train.jsonl")]
+    assert [places.count(place) for place in range(4)] == [10] * 4
+
+
+def test_neighbours_are_balanced_and_true(corpus, tmp_path):
+    tasks.make("neighbours", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
+    made = lines(tmp_path / "train.jsonl")
+    assert [line["label"] for line in made].count("neighbours") == 20
+    texts = [document(number) for number in range(30)]
+    for line in made:
+        together = any("\n\n".join((line["text"], line["pair"])) in text for text in texts)
+        assert together == (line["label"] == "neighbours")
+        assert any(line["text"] in text and line["pair"] in text for text in texts) == together
+
+
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_documents_are_on_one_side_alone(corpus, tmp_path, task):
     tasks.make(task, str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
     texts = [document(number) for number in range(30)]
-    key = "answer" if task == "continuation" else "text"
+    key = "answer" if task in ("continuation", "subject") else "text"
     sides = []
     for part in ("train", "held_out"):
         parts = [line[key] for line in lines(tmp_path / f"{part}.jsonl")]
@@ -98,7 +123,7 @@ def test_one_seed_gives_one_set_of_files(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "sorting"}, "task='sorting' is not known; accepted: continuation, order"),
+        ({"task": "sorting"}, "task='sorting' is not known; accepted: continuation, subject, order, neighbours"),
         ({"examples": 0}, "examples=0 must be at least 1"),
         ({"source": "none.txt"}, "there is no such file"),
         ({"examples": 10**6}, "not 1000000: too few of its documents are long enough"),

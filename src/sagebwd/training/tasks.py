@@ -6,9 +6,12 @@ right answer, the author's; subject and style do not give it away, as all four s
 candidate by itself: it takes attention to what the passage says. Only the document's first paragraph, which can never
 be the answer, is no candidate either. Some questions cannot be answered, two paragraphs later may fit as well: the
 best accuracy is below 1, chance is 0.25, and what counts is one attention against another on the same questions.
+``subject`` is the same question made easy, for small models, which learn nothing of the first: the three that are
+wrong begin paragraphs of other documents, so that it is enough to see what the passage is about.
 
 ``order``, for encoders: two neighbouring paragraphs, as they stand or swapped, every second pair. What tells is what
-the second one takes up from the first.
+the second one takes up from the first. ``neighbours``, again the easy one: two that are neighbours, in their order, or
+of which the second is from another document.
 
 A document is all of it training or all of it held out. One seed gives one set of files.
 """
@@ -34,6 +37,9 @@ PARAGRAPH_WORDS = (20, 160)
 """A paragraph with fewer words is a heading or a line of a dialogue, and begins no candidate; of a pair, neither has
 more."""
 ORDERED, SWAPPED = "ordered", "swapped"
+NEIGHBOURS, STRANGERS = "neighbours", "strangers"
+POOL = 256
+"""As many passages of the latest other documents are kept to draw from."""
 
 Example = dict[str, object]
 
@@ -72,6 +78,7 @@ def make(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     found: dict[str, list[Example]] = {"train": [], "held_out": []}
+    pools: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[bytes] = set()
     for part, document in split_documents(Data(source=source, held_out=held_out, held_out_share=held_out_share)):
         if all(len(found[name]) >= wanted[name] for name in wanted):
@@ -81,7 +88,8 @@ def make(
             continue
         seen.add(digest)
         draw = random.Random(f"{seed} {task} {digest.hex()}")
-        found[part] += TASKS[task](document, per_document, draw, len(found[part]))
+        found[part] += TASKS[task](document, per_document, draw, len(found[part]), pools[part])
+        del pools[part][:-POOL]
     for part, count in wanted.items():
         if len(found[part]) < count:
             raise ValueError(
@@ -95,62 +103,113 @@ def make(
     return wanted
 
 
-def continuation(document: str, count: int, draw: random.Random, number: int = 0) -> list[Example]:
+def continuation(document: str, count: int, draw: random.Random, number: int, pool: list[str]) -> list[Example]:
     """Up to ``count`` lines with prompt, answer and choices; ``prompt + answer`` stands in the document.
 
     Paragraphs are parted by one empty line. ``number`` is that of the first example in its file: the answer takes the
-    four places among the choices in turn.
+    four places among the choices in turn. ``pool`` is not needed.
     """
-    text, starts = _paragraphs(document)
-    words = [(word.start(), word.end()) for word in re.finditer(r"\S+", text)]
-    index = {start: place for place, (start, _) in enumerate(words)}
-    places = [index[start] for start in starts]  # of each paragraph's first word
-    lengths = [after - place for place, after in zip(places, [*places[1:], len(words)])]
-    candidates = [
-        place
-        for place, length in list(zip(places, lengths))[1:]
-        if length >= PARAGRAPH_WORDS[0] and place + ANSWER_WORDS <= len(words)
-    ]
+    passages = _Passages(document)
 
-    def passage(place: int) -> str:
-        return text[words[place][0] : words[place + ANSWER_WORDS - 1][1]]
-
-    found: list[Example] = []
-    for place in draw.sample(candidates, len(candidates)):
-        if len(found) == count:
-            break
-        begin = max(0, place - PROMPT_WORDS[1])
+    def wrong(place: int, begin: int) -> list[str]:
         others: list[int] = []
-        for other in draw.sample(candidates, len(candidates)):
+        for other in draw.sample(passages.candidates, len(passages.candidates)):
             elsewhere = other + ANSWER_WORDS <= begin or other >= place + ANSWER_WORDS
             if elsewhere and all(abs(other - one) >= ANSWER_WORDS for one in others):
                 others.append(other)
-        answer, choices = passage(place), [passage(other) for other in others[: CANDIDATES - 1]]
-        if place - begin < PROMPT_WORDS[0] or len({answer, *choices}) < CANDIDATES:
-            continue
-        choices.insert((number + len(found)) % CANDIDATES, answer)
-        found.append({"prompt": text[words[begin][0] : words[place][0]], "answer": answer, "choices": choices})
+        return [passages.answer(other) for other in others[: CANDIDATES - 1]]
+
+    return passages.questions(count, draw, number, wrong)
+
+
+def subject(document: str, count: int, draw: random.Random, number: int, pool: list[str]) -> list[Example]:
+    """As `continuation`, wrong choices from ``pool``, the passages of documents before this one; adds its own."""
+    passages = _Passages(document)
+    found: list[Example] = []
+    if len(pool) >= CANDIDATES:
+        found = passages.questions(count, draw, number, lambda *_: draw.sample(pool, CANDIDATES - 1))
+    pool += [passages.answer(place) for place in passages.candidates]
     return found
 
 
-def order(document: str, count: int, draw: random.Random, number: int = 0) -> list[Example]:
+class _Passages:
+    """A document's words, and the places among them where an answer may begin."""
+
+    def __init__(self, document: str) -> None:
+        self.text, starts = _paragraphs(document)
+        self.words = [(word.start(), word.end()) for word in re.finditer(r"\S+", self.text)]
+        index = {start: place for place, (start, _) in enumerate(self.words)}
+        places = [index[start] for start in starts]  # of each paragraph's first word
+        lengths = [after - place for place, after in zip(places, [*places[1:], len(self.words)])]
+        self.candidates = [
+            place
+            for place, length in list(zip(places, lengths))[1:]
+            if length >= PARAGRAPH_WORDS[0] and place + ANSWER_WORDS <= len(self.words)
+        ]
+
+    def answer(self, place: int) -> str:
+        """ANSWER_WORDS words from a place on."""
+        return self.text[self.words[place][0] : self.words[place + ANSWER_WORDS - 1][1]]
+
+    def questions(
+        self, count: int, draw: random.Random, number: int, wrong: Callable[[int, int], list[str]]
+    ) -> list[Example]:
+        """Up to ``count`` of them; ``wrong`` gives other choices for an answer's place and its prompt's beginning."""
+        found: list[Example] = []
+        for place in draw.sample(self.candidates, len(self.candidates)):
+            if len(found) == count:
+                break
+            begin = max(0, place - PROMPT_WORDS[1])
+            answer, choices = self.answer(place), wrong(place, begin)
+            if place - begin < PROMPT_WORDS[0] or len({answer, *choices}) < CANDIDATES:
+                continue
+            choices.insert((number + len(found)) % CANDIDATES, answer)
+            prompt = self.text[self.words[begin][0] : self.words[place][0]]
+            found.append({"prompt": prompt, "answer": answer, "choices": choices})
+        return found
+
+
+def order(document: str, count: int, draw: random.Random, number: int, pool: list[str]) -> list[Example]:
     """Up to ``count`` lines with text, pair and label, `ORDERED` and `SWAPPED` in turn.
 
-    ``number`` is that of the first example in its file.
+    ``number`` is that of the first example in its file; ``pool`` is not needed.
     """
-    text, starts = _paragraphs(document)
-    paragraphs = [text[start:stop].strip() for start, stop in zip(starts, [*starts[1:], len(text)])]
-    fits = [PARAGRAPH_WORDS[0] <= len(paragraph.split()) <= PARAGRAPH_WORDS[1] for paragraph in paragraphs]
-    pairs = [place for place in range(len(paragraphs) - 1) if fits[place] and fits[place + 1]]
-    pairs = [place for place in pairs if paragraphs[place] != paragraphs[place + 1]]
     found: list[Example] = []
-    for place in draw.sample(pairs, min(count, len(pairs))):
-        first, second = paragraphs[place : place + 2]
+    pairs = _pairs(document)
+    for first, second in draw.sample(pairs, min(count, len(pairs))):
         if (number + len(found)) % 2:
             found.append({"text": second, "pair": first, "label": SWAPPED})
         else:
             found.append({"text": first, "pair": second, "label": ORDERED})
     return found
+
+
+def neighbours(document: str, count: int, draw: random.Random, number: int, pool: list[str]) -> list[Example]:
+    """Up to ``count`` lines with text, pair and label, `NEIGHBOURS` and `STRANGERS` in turn.
+
+    Strangers are from ``pool``, the paragraphs of documents before this one; adds its own. ``number`` as in `order`.
+    """
+    found: list[Example] = []
+    pairs = _pairs(document)
+    for first, second in draw.sample(pairs, min(count, len(pairs))) if pool else []:
+        if (number + len(found)) % 2:
+            found.append({"text": first, "pair": draw.choice(pool), "label": STRANGERS})
+        else:
+            found.append({"text": first, "pair": second, "label": NEIGHBOURS})
+    pool += [second for _, second in pairs]
+    return found
+
+
+def _pairs(document: str) -> list[tuple[str, str]]:
+    """Neighbouring paragraphs, neither too short nor too long, and not alike."""
+    text, starts = _paragraphs(document)
+    paragraphs = [text[start:stop].strip() for start, stop in zip(starts, [*starts[1:], len(text)])]
+    fits = [PARAGRAPH_WORDS[0] <= len(paragraph.split()) <= PARAGRAPH_WORDS[1] for paragraph in paragraphs]
+    return [
+        (paragraphs[place], paragraphs[place + 1])
+        for place in range(len(paragraphs) - 1)
+        if fits[place] and fits[place + 1] and paragraphs[place] != paragraphs[place + 1]
+    ]
 
 
 def _paragraphs(document: str) -> tuple[str, list[int]]:
@@ -163,7 +222,9 @@ def _paragraphs(document: str) -> tuple[str, list[int]]:
     return "\n\n".join(paragraphs), starts
 
 
-TASKS: dict[str, Callable[[str, int, random.Random, int], list[Example]]] = {
+TASKS: dict[str, Callable[[str, int, random.Random, int, list[str]], list[Example]]] = {
     "continuation": continuation,
+    "subject": subject,
     "order": order,
+    "neighbours": neighbours,
 }
