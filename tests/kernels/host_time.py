@@ -1,0 +1,116 @@
+"""What a call costs its host, without a GPU: Triton's own compiler and launchers over a libcuda that does nothing.
+
+`python -m tests.kernels.host_time token_fp8` prints microseconds of the Hopper family's forward and backward alone,
+and of `sage_attention` and its autograd around them. CUDA's own part is not in it. Needs a C compiler and Python's
+headers, as Triton does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sagebwd import ops, sage_attention
+from sagebwd.recipe import Recipe
+
+# What Triton's driver and launchers are told by libcuda; whatever else they call succeeds.
+LIBCUDA = r"""
+#include <stdint.h>
+int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+int cuDeviceGet(int *device, int number) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int *value, int name, int device) {
+  *value = name == 97 ? 232448 : name == 8 ? 49152 : 1024; return 0;
+}
+int cuFuncGetAttribute(int *value, int name, void *function) { *value = name == 0 ? 1024 : 0; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "none"; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)1; return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
+int cuPointerGetAttribute(void *value, int name, uint64_t pointer) { *(uint64_t *)value = pointer; return 0; }
+"""
+BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 256, 128
+
+
+def take_driver(folder: Path) -> None:
+    """Make Triton believe in an sm_90 GPU whose driver does nothing."""
+    import triton.backends.nvidia as nvidia
+
+    source = (Path(nvidia.__path__[0]) / "driver.c").read_text(encoding="utf-8")
+    called = {"cuLaunchKernel", "cuLaunchKernelEx", *re.findall(r"\bcu[A-Z][A-Za-z0-9]*\b(?=\s*[(),;])", source)}
+    rest = "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(called) if f"int {name}(" not in LIBCUDA)
+    library = folder / "libcuda.so.1"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}", "-x", "c", "-", "-o", library],
+        input=LIBCUDA + rest, text=True, check=True,
+    )  # fmt: skip
+    (folder / "libcuda.so").symlink_to(library.name)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    driver = CudaDriver.__new__(CudaDriver)
+    driver.utils, driver.launcher_cls = CudaUtils(), CudaLauncher
+    driver.get_current_device = lambda: 0
+    driver.set_current_device = lambda device: None
+    driver.get_current_stream = lambda device: 0
+    driver.get_device_capability = lambda device: (9, 0)
+    driver.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(driver)
+
+
+def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) -> float:
+    """The least of some rounds' means, once everything is compiled."""
+    call()
+    call()
+    means = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - start) / calls)
+    return min(means) * 1e6
+
+
+def measure(recipe: str, rounds: int = 12, calls: int = 60) -> dict[str, float]:
+    """Microseconds by what is called; a driver is taken already."""
+    from sagebwd.kernels.hopper import gradients, host
+
+    host.capability = lambda device: 90
+    gradients.processors = lambda device: 132
+    # the only name that a CPU's tensors may be asked for by
+    ops.IMPLEMENTATIONS["reference"] = "sagebwd.kernels.hopper"
+    ops.implementation.cache_clear()
+    q, k, v, do = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
+    settings = (None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))
+    o, lse, *saved = host.forward(q, k, v, *settings)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def attention(*inputs: torch.Tensor) -> torch.Tensor:
+        return sage_attention(*inputs, is_causal=True, recipe=recipe, impl="reference")
+
+    out = attention(*leaves)
+    calls_by_name = {
+        "host.forward": lambda: host.forward(q, k, v, *settings),
+        "sage_attention": lambda: attention(*leaves),
+        "without gradients": lambda: attention(q, k, v),
+        "host.backward": lambda: host.backward(do, None, None, None, v, o, lse, *saved, *settings, False),
+        "autograd": lambda: torch.autograd.grad(out, leaves, do, retain_graph=True),
+    }
+    return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        take_driver(Path(folder))
+        for text in sys.argv[1:] or ["token", "token_fp8"]:
+            print(text, ", ".join(f"{name} {us:.0f}" for name, us in measure(text).items()), "us", flush=True)
