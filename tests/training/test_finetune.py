@@ -324,6 +324,6 @@ def test_the_configs_that_come_with_it_are_read():
         runs = settings.load(path, kind=Finetuning).runs()
         assert list(runs) == ["full precision", "token", "paper"]
         assert [run.seeds for run in runs["token"]] == [[0], [1], [2]]
-    assert len(list(root.iterdir())) == 2
+    assert len(list(root.iterdir())) == 4
     with pytest.raises(ValueError, match=r"did you mean data.train"):
         settings.load(root / "order.yaml", ["data.trian=x"], Finetuning)
