@@ -77,6 +77,14 @@ def test_another_setting_is_another_call():
     assert [call[0] for call in kernel.calls] == ["kernel"] * 4
 
 
+def test_another_kernel_or_option_in_its_place_is_triton_s_to_find():
+    kernel, other, x = Kernel(), Kernel(), torch.zeros(64)
+    for which, block in ((kernel, 16), (kernel, 32), (other, 32), (other, 32)):
+        launches.Repeated(x)(which, (1,), x, 64, BLOCK=block, scale=0.5)
+    assert [call[0] for call in kernel.calls] == ["kernel"] * 2
+    assert [call[0] for call in other.calls] == ["kernel", "compiled"]
+
+
 def test_what_is_interpreted_stays_so():
     kernel = Kernel(interpreted=True)
     for _ in range(2):

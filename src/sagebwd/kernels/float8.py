@@ -12,6 +12,8 @@ from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence, to_16bit
 
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
+# Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
+DELTA_CHANNELS = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=[*NO_SPECIALIZE, "group"])
@@ -55,9 +57,9 @@ def row_values_kernel(
     """What the kernels of e4m3 products read of each query.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
-    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in 16 channels of dO's type that add up to
-    it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by; spread:
-    2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is too small
+    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_CHANNELS of dO's type that add up
+    to it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by;
+    spread: 2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is too small
     for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's
     scales are one a token.
     """
@@ -108,7 +110,7 @@ def row_values_kernel(
     rows += block * BLOCK * 2
     tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
     tl.store(rows + BLOCK + local, scale)
-    store_delta_parts(delta_parts + block * BLOCK * 16, -delta * inverse, local)
+    store_delta_parts(delta_parts + block * BLOCK * DELTA_CHANNELS, -delta * inverse, local)
     tl.store(do_factor + row, weight, mask=inside)
     tl.store(q_factor + row, scale * spread_row, mask=inside)
     tl.store(spread + row, spread_row, mask=inside)
@@ -129,14 +131,16 @@ def delta_parts_weight(channel):
 
 @triton.jit
 def store_delta_parts(parts, x, local):
-    """x as 16 channels of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    """x as DELTA_CHANNELS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
     first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
     rest = x - first.to(tl.float32) * 1024.0
     second = to_16bit(rest, parts.dtype.element_ty)
     third = to_16bit((rest - second.to(tl.float32)) * 1024.0, parts.dtype.element_ty)
-    channel = tl.arange(0, 16)[None, :]
+    channel = tl.arange(0, DELTA_CHANNELS)[None, :]
     tile = tl.where(channel == 0, first[:, None], tl.where(channel == 1, second[:, None], third[:, None]))
-    tl.store(parts + local[:, None] * 16 + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty))
+    tl.store(
+        parts + local[:, None] * DELTA_CHANNELS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
+    )
 
 
 @triton.jit

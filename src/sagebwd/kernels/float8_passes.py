@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
-from sagebwd.kernels.float8 import finish_dq_kernel, float8_kernel, largest_kernel, row_values_kernel
+from sagebwd.kernels.float8 import (
+    DELTA_CHANNELS,
+    finish_dq_kernel,
+    float8_kernel,
+    largest_kernel,
+    row_values_kernel,
+)
 from sagebwd.kernels.launches import Launch, launch
 
 # Whose largest magnitude: places in a row of ``largest``.
@@ -33,7 +39,7 @@ def launch_row_values(
     """
     queries, keys = call.queries, call.keys
     row_values = queries.padded(block, block * 2, dtype=torch.float32, device=do.device)
-    delta_parts = queries.padded(block, block * 16, dtype=do.dtype, device=do.device)
+    delta_parts = queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device)
     do_scaled = queries.by_head(do)
     do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
     largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)

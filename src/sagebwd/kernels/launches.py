@@ -15,7 +15,7 @@ from torch import Tensor
 Launch = Callable[..., None]
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
-_calls: dict[Hashable, dict[int, tuple[Any, list[str]]]] = {}
+_calls: dict[Hashable, dict[int, tuple[Any, dict[str, Any], Any, list[str]]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -33,8 +33,9 @@ def _alike(x: Any) -> Hashable:
 class Repeated:
     """`launch` for one call: each launch in turn is the one that a call alike made in its place.
 
-    Args: everything that decides which kernels the call launches, with what arguments but for addresses. Temporary
-    tensors need not be among them, as PyTorch aligns what it allocates.
+    Args: everything that decides with what arguments, but for addresses, the call launches its kernels. Temporary
+    tensors need not be among them, as PyTorch aligns what it allocates. A launch of another kernel, or with other
+    options, than in its place before goes to Triton.
     """
 
     def __init__(self, *given: Hashable) -> None:
@@ -47,11 +48,11 @@ class Repeated:
         """`launch`."""
         number, self._count = self._count, self._count + 1
         known = self._launches.get(number)
-        if known is not None:
-            compiled, names = known
+        if known is not None and known[0] is kernel and known[1] == options:
+            _, _, compiled, names = known
             compiled[(*grid, 1, 1)](*arguments, *(options[name] for name in names))
             return
         compiled = kernel[grid](*arguments, **options)
         # nothing comes back from Triton's interpreter
         if compiled is not None:
-            self._launches[number] = compiled, kernel.arg_names[len(arguments) :]
+            self._launches[number] = kernel, options, compiled, kernel.arg_names[len(arguments) :]

@@ -23,6 +23,7 @@ from sagebwd.kernels.hopper.dkdv import load_queries, probabilities
 from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_and_rank, store_block
 from sagebwd.kernels.hopper.key_blocks import CONSUMERS, head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.hopper.tile import (
+    DELTA_CHANNELS,
     LOG2_E,
     ROWS,
     barrier,
@@ -41,8 +42,6 @@ from sagebwd.kernels.hopper.tile import (
 
 # Blocks of dS that may wait for their dQ.
 SLOTS = gl.constexpr(2)
-# dP's channels beside V's, a product's least: parts of -delta and what they are multiplied by (`delta_parts_weight`).
-DELTA_CHANNELS = gl.constexpr(16)
 
 
 @gluon.jit

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from sagebwd.kernels.call import Call, processors
 from sagebwd.kernels.float8_passes import DO, K, Q, dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
-from sagebwd.kernels.hopper.backward import DELTA_CHANNELS, backward_kernel
+from sagebwd.kernels.hopper.backward import backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
 from sagebwd.kernels.hopper.key_blocks import CONSUMERS
 from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
-from sagebwd.kernels.hopper.tile import ROWS
+from sagebwd.kernels.hopper.tile import DELTA_CHANNELS, ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_transpose
 
 CONTIGUOUS = torch.contiguous_format

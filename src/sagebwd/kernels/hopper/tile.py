@@ -14,6 +14,7 @@ block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 float8_scale = gluon.jit(float8.float8_scale.fn)
 delta_parts_weight = gluon.jit(float8.delta_parts_weight.fn)
+DELTA_CHANNELS = gl.constexpr(float8.DELTA_CHANNELS.value)
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # triton 3.8 renamed it
 
