@@ -140,6 +140,8 @@ def test_variants_and_seeds_in_one_table(answers, tmp_path):
     assert full.before < 1
     results = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"*/{RESULT}")}
     assert sorted(results) == [f"{name}-seed-{seed}" for name in ("full precision", "token") for seed in (0, 1)]
+    ends = sorted((tmp_path / "out").glob("*/result.json"), key=lambda path: path.stat().st_mtime_ns)
+    assert [path.parent.name[-1] for path in ends] == ["0", "0", "1", "1"], "seed by seed"
     losses = {name: result["held_out_loss"] for name, result in results.items()}
     assert len(set(losses.values())) == 4
     assert losses["token-seed-0"] == pytest.approx(losses["full precision-seed-0"], abs=0.1)

@@ -59,9 +59,9 @@ def row_values_kernel(
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
     key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_CHANNELS of dO's type that add up
     to it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by;
-    spread: 2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is too small
-    for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's
-    scales are one a token.
+    spread: 2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is
+    too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
+    TOKEN: Q's scales are one a token.
     """
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -77,7 +77,9 @@ def finetune(config: Finetuning, output: Path, resume: bool = False) -> list[Out
             "start it without a launcher, with CUDA_VISIBLE_DEVICES=0"
         )
     transformers.utils.logging.disable_progress_bar()
-    runs = {folder_name(name, run): run for name, runs in config.runs().items() for run in runs}
+    # seed by seed, so that what is cut off leaves variants to compare
+    numbered = [(number, name, run) for name, runs in config.runs().items() for number, run in enumerate(runs)]
+    runs = {folder_name(name, run): run for _, name, run in sorted(numbered, key=lambda entry: entry[0])}
     _check(runs, output, resume)
     for run_config in runs.values():
         material = _material(run_config.data, run_config.model.path)
