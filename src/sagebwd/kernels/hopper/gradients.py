@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,40 @@ from sagebwd.kernels.hopper.tile import DELTA_CHANNELS, ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_transpose
 
 CONTIGUOUS = torch.contiguous_format
+
+
+class Operands(NamedTuple):
+    """What a backward reads by TMA as rows."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    do: Rows
+
+    @classmethod
+    def of(cls, call: Call, q_int8: Tensor, k_int8: Tensor, v: Tensor, do: Tensor) -> Operands:
+        """Codes of Q and K, V, and dO or what stands for it."""
+        queries, keys = call.queries, call.keys
+        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), Rows.of(v, keys), Rows.of(do, queries))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """What kernels take of all four, in this order."""
+        return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
+
+
+def _empty_gradients(do: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, contiguous."""
+    return tuple(torch.empty_like(x, memory_format=CONTIGUOUS) for x in (do, v, v))
+
+
+def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
+    """The arguments from cu_seqlens_q to blocks_q, which `backward_kernel` and `dkdv_kernel` share."""
+    queries, keys = call.queries, call.keys
+    return (
+        queries.cu_seqlens, keys.cu_seqlens, *operands.steps, *keys.strides(dk), keys.heads, call.group,
+        queries.tokens, keys.tokens, keys.total, queries.blocks(block_q),
+    )  # fmt: skip
 
 
 def float8_gradients(
@@ -45,10 +81,8 @@ def float8_gradients(
     do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q, launch=call.launch)
     q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q, launch=call.launch)
     k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True, launch=call.launch)
-    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do_scaled, queries)
-    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
-    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
-    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
+    operands = Operands.of(call, q_int8, k_int8, v, do_scaled)
+    dq, dk, dv = _empty_gradients(do, v)
     summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float16, device=do.device).zero_()
     added, turns, heads_at_once = None, 1, 1
     if deterministic:
@@ -61,10 +95,10 @@ def float8_gradients(
     call.launch(
         backward_kernel,
         (grid * keys.batch * keys.heads,),
-        q_rows.blocks(block_q, head_dim),
-        k_rows.blocks(rows, head_dim),
-        v_rows.blocks(rows, head_dim),
-        do_rows.blocks(block_q, head_dim),
+        operands.q.blocks(block_q, head_dim),
+        operands.k.blocks(rows, head_dim),
+        operands.v.blocks(rows, head_dim),
+        operands.do.blocks(block_q, head_dim),
         transposed(q_t, head_dim, block_q),
         transposed(k_t, head_dim, rows),
         transposed(do_t, head_dim, block_q),
@@ -79,19 +113,7 @@ def float8_gradients(
         dk,
         dv,
         added,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        *q_rows.steps,
-        *k_rows.steps,
-        *v_rows.steps,
-        *do_rows.steps,
-        *keys.strides(dk),
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
+        *_of_keys(call, operands, dk, block_q),
         grid,
         turns,
         heads_at_once,
@@ -126,12 +148,9 @@ def int8_gradients(
     block_q, block_k = call.recipe.block_q, call.recipe.block_k
     row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
     k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale, call.launch)
-    q_rows, do_rows = Rows.of(q_int8, queries), Rows.of(do, queries)
-    k_rows, v_rows = Rows.of(k_int8, keys), Rows.of(v, keys)
-    q_desc, do_desc = q_rows.blocks(block_q, head_dim), do_rows.blocks(block_q, head_dim)
-    dq = torch.empty_like(do, memory_format=CONTIGUOUS)
-    dk, dv = torch.empty_like(v, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
-    steps = *q_rows.steps, *k_rows.steps, *v_rows.steps, *do_rows.steps
+    operands = Operands.of(call, q_int8, k_int8, v, do)
+    q_desc, do_desc = operands.q.blocks(block_q, head_dim), operands.do.blocks(block_q, head_dim)
+    dq, dk, dv = _empty_gradients(do, v)
     options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
     chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)
@@ -139,8 +158,8 @@ def int8_gradients(
         dkdv_kernel,
         (grid * keys.batch * keys.heads,),
         q_desc,
-        k_rows.blocks(rows, head_dim),
-        v_rows.blocks(rows, head_dim),
+        operands.k.blocks(rows, head_dim),
+        operands.v.blocks(rows, head_dim),
         do_desc,
         transposed(q_t, head_dim, block_q),
         transposed(do_t, head_dim, block_q),
@@ -150,16 +169,7 @@ def int8_gradients(
         call.key_mask,
         dk,
         dv,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        *steps,
-        *keys.strides(dk),
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
+        *_of_keys(call, operands, dk, block_q),
         grid,
         scale=call.scale,
         BLOCK_Q=block_q,
@@ -174,8 +184,8 @@ def int8_gradients(
         (grid * queries.batch * queries.heads,),
         q_desc,
         do_desc,
-        k_rows.blocks(block_k, head_dim),
-        v_rows.blocks(block_k, head_dim),
+        operands.k.blocks(block_k, head_dim),
+        operands.v.blocks(block_k, head_dim),
         transposed(k_t, head_dim, PIECE.value),
         vectors(padded_k_scale, block_k),
         row_values,
@@ -183,7 +193,7 @@ def int8_gradients(
         dq,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        *steps,
+        *operands.steps,
         *queries.strides(dq),
         queries.heads,
         call.group,
