@@ -190,7 +190,10 @@ variants:
         (("compare", "--config", "CONFIG", "--only", "nothing"), "there is no variant 'nothing'"),
         (("finetune", "--config", "missing.yaml"), "there is no such file"),
         (("finetune", "--config", "CONFIG"), "config: there is no key"),
-        (("task", "sorting", "--source", "x.txt"), "accepted: continuation, subject, order, neighbours"),
+        (
+            ("task", "sorting", "--source", "x.txt"),
+            "task='sorting' is not known; accepted: continuation, subject, order, neighbours",
+        ),
         (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
         (("gaussian", "--kind", "uniform"), "kind='uniform' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
