@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.hopper.dkdv import load_queries, probabilities
-from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_and_rank, store_block
+from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block
 from sagebwd.kernels.hopper.key_blocks import CONSUMERS, head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.hopper.tile import (
     DELTA_CHANNELS,
@@ -162,6 +162,17 @@ def accumulate(
                 before = block % SLOTS
                 slot = (block + 1) % SLOTS
                 rows = rows_memory.index(stage)
+                # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
+                to_row = row
+                to_block = i
+                if GROUPED:
+                    to_row = gl.where(i == begin, last_row, row)
+                    to_block = gl.where(i == begin, end, i)
+                place, rank, count = place_rank_and_count(
+                    to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
+                    HAS_UPPER, BLOCK_Q, BLOCK_D,
+                )  # fmt: skip
+                place = gl.where(step == 0, -1, place)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.wait(full.index(stage * 3 + 1), phase)
@@ -203,19 +214,8 @@ def accumulate(
                 dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
-                # of the step before; at a turn's first zeros, which may go anywhere
-                to_row = row
-                to_block = i
-                if GROUPED:
-                    to_row = gl.where(i == begin, last_row, row)
-                    to_block = gl.where(i == begin, end, i)
-                place, rank = place_and_rank(
-                    to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
-                    HAS_UPPER, BLOCK_Q, BLOCK_D,
-                )  # fmt: skip
-                place = gl.where(step == 0, -1, place)
                 dq_column = column + to_block * BLOCK_Q
-                add_dq(dq_desc, dq_part, dq * sum_scale, to_row, dq_column, added, place, rank, place_before)
+                add_dq(dq_desc, dq_part, dq * sum_scale, to_row, dq_column, added, place, rank, count, place_before)
                 place_before = place
             last_row = row
             begun += end - begin
@@ -231,13 +231,13 @@ def accumulate(
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
-        place, rank = place_and_rank(
+        place, rank, count = place_rank_and_count(
             last_row, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
             HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
         )  # fmt: skip
         place = gl.where(begin < end, place, -1)
         dq_column = column + end * BLOCK_Q
-        add_dq(dq_desc, dq_part, dq * sum_scale, last_row, dq_column, added, place, rank, place_before)
+        add_dq(dq_desc, dq_part, dq * sum_scale, last_row, dq_column, added, place, rank, count, place_before)
         if added is not None:
             count_added(added, place)
 

@@ -22,27 +22,30 @@ def dq_product(
 
 
 @gluon.jit
-def place_and_rank(
+def place_rank_and_count(
     row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Where this warpgroup's half of a block of dQ^T is counted, and how many blocks of keys come before first_k's."""
+    """Where this warpgroup's half of a block of dQ^T is counted, how many blocks of keys come before first_k's, and
+    how many have added: asked for here, there when it is needed."""
     if added is None:
-        return -1, 0
+        return -1, 0, 0
     else:
         SPAN: gl.constexpr = CONSUMERS * ROWS
         _, _, _, end = block_range(
             (block - 1) * BLOCK_Q, length_k, lower, upper, BLOCK_Q, SPAN, HAS_LOWER, HAS_UPPER, False
         )
-        return (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER, end - 1 - first_k // SPAN
+        place = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
+        return place, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(place, 0), volatile=True)
 
 
 @gluon.jit
-def add_dq(dq_desc, memory, dq, row, column, added, place, rank, place_before):
+def add_dq(dq_desc, memory, dq, row, column, added, place, rank, count, place_before):
     """Hand a block of dQ^T to TMA, once it has read the last one.
 
-    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them.
-    None: in any order. A place under 0 is that of zeros, which may come at any time.
+    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them,
+    of which ``count`` had when last asked. None: in any order. A place under 0 is that of zeros, which may come at any
+    time.
     """
     if added is None:
         tma.store_wait(0)
@@ -54,7 +57,6 @@ def add_dq(dq_desc, memory, dq, row, column, added, place, rank, place_before):
     barrier()
     if added is not None:  # noqa: SIM102 (one is of compile time)
         if place >= 0:
-            count = gl.load(added + place, volatile=True)
             while count != rank:
                 count = gl.load(added + place, volatile=True)
     # zeros before a first block: a negative column is an illegal instruction
@@ -63,11 +65,14 @@ def add_dq(dq_desc, memory, dq, row, column, added, place, rank, place_before):
 
 @gluon.jit
 def count_added(added, place):
-    """Let the next block of keys add to a block of dQ^T, now that TMA has."""
+    """Let the next block of keys add to a block of dQ^T, now that TMA has.
+
+    Relaxed: nothing but TMA's additions need be seen, and those are done. A release would wait for all stores besides.
+    """
     writes_done(place)
     barrier()
     if place >= 0:
-        gl.atomic_add(added + place, 1, sem="release")
+        gl.atomic_add(added + place, 1, sem="relaxed")
 
 
 @gluon.jit
