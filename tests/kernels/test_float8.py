@@ -17,7 +17,7 @@ from sagebwd.kernels.call import Call, Packing  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
-BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 90, 64, 64
+BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK, SPAN = 2, 2, 3, 70, 180, 64, 64, 128
 LOG2_E = 1.4426950408889634
 
 
@@ -61,17 +61,16 @@ class Operands:
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
-        self.rows, self.delta_parts, self.do_scaled, *others = passes.launch_row_values(
-            call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)),
-            *map(device, (codes[0], scales[0], codes[1], scales[1])), BLOCK,
+        self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
+        values = passes.launch_row_values(
+            call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)), *q, *k,
+            self.largest, BLOCK,
         )  # fmt: skip
-        do_factor, q_factor, self.spread, self.largest = others
-        on, self.call = self.largest, call
-        self.do_t = passes.launch_float8(device(self.do), do_factor, on, passes.DO, self.queries, GROUP, BLOCK)
-        self.q_t = passes.launch_float8(device(codes[0]), q_factor, on, passes.Q, self.queries, GROUP, BLOCK)
-        k = device(codes[1]), device(scales[1]), on, passes.K, self.keys, 1
-        self.k_t = passes.launch_float8(*k, BLOCK)
-        self.k_pairs = passes.launch_float8(*k, 2 * BLOCK, pairs=True)
+        self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread = values
+        self.do_t, self.q_t, self.k_t = passes.launch_float8(
+            call, device(self.do), do_factor, q[0], q_factor, *k, self.largest, BLOCK, SPAN
+        )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
         lse = torch.where(self.lse == -torch.inf, 0, self.lse)
@@ -85,10 +84,11 @@ class Operands:
             self.delta -= self.dlse.double()
 
 
-def rows_of(transposed: Tensor, heads: int, tokens: int) -> Tensor:
-    """(batch, heads, tokens, head_dim) of a transposed, interleaved copy."""
-    x = transposed.cpu().float().view(BATCH, heads, HEAD_DIM, -1, 4, 2, 2)
-    return x.transpose(-2, -3).reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)[:, :, :tokens]
+def rows_of(transposed: Tensor, heads: int, pairs: bool) -> Tensor:
+    """(batch, heads, tokens, head_dim) of a transposed copy, interleaved or, ``pairs``, r and r + 8 of 16 together."""
+    x = transposed.cpu().float().view(BATCH, heads, HEAD_DIM, -1, *((8, 2) if pairs else (4, 2, 2)))
+    x = x.transpose(-1, -2) if pairs else x.transpose(-2, -3)
+    return x.reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)
 
 
 @pytest.fixture(
@@ -101,7 +101,11 @@ def operands(request) -> Operands:
 @pytest.mark.parametrize("name", ["do", "q", "k"])
 def test_operands_are_the_emulators(operands, name):
     heads, tokens = (HEADS_K, KEYS) if name == "k" else (HEADS_K * GROUP, TOKENS)
-    actual = rows_of(getattr(operands, f"{name}_t"), heads, tokens)
+    actual = rows_of(getattr(operands, f"{name}_t"), heads, pairs=name == "k")
+    block = SPAN if name == "k" else BLOCK
+    assert actual.shape[2] == -(-tokens // block) * block
+    assert (actual[:, :, tokens:] == 0).all(), "zeros up to the end of a block"
+    actual = actual[:, :, :tokens]
     expected = getattr(operands.emulated, name).flatten(1, 2)
     if DEVICE == "cpu":
         # triton's interpreter breaks ties upwards, loses the carry into the next power of two, and what is not normal
@@ -163,15 +167,6 @@ def test_scaled_gradients_are_exact(operands):
     assert torch.equal(operands.do_scaled.cpu().double(), expected)
 
 
-def test_pairs_are_the_same_codes_in_another_order(operands):
-    """Tokens r and r + 8 of every 16 side by side."""
-    rows = operands.k_pairs.cpu().float().view(BATCH, HEADS_K, HEAD_DIM, -1, 8, 2).transpose(-1, -2)
-    rows = rows.reshape(BATCH, HEADS_K, HEAD_DIM, -1).transpose(-1, -2)
-    assert rows.shape[2] == 2 * BLOCK
-    assert torch.equal(rows[:, :, :KEYS], rows_of(operands.k_t, HEADS_K, KEYS))
-    assert (rows[:, :, KEYS:] == 0).all()
-
-
 @pytest.mark.parametrize("lengths", [[], [5, 0, 65]], ids=["dense", "packed"])
 def test_finished_dq(operands, lengths):
     heads, total = HEADS_K * GROUP, sum(lengths) or TOKENS
@@ -211,3 +206,58 @@ def test_no_sum_of_dq_overflows():
         call = Call(Recipe.named("token_fp8"), 1.0, torch.float16, 64, packing, packing, None, False, -1, -1, 90)
         worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * passes.dq_sum_scale(call)
         assert 65504 / 4 < worst < 65504
+
+
+def test_packed_passes_are_those_of_each_sequence(operands):
+    """Sequences side by side give what each alone gives, where its blocks begin; an empty one gives nothing."""
+    lengths, heads = [5, 0, 65], HEADS_K * GROUP
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+    total, starts = sum(lengths), [0, 5, 5]
+    queries, keys = (Packing(len(lengths), n, max(lengths), total, ends) for n in (heads, HEADS_K))
+
+    def draw(n: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        x = torch.randn(total, n, HEAD_DIM, generator=generator)
+        return (x.mul(40).clamp(-127, 127) if dtype == torch.int8 else x).to(DEVICE, dtype)
+
+    def rows(n: int) -> Tensor:
+        return torch.rand(n, total, generator=generator).to(DEVICE)
+
+    do, o, q, k = draw(heads), draw(heads), draw(heads, torch.int8), draw(HEADS_K, torch.int8)
+    lse, row_max, q_scale, k_scale = rows(heads), rows(heads) - 1, rows(heads), rows(HEADS_K)
+    v_scale = torch.rand(len(lengths), HEADS_K, HEAD_DIM, generator=generator).to(DEVICE)
+
+    def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
+        largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        values = passes.launch_row_values(
+            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK
+        )
+        copies = passes.launch_float8(call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN)
+        return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
+
+    packed = run(
+        operands.call._replace(queries=queries, keys=keys), do, o, q, k, lse, row_max, q_scale, k_scale, v_scale
+    )
+    for number, (start, length) in enumerate(zip(starts, lengths)):
+        largest = packed[2].view(len(lengths), HEADS_K, 3)[number]
+        if length == 0:
+            assert (largest == 0).all()
+            continue
+        end = start + length
+        dense = lambda x: x[start:end].transpose(0, 1)[None]  # noqa: B023, E731
+        one = [Packing(1, n, length, length, None) for n in (heads, HEADS_K)]
+        values, copies, expected = run(
+            operands.call._replace(queries=one[0], keys=one[1]), *map(dense, (do, o, q, k)),
+            *(x[:, start:end].contiguous() for x in (lse, row_max, q_scale, k_scale)), v_scale[number : number + 1],
+        )  # fmt: skip
+        assert torch.equal(largest, expected)
+        for name in ("do_factor", "q_factor", "spread"):
+            assert torch.equal(getattr(packed[0], name)[:, start:end], getattr(values, name)[0])
+        assert torch.equal(packed[0].do_scaled[start:end].transpose(0, 1), values.do_scaled[0])
+        for name in ("planes", "delta_parts"):
+            blocks = getattr(values, name).shape[1]
+            first = start // BLOCK + number
+            assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
+        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, SPAN)):
+            first = (start // block + number) * block
+            assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

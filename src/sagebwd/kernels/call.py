@@ -77,13 +77,20 @@ class Packing(NamedTuple):
 
     def padded(self, block: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense."""
-        heads = self.heads if self.cu_seqlens is not None else self.batch * self.heads
-        return torch.empty(heads, self.blocks(block), *shape, dtype=dtype, device=device)
+        return torch.empty(self._heads_in_all, self.blocks(block), *shape, dtype=dtype, device=device)
 
-    def per_token(self, device: torch.device) -> Tensor:
-        """Uninitialised FP32, one value a row: (B, H, N) or (H, total)."""
+    def padded_blocks(self, block: int) -> int:
+        """Blocks of all heads in such a layout."""
+        return self._heads_in_all * self.blocks(block)
+
+    @property
+    def _heads_in_all(self) -> int:
+        return self.heads if self.cu_seqlens is not None else self.batch * self.heads
+
+    def per_token(self, device: torch.device, *several: int) -> Tensor:
+        """Uninitialised FP32, one value a row: (B, H, N) or (H, total), or ``several`` such."""
         shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
-        return torch.empty(*shape, self.total, dtype=torch.float32, device=device)
+        return torch.empty(*several, *shape, self.total, dtype=torch.float32, device=device)
 
     def by_head(self, x: Tensor) -> Tensor:
         """Uninitialised, of x's shape and dtype, with the tokens of a head one after the other."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
-from sagebwd.kernels.float8 import (
-    DELTA_CHANNELS,
-    finish_dq_kernel,
-    float8_kernel,
-    largest_kernel,
-    row_values_kernel,
-)
-from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.call import Call, pass_warps
+from sagebwd.kernels.float8 import DELTA_CHANNELS, finish_dq_kernel, float8_kernel, row_values_kernel
 
-# Whose largest magnitude: places in a row of ``largest``.
-DO, Q, K = 0, 1, 2
+
+class RowValues(NamedTuple):
+    """What `row_values_kernel` writes of the queries; see there."""
+
+    planes: Tensor
+    delta_parts: Tensor
+    do_scaled: Tensor
+    do_factor: Tensor
+    q_factor: Tensor
+    spread: Tensor
 
 
 def launch_row_values(
@@ -31,22 +34,21 @@ def launch_row_values(
     q_scale: Tensor,
     k: Tensor,
     k_scale: Tensor,
+    largest: Tensor,
     block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Planes of row values of ``block`` queries, and what else `row_values_kernel` writes.
-
-    These are the parts of -delta, dO scaled, the factors of dO and Q, the spread of dQ's rows, and ``largest``.
-    """
+) -> RowValues:
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest."""
     queries, keys = call.queries, call.keys
-    row_values = queries.padded(block, block * 2, dtype=torch.float32, device=do.device)
-    delta_parts = queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device)
-    do_scaled = queries.by_head(do)
-    do_factor, q_factor, spread = (queries.per_token(do.device) for _ in range(3))
-    largest = torch.zeros(keys.batch * keys.heads, 3, dtype=torch.int32, device=do.device)
-    shape = {"head_dim": call.head_dim, "VARLEN": call.varlen, "BLOCK": block, "BLOCK_D": call.block_d}
+    out = RowValues(
+        queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
+        queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device),
+        queries.by_head(do),
+        *queries.per_token(do.device, 3).unbind(),
+    )
+    programs = queries.batch * queries.heads
     call.launch(
         row_values_kernel,
-        (queries.grid(block), queries.batch * queries.heads),
+        (max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads),
         do,
         o,
         lse,
@@ -55,42 +57,85 @@ def launch_row_values(
         v_scale,
         q,
         q_scale,
+        k,
+        k_scale,
         queries.cu_seqlens,
-        row_values,
-        delta_parts,
-        do_factor,
-        q_factor,
-        spread,
-        do_scaled,
+        keys.cu_seqlens,
+        out.planes,
+        out.delta_parts,
+        out.do_factor,
+        out.q_factor,
+        out.spread,
+        out.do_scaled,
         largest,
         *queries.strides(do),
         *queries.strides(o),
         *queries.strides(q),
+        *keys.strides(k),
         queries.heads,
-        call.group,
+        keys.heads,
+        programs,
         queries.tokens,
+        keys.tokens,
         queries.total,
+        keys.total,
         queries.blocks(block),
         TOKEN=call.recipe.q_scale == "token",
-        num_warps=pass_warps(block, call.head_dim),
-        **shape,
+        K_TOKEN=call.recipe.k_scale == "token",
+        **_shape(call, block),
     )
+    return out
+
+
+def launch_float8(
+    call: Call,
+    do: Tensor,
+    do_factor: Tensor,
+    q: Tensor,
+    q_factor: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    largest: Tensor,
+    block: int,
+    span: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The transposed e4m3 copies of dO, Q and K, in blocks of ``block`` queries and ``span`` keys."""
+    queries, keys, head_dim = call.queries, call.keys, call.head_dim
+    float8 = {"dtype": torch.float8_e4m3fn, "device": do.device}
+    do_t, q_t = (queries.padded(block, block * head_dim, **float8) for _ in range(2))
+    k_t = keys.padded(span, span * head_dim, **float8)
+    programs = queries.batch * queries.heads
     call.launch(
-        largest_kernel,
-        (keys.grid(block), keys.batch * keys.heads),
+        float8_kernel,
+        (max(queries.grid(block), keys.grid(span) * (span // block)), 2 * programs + keys.batch * keys.heads),
+        do,
+        q,
         k,
+        do_factor,
+        q_factor,
         k_scale,
+        queries.cu_seqlens,
         keys.cu_seqlens,
         largest,
+        do_t,
+        q_t,
+        k_t,
+        *queries.strides(do),
+        *queries.strides(q),
         *keys.strides(k),
+        queries.heads,
         keys.heads,
+        programs,
+        queries.tokens,
         keys.tokens,
+        queries.total,
         keys.total,
-        TOKEN=call.recipe.k_scale == "token",
-        num_warps=pass_warps(block, call.head_dim),
-        **shape,
+        queries.blocks(block),
+        keys.blocks(span),
+        SPAN=span,
+        **_shape(call, block),
     )
-    return row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest
+    return do_t, q_t, k_t
 
 
 def dq_sum_scale(call: Call) -> float:
@@ -115,54 +160,18 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         dq,
         *queries.strides(dq),
         queries.heads,
-        call.group,
+        call.keys.heads,
         queries.tokens,
         queries.total,
         queries.blocks(block),
         call.scale / dq_sum_scale(call),
-        head_dim=call.head_dim,
-        VARLEN=call.varlen,
-        BLOCK=block,
-        BLOCK_D=call.block_d,
-        num_warps=pass_warps(block, call.head_dim),
+        **_shape(call, block),
     )
 
 
-def launch_float8(
-    x: Tensor,
-    factor: Tensor,
-    largest: Tensor,
-    whose: int,
-    packing: Packing,
-    group: int,
-    block: int,
-    *,
-    pairs: bool = False,
-    launch: Launch = launch,
-) -> Tensor:
-    """The transposed e4m3 copy of rows, ``pairs`` as in `store_transposed`."""
-    head_dim = x.shape[-1]
-    transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=x.device)
-    launch(
-        float8_kernel,
-        (packing.grid(block), packing.batch * packing.heads),
-        x,
-        factor,
-        packing.cu_seqlens,
-        largest,
-        transposed,
-        *packing.strides(x),
-        packing.heads,
-        group,
-        packing.tokens,
-        packing.total,
-        packing.blocks(block),
-        head_dim=head_dim,
-        WHOSE=whose,
-        PAIRS=pairs,
-        VARLEN=packing.cu_seqlens is not None,
-        BLOCK=block,
-        BLOCK_D=padded_head_dim(head_dim),
-        num_warps=pass_warps(block, head_dim),
-    )
-    return transposed.view(torch.float8_e4m3fn)
+def _shape(call: Call, block: int) -> dict[str, object]:
+    """The constants of every pass, and its warps."""
+    return {
+        "head_dim": call.head_dim, "VARLEN": call.varlen, "BLOCK": block, "BLOCK_D": call.block_d,
+        "num_warps": pass_warps(block, call.head_dim),
+    }  # fmt: skip

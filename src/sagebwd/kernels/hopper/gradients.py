@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, processors
-from sagebwd.kernels.float8_passes import DO, K, Q, dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
+from sagebwd.kernels.float8_passes import dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
 from sagebwd.kernels.hopper.backward import backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
@@ -55,6 +55,20 @@ def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
     )  # fmt: skip
 
 
+def _zeros(
+    call: Call, block_q: int, deterministic: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dQ^T's FP16 sums, bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to
+    each half of a block of dQ^T if they are to in order; in one piece, for one kernel to clear."""
+    keys = call.keys
+    blocks = call.queries.padded_blocks(block_q)
+    sums, bits = blocks * block_q * call.head_dim // 2, keys.batch * keys.heads * 3
+    counts = blocks * CONSUMERS.value if deterministic else 0
+    zeros = torch.zeros(sums + bits + counts, dtype=torch.int32, device=device)
+    summed, largest, added = zeros.split((sums, bits, counts))
+    return summed.view(torch.float16), largest, added if deterministic else None
+
+
 def float8_gradients(
     call: Call,
     do: Tensor,
@@ -75,18 +89,17 @@ def float8_gradients(
     # nothing is scaled a block of queries, which may so be another than the recipe's
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
-    row_values, delta_parts, do_scaled, do_factor, q_factor, spread, largest = launch_row_values(
-        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, block_q
+    summed, largest, added = _zeros(call, block_q, deterministic, do.device)
+    values = launch_row_values(
+        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q
     )
-    do_t = launch_float8(do, do_factor, largest, DO, queries, call.group, block_q, launch=call.launch)
-    q_t = launch_float8(q_int8, q_factor, largest, Q, queries, call.group, block_q, launch=call.launch)
-    k_t = launch_float8(k_int8, k_scale, largest, K, keys, 1, span, pairs=True, launch=call.launch)
-    operands = Operands.of(call, q_int8, k_int8, v, do_scaled)
+    do_t, q_t, k_t = launch_float8(
+        call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
+    )
+    operands = Operands.of(call, q_int8, k_int8, v, values.do_scaled)
     dq, dk, dv = _empty_gradients(do, v)
-    summed = queries.padded(block_q, block_q * head_dim, dtype=torch.float16, device=do.device).zero_()
-    added, turns, heads_at_once = None, 1, 1
+    turns, heads_at_once = 1, 1
     if deterministic:
-        added = queries.padded(block_q, CONSUMERS.value, dtype=torch.int32, device=do.device).zero_()
         heads_at_once = backward_heads_at_once(call, span, block_q, processors(do.device))
         chosen["IN_TURN"] = False
     elif chosen["IN_TURN"]:
@@ -102,9 +115,9 @@ def float8_gradients(
         transposed(q_t, head_dim, block_q),
         transposed(k_t, head_dim, rows),
         transposed(do_t, head_dim, block_q),
-        vectors(row_values, 2 * block_q),
-        matrix(delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(summed, summed.shape[1] * block_q, (rows, rows)),
+        vectors(values.planes, 2 * block_q),
+        matrix(values.delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
+        matrix(summed, queries.blocks(block_q) * block_q, (rows, rows)),
         matrix(dk, head_dim, (rows, head_dim)),
         matrix(dv, head_dim, (rows, head_dim)),
         k_scale,
@@ -127,7 +140,7 @@ def float8_gradients(
         **call.band,
         **chosen,
     )
-    launch_finish_dq(call, summed, spread, largest, dq, block_q)
+    launch_finish_dq(call, summed, values.spread, largest, dq, block_q)
     return dq, dk, dv
 
 
