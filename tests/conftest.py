@@ -13,11 +13,16 @@ POISON_INT8 = -128  # never a code: psi gives -127 to 127
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
-    if tensor.dtype == torch.int8:
-        return tensor.fill_(POISON_INT8)
-    return tensor
+    # what watches a call must not see it
+    with torch._C._DisableTorchDispatch():
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            return tensor.fill_(float("nan"))
+        if tensor.dtype == torch.int8:
+            return tensor.fill_(POISON_INT8)
+        if tensor.element_size() == 1:
+            tensor.view(torch.uint8).fill_(255)  # NaN in every type of floating point
+            return tensor
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +39,7 @@ def poisoned_allocations(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 

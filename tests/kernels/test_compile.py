@@ -115,5 +115,5 @@ def test_hopper_backward_in_fp8(head_dim):
         assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (4 + 2 + 2)), row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
-        # at head_dim 128 registers are saved around a masked block
-        assert row["spills"] <= (80 if head_dim == 128 else 0), row
+        # at head_dim 128 registers are saved around a masked block; in order, a count is held through the step too
+        assert row["spills"] <= ((100 if row["deterministic"] else 80) if head_dim == 128 else 0), row

@@ -13,6 +13,8 @@ from tests.kernels.calls import KernelCall
 from tests.kernels.test_triton import CALLS
 
 hopper = pytest.importorskip("sagebwd.kernels.hopper")
+from sagebwd.kernels import launches  # noqa: E402
+
 gradients, host, launch = hopper.gradients, hopper.host, hopper.launch
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -131,6 +133,7 @@ class TestOnHopper:
         call = dataclasses.replace(TURNS[name], recipe="token_fp8", head_dim=64, device="cuda")
         alone = call.run(hopper, call.inputs())
         monkeypatch.setattr(gradients, "backward_turns", lambda *_: turns)
+        monkeypatch.setattr(launches, "_calls", {})
         actual = call.check(hopper)
         assert torch.equal(actual["dk"], alone["dk"])
         assert torch.equal(actual["dv"], alone["dv"])
@@ -139,11 +142,14 @@ class TestOnHopper:
     # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's
     @pytest.mark.parametrize("kind", ["", "fp8-"])
     @pytest.mark.parametrize("name", [name for name in VARIED if name != "one-token"])
-    def test_calls_made_again(self, name, kind):
-        """Launched without asking Triton: with other tensors, and beside calls of other shapes."""
+    def test_calls_made_again(self, name, kind, monkeypatch):
+        """With other tensors, and beside calls of other shapes."""
+        monkeypatch.setattr(launches, "_calls", {})
         call = dataclasses.replace(CALLS[kind + name], device="cuda")
         for seed in (3, 4):
             dataclasses.replace(call, seed=seed).check(hopper)
+        assert len(launches._calls) == 2
+        assert None not in launches._calls.values()
 
     def test_is_what_none_takes(self):
         token = Recipe.named("token")

@@ -1,25 +1,35 @@
-"""Launches made again: the same compiled kernel, whatever addresses the arguments have by then."""
+"""Calls made again: the same launches, on the same pieces of memory, whatever addresses tensors have by then."""
+
+import ctypes
 
 import pytest
 import torch
+from torch import Tensor
 
 launches = pytest.importorskip("sagebwd.kernels.launches")
 
 
 class Kernel:
-    """A stand-in that notes how it was launched: by Triton, or as what Triton compiled it to."""
+    """A stand-in for out = x + scale * y + 1 on float32, which counts what Triton itself launched."""
 
-    arg_names = ("x", "tokens", "scale", "BLOCK")
+    arg_names = ("x", "y", "out", "tokens", "scale", "BLOCK")
 
     def __init__(self, interpreted: bool = False) -> None:
-        self.calls, self.interpreted = [], interpreted
+        self.bound, self.interpreted, self.blocks = 0, interpreted, []
 
     def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.calls.append(("kernel", grid, arguments, options))
+        def start(*arguments, scale, BLOCK, num_warps):
+            self.bound += 1
+            self.run(*arguments, scale, BLOCK)
             return None if self.interpreted else Compiled(self)
 
-        return launch
+        return start
+
+    def run(self, x, y, out, tokens: int, scale: float, block: int) -> None:
+        x, y, out = (floats(p, tokens) for p in (x, y, out))
+        self.blocks.append(block)
+        for i in range(tokens):
+            out[i] = x[i] + scale * y[i] + 1
 
 
 class Compiled:
@@ -27,7 +37,20 @@ class Compiled:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.kernel.calls.append(("compiled", grid[:3], arguments))
+        assert len(grid) >= 3
+        return self.kernel.run
+
+
+class Descriptor:
+    def __init__(self, base: Tensor, shape: tuple[int, ...]) -> None:
+        self.base, self.shape = base, shape
+
+
+def floats(pointer, count: int):
+    """What a kernel sees at an address, a tensor or a descriptor."""
+    pointer = getattr(pointer, "base", pointer)
+    address = pointer if isinstance(pointer, int) else pointer.data_ptr()
+    return (ctypes.c_float * count).from_address(address)
 
 
 @pytest.fixture(autouse=True)
@@ -35,66 +58,145 @@ def forget(monkeypatch):
     monkeypatch.setattr(launches, "_calls", {})
 
 
-def run(kernel: Kernel, x: torch.Tensor, *settings) -> None:
-    launch = launches.Repeated(x, *settings)
-    for block in (16, 32):
-        launch(kernel, (3, 2), x, len(x), BLOCK=block, scale=0.5, num_warps=4)
+def call_of(kernel: Kernel):
+    """A call of two kernels: sums through memory of its own, partly zeros, into two outputs, one a view."""
+
+    def call(launch, x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, scale = len(x), -1.0 if negative else 1.0
+        _, between = torch.empty(2, tokens).unbind()
+        zeros, _ = torch.zeros(2 * tokens).split((tokens, tokens))
+        both = torch.empty(2, tokens)
+        out = torch.empty_like(x)
+        launch(kernel, (3,), x, y, between, tokens, BLOCK=16, scale=scale, num_warps=4)
+        launch(
+            kernel, (3, 2), Descriptor(between, (tokens,)), zeros, both[1], tokens, BLOCK=32, scale=1.0, num_warps=4
+        )
+        launch(kernel, (1,), both[1], y.view(-1), out, tokens, BLOCK=64, scale=0.0, num_warps=4)
+        return out, both[1], x.new_empty(0)
+
+    return call
 
 
-def test_a_call_alike_launches_what_was_compiled():
-    kernel, first, second = Kernel(), torch.zeros(64), torch.ones(64)
-    run(kernel, first, True)
-    run(kernel, second, True)
-    assert [call[0] for call in kernel.calls] == ["kernel"] * 2 + ["compiled"] * 2
-    assert kernel.calls[0][3] == {"BLOCK": 16, "scale": 0.5, "num_warps": 4}
-    for call, block in zip(kernel.calls[2:], (16, 32)):
-        assert call[1] == (3, 2, 1)
-        assert call[2][0] is second
-        assert call[2][1:] == (64, 0.5, block)
+def expected(x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor]:
+    between = x - y + 2 if negative else x + y + 2
+    return between + 1, between
+
+
+def check(call, x: Tensor, y: Tensor, negative: bool = False) -> None:
+    out, middle, nothing = launches.repeat(call, x, y, negative)
+    for actual, wanted in zip((out, middle), expected(x, y, negative)):
+        torch.testing.assert_close(actual, wanted)
+    assert nothing.shape == (0,)
+
+
+def test_a_call_alike_repeats_its_launches():
+    kernel = Kernel()
+    call = call_of(kernel)
+    for _ in range(3):
+        check(call, torch.randn(64), torch.randn(64))
+    assert kernel.bound == 3
+    assert kernel.blocks == [16, 32, 64] * 3
+    assert isinstance(*launches._calls.values(), launches.Recording)
+
+
+def test_outputs_are_tensors_of_their_own():
+    call = call_of(Kernel())
+    results = []
+    for _ in range(3):
+        x, y = torch.randn(64), torch.randn(64)
+        results.append((launches.repeat(call, x, y, True), expected(x, y, True)))
+    for (out, middle, _), wanted in results:
+        torch.testing.assert_close((out, middle), wanted)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        torch.zeros(65)[1:],  # 4 bytes past an aligned address
-        torch.zeros(128)[::2],
-        torch.zeros(64, 1),
-        torch.zeros(64, dtype=torch.int32),
+        torch.ones(65)[1:],  # 4 bytes past an aligned address
+        torch.ones(128)[::2],
+        torch.ones(64, 1),
+        torch.ones(63),
+        torch.ones(64, dtype=torch.int32),
     ],
-    ids=["alignment", "stride", "shape", "dtype"],
+    ids=["alignment", "stride", "dimensions", "shape", "dtype"],
 )
 def test_another_tensor_is_another_call(other):
+    def call(launch, x: Tensor) -> tuple[Tensor]:
+        out = torch.empty(8)
+        launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        return (out,)
+
     kernel = Kernel()
-    run(kernel, torch.zeros(64))
-    run(kernel, other)
-    assert [call[0] for call in kernel.calls] == ["kernel"] * 4
+    for x in (torch.ones(64), other):
+        launches.repeat(call, x)
+    assert kernel.bound == 2
 
 
 def test_another_setting_is_another_call():
     kernel = Kernel()
-    run(kernel, torch.zeros(64), True)
-    run(kernel, torch.zeros(64), False)
-    assert [call[0] for call in kernel.calls] == ["kernel"] * 4
+    call = call_of(kernel)
+    x, y = torch.randn(64), torch.randn(64)
+    for negative in (False, True, False, True):
+        check(call, x, y, negative)
+    assert kernel.bound == 6
 
 
-def test_another_kernel_or_option_in_its_place_is_triton_s_to_find():
-    kernel, other, x = Kernel(), Kernel(), torch.zeros(64)
-    for which, block in ((kernel, 16), (kernel, 32), (other, 32), (other, 32)):
-        launches.Repeated(x)(which, (1,), x, 64, BLOCK=block, scale=0.5)
-    assert [call[0] for call in kernel.calls] == ["kernel"] * 2
-    assert [call[0] for call in other.calls] == ["kernel", "compiled"]
+def test_two_tensors_that_are_one_are_not_remembered_as_one():
+    call = call_of(Kernel())
+    x = torch.randn(64)
+    check(call, x, x)
+    check(call, torch.randn(64), torch.randn(64))
 
 
 def test_what_is_interpreted_stays_so():
     kernel = Kernel(interpreted=True)
+    call = call_of(kernel)
     for _ in range(2):
-        run(kernel, torch.zeros(64))
-    assert [call[0] for call in kernel.calls] == ["kernel"] * 4
+        check(call, torch.randn(64), torch.randn(64))
+    assert kernel.bound == 6
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda x: x.clone(),
+        lambda x: x + 1,
+        lambda x: x.mul_(2),
+        lambda x: torch.empty(8).copy_(x),
+        lambda x: x[0].item(),
+    ],
+    ids=["copy", "arithmetic", "write", "into its own", "read"],
+)
+def test_a_call_that_does_more_is_run_anew(deed):
+    done = []
+
+    def call(launch, x: Tensor) -> tuple[Tensor]:
+        done.append(deed(x))
+        out = torch.empty(8)
+        launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        return (out,)
+
+    kernel = Kernel()
+    for _ in range(3):
+        launches.repeat(call, torch.ones(8))
+    assert len(done) == kernel.bound == 3
+
+
+def test_a_tensor_from_elsewhere_is_not_remembered():
+    """It may be gone by the next call."""
+    elsewhere = [torch.full((8,), value) for value in (1.0, 2.0)]
+
+    def call(launch, x: Tensor) -> tuple[Tensor]:
+        out = torch.empty(8)
+        launch(Kernel(), (1,), x, elsewhere.pop(), out, 8, BLOCK=16, scale=1.0, num_warps=4)
+        return (out,)
+
+    assert [launches.repeat(call, torch.zeros(8))[0][0].item() for _ in range(2)] == [3.0, 2.0]
 
 
 def test_calls_that_never_come_again_are_forgotten(monkeypatch):
     monkeypatch.setattr(launches, "MOST_CALLS", 10)
-    kernel = Kernel()
-    for length in range(1, 100):
-        run(kernel, torch.zeros(length))
-        assert len(launches._calls) <= 11
+    call = call_of(Kernel())
+    for length in range(1, 40):
+        check(call, torch.zeros(length), torch.zeros(length))
+        assert len(launches._calls) <= 10

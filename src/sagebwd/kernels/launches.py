@@ -1,26 +1,45 @@
-"""Launches of a call's kernels, made again without asking Triton which compiled kernels they are.
+"""Calls made again without working out anew what they launch.
 
-Triton works that out from the arguments at every launch: with some 30 of them 15 of 20 us (docs/kernels.md). But the
-arguments follow from what the call was given, so that calls alike in shapes, strides, types, alignment and settings
-launch the same compiled kernels in the same order.
+Which kernels a call launches, on which pieces of memory and with which numbers follows from shapes, strides, types,
+alignment and settings. To find out takes longer than many a call runs (docs/kernels.md, Host). So the first call is
+watched; one alike it in all but addresses only allocates and launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-Launch = Callable[..., None]
+Launch = Callable[..., Any]
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
-_calls: dict[Hashable, dict[int, tuple[Any, dict[str, Any], Any, list[str]]]] = {}
+# Pieces of memory begin where PyTorch's own do.
+ALIGNMENT = 512
+_calls: dict[Hashable, Recording | None] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """``kernel[grid](*arguments, **options)``: as Triton launches."""
-    kernel[grid](*arguments, **options)
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """``kernel[grid](*arguments, **options)``: as Triton launches; what it compiled, or None if it interprets."""
+    return kernel[grid](*arguments, **options)
+
+
+def repeat(function: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+    """``function(launch, *given)``, which launches kernels by the ``launch`` that it gets and returns new tensors.
+
+    Args:
+        function: what it launches, and on what, follows from ``given`` but for addresses, beside alignment to 16
+            bytes. It writes to no tensor but by its kernels; one that does, or that copies, is run anew every time.
+        given: tensors, and whatever else can be hashed.
+    """
+    key = function, *map(_alike, given)
+    known = _calls.get(key)
+    if known is not None:
+        return known.again(given)
+    return function(launch, *given) if key in _calls else _first(function, given, key)
 
 
 def _alike(x: Any) -> Hashable:
@@ -30,29 +49,151 @@ def _alike(x: Any) -> Hashable:
     return x
 
 
-class Repeated:
-    """`launch` for one call: each launch in turn is the one that a call alike made in its place.
+def _first(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hashable) -> tuple[Tensor, ...]:
+    """The result of a call, watched and remembered."""
+    launched = []
 
-    Args: everything that decides with what arguments, but for addresses, the call launches its kernels. Temporary
-    tensors need not be among them, as PyTorch aligns what it allocates. A launch of another kernel, or with other
-    options, than in its place before goes to Triton.
+    def noted(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        compiled = launch(kernel, grid, *arguments, **options)
+        launched.append((compiled, grid, arguments, [options[x] for x in kernel.arg_names[len(arguments) :]]))
+
+    with _Watch() as watch:
+        outputs = function(noted, *given)
+    if len(_calls) >= MOST_CALLS:
+        _calls.clear()
+    try:
+        _calls[key] = Recording.of(given, watch, launched, outputs)
+    except _NotRepeatableError:
+        _calls[key] = None
+    return outputs
+
+
+class _NotRepeatableError(Exception):
+    """A call did what a recording cannot do again."""
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the tensors that PyTorch makes meanwhile, and whether it does more than to make and view tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Tensor, bool]] = []  # and whether of zeros
+        self.nothing_else = True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("empty", "empty_like", "empty_strided", "new_empty", "zeros"):
+            self.made.append((result, name == "zeros"))
+        else:
+            returns = function._schema.returns
+            self.nothing_else &= all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+        return result
+
+
+class _Owners:
+    """Whose memory tensors are: of those given, of those made for outputs, of what need not be zero or of what must.
+
+    Owners are counted in this order. ``memory``: what outputs are made of; ``sizes``: bytes of the other two.
     """
 
-    def __init__(self, *given: Hashable) -> None:
-        if len(_calls) > MOST_CALLS:
-            _calls.clear()
-        self._launches = _calls.setdefault(tuple(map(_alike, given)), {})
-        self._count = 0
+    def __init__(self, given: tuple, watch: _Watch, outputs: tuple[Tensor, ...]) -> None:
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        self._given = {x.data_ptr(): owner for owner, x in enumerate(tensors) if x.numel() > 0}
+        if not watch.nothing_else or len(self._given) < sum(x.numel() > 0 for x in tensors):
+            raise _NotRepeatableError  # two that now are one need not be so again
+        returned = {_storage(x) for x in outputs}
+        scratch = len(tensors) + sum(_storage(x) in returned for x, _ in watch.made)
+        self.memory: list[tuple[Callable[..., Tensor], torch.Size, tuple[int, ...], torch.dtype]] = []
+        self.sizes = [0, 0]
+        self._made: dict[int, tuple[int, int]] = {}  # of each storage: its owner, and where in the owner's memory
+        for x, zeros in watch.made:
+            if _storage(x) in returned:
+                self._made[_storage(x)] = len(tensors) + len(self.memory), 0
+                self.memory.append((_zeros if zeros else torch.empty_strided, x.shape, x.stride(), x.dtype))
+            else:
+                self._made[_storage(x)] = scratch + zeros, self.sizes[zeros]
+                self.sizes[zeros] += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+        self._tensors = len(tensors)
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """`launch`."""
-        number, self._count = self._count, self._count + 1
-        known = self._launches.get(number)
-        if known is not None and known[0] is kernel and known[1] == options:
-            _, _, compiled, names = known
-            compiled[(*grid, 1, 1)](*arguments, *(options[name] for name in names))
-            return
-        compiled = kernel[grid](*arguments, **options)
-        # nothing comes back from Triton's interpreter
-        if compiled is not None:
-            self._launches[number] = kernel, options, compiled, kernel.arg_names[len(arguments) :]
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """Whose memory a tensor is, and how far into it."""
+        if x.data_ptr() in self._given:
+            return self._given[x.data_ptr()], 0
+        if _storage(x) not in self._made:
+            raise _NotRepeatableError
+        owner, offset = self._made[_storage(x)]
+        return owner, offset + x.data_ptr() - x.untyped_storage().data_ptr()
+
+    def output(self, x: Tensor) -> tuple[int, tuple | None]:
+        """Which of ``memory`` an output is, and as what view if not as it is."""
+        if _storage(x) not in self._made:
+            raise _NotRepeatableError
+        number = self._made[_storage(x)][0] - self._tensors
+        _, *whole, dtype = self.memory[number]
+        if x.dtype != dtype:
+            raise _NotRepeatableError
+        return number, None if whole == [x.shape, x.stride()] else (x.shape, x.stride(), x.storage_offset())
+
+    def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> tuple:
+        """What to call, with what, and where in it addresses and descriptors go."""
+        if compiled is None:
+            raise _NotRepeatableError  # interpreted
+        addresses, descriptors, others = [], [], [*arguments, *constants]
+        for index, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                addresses.append((index, *self.place(x)))
+                others[index] = None
+            elif isinstance(getattr(x, "base", None), Tensor):
+                descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
+                others[index] = None
+        return compiled[(*grid, 1, 1)], others, addresses, descriptors
+
+
+class Recording(NamedTuple):
+    """A call's launches and the memory that it makes, to do again with other tensors; see `_Owners`."""
+
+    device: torch.device
+    memory: list
+    scratch_bytes: int
+    zero_bytes: int
+    outputs: list
+    launches: list
+
+    @classmethod
+    def of(cls, given: tuple, watch: _Watch, launched: list, outputs: tuple[Tensor, ...]) -> Recording:
+        """What a call that was watched did."""
+        owners = _Owners(given, watch, outputs)
+        launches = [owners.launch(*one) for one in launched]
+        return cls(outputs[0].device, owners.memory, *owners.sizes, [owners.output(x) for x in outputs], launches)
+
+    def again(self, given: tuple) -> tuple[Tensor, ...]:
+        """The call's outputs for other tensors."""
+        device = self.device
+        memory = [make(size, stride, dtype=dtype, device=device) for make, size, stride, dtype in self.memory]
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        zeros = torch.zeros(self.zero_bytes, dtype=torch.uint8, device=device)
+        owners = [x.data_ptr() for x in (*given, *memory, scratch, zeros) if isinstance(x, Tensor)]
+        for start, others, addresses, descriptors in self.launches:
+            arguments = others.copy()
+            for index, owner, offset in addresses:
+                arguments[index] = owners[owner] + offset
+            for index, descriptor, fields, owner, offset in descriptors:
+                arguments[index] = made = descriptor.__new__(descriptor)
+                made.__dict__ = {**fields, "base": _Address(owners[owner] + offset)}
+            start(*arguments)
+        return tuple(memory[x] if view is None else memory[x].as_strided(*view) for x, view in self.outputs)
+
+
+class _Address(int):
+    """Stands for a tensor in a descriptor."""
+
+    data_ptr = int.__int__
+
+
+def _zeros(size: torch.Size, stride: tuple[int, ...], **options: Any) -> Tensor:
+    return torch.empty_strided(size, stride, **options).zero_()
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -181,10 +181,11 @@ def launch_statistics(
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None."""
     head_dim, device = k.shape[-1], k.device
     heads = packing.batch * packing.heads
-    mean = torch.empty(2, packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
-    scale = torch.empty_like(mean[1]) if v_scale else None
+    shape = 2, packing.batch, packing.heads, head_dim
     if not (smooth_k or smooth_v or v_scale):
-        return *mean.zero_(), None
+        return *torch.zeros(shape, dtype=torch.float32, device=device), None
+    mean = torch.empty(shape, dtype=torch.float32, device=device)
+    scale = torch.empty_like(mean[1]) if v_scale else None
     chunks = max(1, -(-packing.tokens // CHUNK))
     planes = chunks * heads * head_dim
     partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)

@@ -13,7 +13,7 @@ from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
 from sagebwd.kernels.hopper.gradients import float8_gradients, int8_gradients
 from sagebwd.kernels.hopper.launch import FORWARD, FORWARD_16BIT
 from sagebwd.kernels.hopper.tile import ROWS
-from sagebwd.kernels.launches import Repeated
+from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import launch_quantize
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, Recipe
@@ -76,10 +76,28 @@ def forward(
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {q.device}")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    launch = Repeated(
-        "forward", q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+    return repeat(
+        _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
     )  # fmt: skip
+
+
+def _forward(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
     queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     head_dim, block_k = q.shape[-1], recipe.block_k
     o_int8, float8 = recipe.o == INT8, recipe.dv == FP8
@@ -192,25 +210,52 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``deterministic``."""
-    float8 = recipe.dv == FP8
-    if not float8 and not _has(recipe, INT8_BACKWARD):
+    if recipe.dv != FP8 and not _has(recipe, INT8_BACKWARD):
         return triton.backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             recipe, deterministic,
         )  # fmt: skip
     do, v, o = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, v, o))
-    queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
     key_mask = None if key_mask is None else key_mask.contiguous()
-    launch = Repeated(
-        "backward", do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, key_mask, cu_seqlens_q,
+    dlse = None if dlse is None else dlse.contiguous()
+    return repeat(
+        _backward, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, key_mask, cu_seqlens_q,
         cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, deterministic,
     )  # fmt: skip
+
+
+def _backward(
+    launch: Launch,
+    do: Tensor,
+    dlse: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    row_max: Tensor,
+    v_scale: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
     call = Call(
         recipe, scale, o.dtype, o.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
         capability(o.device), launch,
     )  # fmt: skip
-    if float8:
+    if recipe.dv == FP8:
         return float8_gradients(
             call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, deterministic
         )

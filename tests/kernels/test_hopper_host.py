@@ -1,0 +1,121 @@
+"""Hopper's host, without its kernels: what a call made again launches is what the first one did."""
+
+import ctypes
+import dataclasses
+import itertools
+
+import pytest
+from torch import Tensor
+
+from tests.kernels.calls import KernelCall
+from tests.kernels.test_hopper import CALLS, VARIED
+
+hopper = pytest.importorskip("sagebwd.kernels.hopper")
+from sagebwd.kernels import launches  # noqa: E402
+
+# no size or stride is so large, no address so small
+SMALLEST_ADDRESS = 1 << 32
+ZEROS = bytes(4)
+
+
+class Notes(list):
+    """Launches: kernel, grid, arguments, and which of them are addresses of zeros."""
+
+    def launch(self, kernel, grid, *arguments, **options):
+        """In the place of `launches.launch`."""
+        self.note(kernel, grid, *arguments, *(options[name] for name in kernel.arg_names[len(arguments) :]))
+        return Compiled(self, kernel)
+
+    def note(self, kernel, grid, *arguments):
+        zeros = [ctypes.string_at(address_of(x), len(ZEROS)) == ZEROS for x in arguments if is_address(x)]
+        self.append((kernel.__name__, grid, arguments, zeros))
+
+
+class Compiled:
+    """A compiled kernel that is noted instead of run."""
+
+    def __init__(self, notes: Notes, kernel) -> None:
+        self.notes, self.kernel = notes, kernel
+
+    def __getitem__(self, grid):
+        assert grid[-2:] == (1, 1)
+        return lambda *arguments: self.notes.note(self.kernel, grid[:-2], *arguments)
+
+
+def is_address(x) -> bool:
+    return isinstance(x, Tensor) or hasattr(x, "base") or (isinstance(x, int) and x > SMALLEST_ADDRESS)
+
+
+def address_of(x) -> int:
+    x = getattr(x, "base", x)
+    return x if isinstance(x, int) else x.data_ptr()
+
+
+def assert_same(first: list, again: list, given: list[tuple[Tensor, Tensor]]) -> dict[int, int]:
+    """That ``again`` launches what ``first`` did; returns where each piece of memory lies now, by where it lay."""
+    moved = {a.data_ptr(): b.data_ptr() for a, b in given}
+    made, sizes = {}, {}
+    assert len(first) == len(again)
+    for (name, grid, arguments, zeros), (name_again, grid_again, others, zeros_again) in zip(first, again):
+        assert (name, grid, zeros) == (name_again, grid_again, zeros_again)
+        assert len(arguments) == len(others)
+        for x, y in zip(arguments, others):
+            if not is_address(x):
+                assert type(x) is type(y)
+                assert x == y
+                continue
+            if hasattr(x, "base"):
+                assert type(x) is type(y)
+                assert {**vars(x), "base": None} == {**vars(y), "base": None}
+                x = x.base
+            if x.data_ptr() in moved:
+                assert address_of(y) == moved[x.data_ptr()]
+                continue
+            storage = x.untyped_storage()
+            start = address_of(y) - (x.data_ptr() - storage.data_ptr())
+            assert made.setdefault(storage.data_ptr(), start) == start
+            sizes[storage.data_ptr()] = storage.nbytes()
+    taken = sorted((start, start + sizes[root]) for root, start in made.items())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+    for address in moved.values():
+        assert not any(start <= address < end for start, end in taken)
+    return made
+
+
+def run(call: KernelCall, notes: Notes) -> list[tuple[list, list, tuple]]:
+    """What each direction launched, was given and gave back."""
+    q, k, v, do, dlse = call.inputs()
+    settings = call.settings()
+    notes.clear()
+    outputs = o, lse, *saved = hopper.forward(q, k, v, *settings)
+    forward = notes.copy()
+    notes.clear()
+    gradients = hopper.backward(do, dlse, None, None, v, o, lse, *saved, *settings, call.deterministic)
+    masks = settings[:3]
+    return [
+        (forward, [q, k, v, *masks], outputs),
+        (notes.copy(), [do, dlse, v, o, lse, *saved, *masks], gradients),
+    ]
+
+
+@pytest.mark.parametrize("change", ["", "fp8-", "fp8-deterministic-", "16bit-o-"])
+@pytest.mark.parametrize("name", VARIED)
+def test_a_call_made_again_launches_the_same(name, change, monkeypatch):
+    monkeypatch.setattr(launches, "_calls", {})
+    monkeypatch.setattr(hopper.host, "capability", lambda device: 90)
+    monkeypatch.setattr(hopper.gradients, "processors", lambda device: 132)
+    notes = Notes()
+    monkeypatch.setattr(launches, "launch", notes.launch)
+    calls = (dataclasses.replace(CALLS[change + name], seed=seed) for seed in (3, 4))
+    first, again = [run(call, notes) for call in calls]
+    assert len(launches._calls) == 2
+    assert None not in launches._calls.values()
+    for (launched, given, outputs), (launched_again, given_again, outputs_again) in zip(first, again):
+        pairs = [(a, b) for a, b in zip(given, given_again) if a is not None and a.numel() > 0]
+        made = assert_same(launched, launched_again, pairs)
+        assert len(launched) >= 3
+        for a, b in zip(outputs, outputs_again, strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            if a.numel() > 0:
+                root = a.untyped_storage().data_ptr()
+                assert b.data_ptr() == made[root] + a.data_ptr() - root
