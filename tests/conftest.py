@@ -1,5 +1,6 @@
 """Fixtures of every test: few threads, and memory that sagebwd allocates is poisoned before it is written."""
 
+import contextlib
 import os
 import sys
 
@@ -13,16 +14,17 @@ POISON_INT8 = -128  # never a code: psi gives -127 to 127
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    # what watches a call must not see it
-    with torch._C._DisableTorchDispatch():
-        if tensor.is_floating_point() and tensor.element_size() > 1:
-            return tensor.fill_(float("nan"))
+    # what watches a call must not see it; what traces one must
+    unseen = torch._C._DisableTorchDispatch if type(tensor) is torch.Tensor else contextlib.nullcontext
+    with unseen():
         if tensor.dtype == torch.int8:
             return tensor.fill_(POISON_INT8)
+        if tensor.dtype == torch.bool:
+            return tensor
         if tensor.element_size() == 1:
             tensor.view(torch.uint8).fill_(255)  # NaN in every type of floating point
             return tensor
-        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +41,14 @@ def poisoned_allocations(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def no_call_remembered():
+    """Tests patch what calls launch."""
+    if "sagebwd.kernels.launches" in sys.modules:
+        sys.modules["sagebwd.kernels.launches"]._calls.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

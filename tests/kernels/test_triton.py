@@ -11,6 +11,7 @@ from sagebwd.recipe import Recipe
 from tests.kernels.calls import KernelCall
 
 triton_kernels = pytest.importorskip("sagebwd.kernels.triton")
+from sagebwd.kernels import launches  # noqa: E402
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
 from sagebwd.kernels.triton import host, tune  # noqa: E402
 from sagebwd.kernels.triton.launch import choose  # noqa: E402
@@ -68,6 +69,17 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_is_the_recipe(name):
     dataclasses.replace(CALLS[name], device=DEVICE).check(triton_kernels)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what is interpreted is not repeated")
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_made_again(name):
+    call = dataclasses.replace(CALLS[name], device=DEVICE)
+    for seed in (2, 3):
+        changed = dataclasses.replace(call, seed=seed)
+        changed.run(triton_kernels, changed.inputs())
+    assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 2
+    dataclasses.replace(call, seed=4).check(triton_kernels)
 
 
 @pytest.mark.parametrize("recipe", ["token", "paper"])

@@ -1,8 +1,9 @@
 """Calls made again without working out anew what they launch.
 
 Which kernels a call launches, on which pieces of memory and with which numbers follows from shapes, strides, types,
-alignment and settings. To find out takes longer than many a call runs (docs/kernels.md, Host). So the first call is
-watched; one alike it in all but addresses only allocates and launches.
+alignment and settings. To find out takes longer than many a call runs (docs/kernels.md, Host). So the second call of
+its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
+watching takes longer still, and where lengths never repeat there is no second.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Launch = Callable[..., Any]
 MOST_CALLS = 1024
 # Pieces of memory begin where PyTorch's own do.
 ALIGNMENT = 512
-_calls: dict[Hashable, Recording | None] = {}
+# By what is alike: how to do it again; True after the first call, False where it cannot be done so.
+_calls: dict[Hashable, Recording | bool] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
@@ -37,9 +39,15 @@ def repeat(function: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Te
     """
     key = function, *map(_alike, given)
     known = _calls.get(key)
-    if known is not None:
+    if isinstance(known, Recording):
         return known.again(given)
-    return function(launch, *given) if key in _calls else _first(function, given, key)
+    if known:
+        return _watched(function, given, key)
+    if known is None:
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        _calls[key] = True
+    return function(launch, *given)
 
 
 def _alike(x: Any) -> Hashable:
@@ -49,7 +57,7 @@ def _alike(x: Any) -> Hashable:
     return x
 
 
-def _first(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hashable) -> tuple[Tensor, ...]:
+def _watched(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hashable) -> tuple[Tensor, ...]:
     """The result of a call, watched and remembered."""
     launched = []
 
@@ -59,12 +67,10 @@ def _first(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hasha
 
     with _Watch() as watch:
         outputs = function(noted, *given)
-    if len(_calls) >= MOST_CALLS:
-        _calls.clear()
     try:
         _calls[key] = Recording.of(given, watch, launched, outputs)
     except _NotRepeatableError:
-        _calls[key] = None
+        _calls[key] = False
     return outputs
 
 
@@ -83,7 +89,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        if name in ("empty", "empty_like", "empty_strided", "new_empty", "zeros"):
+        if name in ("empty", "empty_like", "new_empty", "zeros"):
             self.made.append((result, name == "zeros"))
         else:
             returns = function._schema.returns
@@ -104,13 +110,15 @@ class _Owners:
             raise _NotRepeatableError  # two that now are one need not be so again
         returned = {_storage(x) for x in outputs}
         scratch = len(tensors) + sum(_storage(x) in returned for x, _ in watch.made)
-        self.memory: list[tuple[Callable[..., Tensor], torch.Size, tuple[int, ...], torch.dtype]] = []
+        self.memory: list[tuple[Callable[..., Tensor], torch.Size, torch.dtype]] = []
         self.sizes = [0, 0]
         self._made: dict[int, tuple[int, int]] = {}  # of each storage: its owner, and where in the owner's memory
         for x, zeros in watch.made:
             if _storage(x) in returned:
                 self._made[_storage(x)] = len(tensors) + len(self.memory), 0
-                self.memory.append((_zeros if zeros else torch.empty_strided, x.shape, x.stride(), x.dtype))
+                if not x.is_contiguous():
+                    raise _NotRepeatableError
+                self.memory.append((torch.zeros if zeros else torch.empty, x.shape, x.dtype))
             else:
                 self._made[_storage(x)] = scratch + zeros, self.sizes[zeros]
                 self.sizes[zeros] += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
@@ -130,10 +138,11 @@ class _Owners:
         if _storage(x) not in self._made:
             raise _NotRepeatableError
         number = self._made[_storage(x)][0] - self._tensors
-        _, *whole, dtype = self.memory[number]
+        _, shape, dtype = self.memory[number]
         if x.dtype != dtype:
             raise _NotRepeatableError
-        return number, None if whole == [x.shape, x.stride()] else (x.shape, x.stride(), x.storage_offset())
+        whole = x.shape == shape and x.is_contiguous()
+        return number, None if whole else (x.shape, x.stride(), x.storage_offset())
 
     def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> tuple:
         """What to call, with what, and where in it addresses and descriptors go."""
@@ -142,11 +151,12 @@ class _Owners:
         addresses, descriptors, others = [], [], [*arguments, *constants]
         for index, x in enumerate(arguments):
             if isinstance(x, Tensor):
-                addresses.append((index, *self.place(x)))
-                others[index] = None
+                others[index] = 0
+                if x.numel() > 0:
+                    addresses.append((index, *self.place(x)))
             elif isinstance(getattr(x, "base", None), Tensor):
-                descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
                 others[index] = None
+                descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
         return compiled[(*grid, 1, 1)], others, addresses, descriptors
 
 
@@ -170,7 +180,7 @@ class Recording(NamedTuple):
     def again(self, given: tuple) -> tuple[Tensor, ...]:
         """The call's outputs for other tensors."""
         device = self.device
-        memory = [make(size, stride, dtype=dtype, device=device) for make, size, stride, dtype in self.memory]
+        memory = [make(shape, dtype=dtype, device=device) for make, shape, dtype in self.memory]
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         zeros = torch.zeros(self.zero_bytes, dtype=torch.uint8, device=device)
         owners = [x.data_ptr() for x in (*given, *memory, scratch, zeros) if isinstance(x, Tensor)]
@@ -189,10 +199,6 @@ class _Address(int):
     """Stands for a tensor in a descriptor."""
 
     data_ptr = int.__int__
-
-
-def _zeros(size: torch.Size, stride: tuple[int, ...], **options: Any) -> Tensor:
-    return torch.empty_strided(size, stride, **options).zero_()
 
 
 def _storage(x: Tensor) -> int:

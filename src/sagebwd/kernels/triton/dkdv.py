@@ -309,7 +309,9 @@ def launch_dkdv(
             }
             blocked |= described(views) or {}
         grid = keys.grid(launch.rows)
-        dkdv_kernel[(grid * keys.batch * keys.heads,)](
+        call.launch(
+            dkdv_kernel,
+            (grid * keys.batch * keys.heads,),
             blocked["q"],
             k,
             v,

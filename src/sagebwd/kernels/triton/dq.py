@@ -284,7 +284,9 @@ def launch_dq(
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             blocked |= described(views) or {}
         grid = queries.grid(launch.rows)
-        dq_kernel[(grid * queries.batch * queries.heads,)](
+        call.launch(
+            dq_kernel,
+            (grid * queries.batch * queries.heads,),
             q,
             blocked["k"],
             blocked["v"],

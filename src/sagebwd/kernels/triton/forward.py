@@ -300,7 +300,9 @@ def launch_forward(
             v_view = (transposed_view(v, call.head_dim), block[::-1]) if o_int8 else (keys.view(v), block)
             blocked = described({"k": (keys.view(k), block), "v": v_view}) or blocked
         grid = queries.grid(launch.rows)
-        forward_kernel[(grid * queries.batch * queries.heads,)](
+        call.launch(
+            forward_kernel,
+            (grid * queries.batch * queries.heads,),
             q,
             blocked["k"],
             blocked["v"],

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, SmoothQ, capability
+from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import (
     Quantized,
     launch_grad_out,
@@ -60,17 +61,39 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
     q, k, v = (_rows_contiguous(x) for x in (q, k, v))
-    queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     key_mask = None if key_mask is None else key_mask.contiguous()
+    return repeat(
+        _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+        window_right, scale, recipe,
+    )  # fmt: skip
+
+
+def _forward(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     call = Call(
         recipe, scale, q.dtype, q.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
-        capability(q.device),
+        capability(q.device), launch,
     )  # fmt: skip
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
     k_mean, v_mean, v_scale = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence",
+        v_scale=o_int8 and recipe.v_scale == "sequence", launch=launch,
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
@@ -78,19 +101,21 @@ def forward(
     if q_int8 or recipe.smooth_q:
         smoothed = recipe.smooth_q and not s_int8
         q_pass = launch_quantize(
-            q, queries, recipe.q_scale, recipe.block_q, codes=q_int8, smoothed=smoothed, block_mean=recipe.smooth_q
-        )
+            q, queries, recipe.q_scale, recipe.block_q, codes=q_int8, smoothed=smoothed, block_mean=recipe.smooth_q,
+            launch=launch,
+        )  # fmt: skip
     k_smoothed = not s_int8 and recipe.smooth_k
     if k_int8 or k_smoothed:
         k_pass = launch_quantize(
-            k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed
-        )
+            k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed,
+            launch=launch,
+        )  # fmt: skip
     v_smoothed = not o_int8 and key_mask is not None  # a masked key's V may be anything, NaN too
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
             transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels > 127 else None,
-            smoothed=v_smoothed,
+            smoothed=v_smoothed, launch=launch,
         )  # fmt: skip
 
     o, lse = launch_forward(
@@ -105,11 +130,13 @@ def forward(
         v_shift,
         SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
     )
-    none = torch.empty(0, dtype=torch.int8, device=q.device), torch.empty(0, dtype=torch.float32, device=q.device)
-    saved_q = (q_pass.codes, q_pass.token_scale) if q_int8 else none
-    saved_k = (k_pass.codes, k_pass.token_scale) if k_int8 else tuple(x.clone() for x in none)
-    unused = tuple(torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2))
-    return o, lse, *saved_q, *saved_k, *unused, k_mean
+
+    def nothing(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(0, dtype=dtype, device=q.device)
+
+    saved_q = (q_pass.codes, q_pass.token_scale) if q_int8 else (nothing(torch.int8), nothing())
+    saved_k = (k_pass.codes, k_pass.token_scale) if k_int8 else (nothing(torch.int8), nothing())
+    return o, lse, *saved_q, *saved_k, nothing(), nothing(), k_mean
 
 
 def backward(
@@ -141,26 +168,59 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
     do, v, o = (_rows_contiguous(x) for x in (do, v, o))
-    queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
+    q, k = (None if x is None else _rows_contiguous(x) for x in (q, k))
     key_mask = None if key_mask is None else key_mask.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    return repeat(
+        _backward, do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe,
+    )  # fmt: skip
+
+
+def _backward(
+    launch: Launch,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_int8: Tensor,
+    q_scale: Tensor,
+    k_int8: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = Packing.of(o, cu_seqlens_q, max_seqlen_q), Packing.of(v, cu_seqlens_k, max_seqlen_k)
     call = Call(
         recipe, scale, o.dtype, o.shape[-1], queries, keys, key_mask, is_causal, window_left, window_right,
-        capability(o.device),
+        capability(o.device), launch,
     )  # fmt: skip
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
-    q_rows, k_rows, smooth_q = None, None, SmoothQ()
-    if q is not None:
-        q_rows = _rows_contiguous(q)
-    if k is not None:
-        k = k_rows = _rows_contiguous(k)
-        if recipe.smooth_k and not (s_int8 and dq_int8):
-            k_rows = launch_quantize(k, keys, "token", recipe.block_k, k_mean, key_mask, smoothed=True).smoothed
+    q_rows, k_rows, smooth_q = q, k, SmoothQ()
+    if k is not None and recipe.smooth_k and not (s_int8 and dq_int8):
+        k_rows = launch_quantize(
+            k, keys, "token", recipe.block_k, k_mean, key_mask, smoothed=True, launch=launch
+        ).smoothed
     if recipe.smooth_q:
-        q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
+        q_pass = launch_quantize(
+            q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True, launch=launch
+        )
         q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
-    k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
+    k_t = launch_transpose(k_int8, keys, recipe.block_k, launch=launch)[0] if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_grad_out(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
     )
