@@ -15,7 +15,7 @@ LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
 # Sizes that vary from call to call.
-SIZES = ["tokens", "total", "blocks", "tokens_k", "total_k", "blocks_k"]
+SIZES = ["programs", "tokens", "total", "blocks", "tokens_k", "total_k", "blocks_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)

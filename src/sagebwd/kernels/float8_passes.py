@@ -12,7 +12,7 @@ from sagebwd.kernels.float8 import DELTA_CHANNELS, finish_dq_kernel, float8_kern
 
 
 class RowValues(NamedTuple):
-    """What `row_values_kernel` writes of the queries; see there."""
+    """What `row_values` writes of the queries; see there."""
 
     planes: Tensor
     delta_parts: Tensor
