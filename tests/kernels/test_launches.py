@@ -136,13 +136,15 @@ def test_another_setting_is_another_call():
     assert kernel.bound == 12
 
 
-def test_two_tensors_that_are_one_are_not_remembered_as_one():
-    call = call_of(Kernel())
-    x = torch.randn(64)
-    for _ in range(2):
+def test_two_tensors_that_are_one():
+    """As offsets of sequences are, where queries and keys have the same: repeated, but not for two that are two."""
+    kernel = Kernel()
+    call = call_of(kernel)
+    for _ in range(4):
+        x = torch.randn(64)
         check(call, x, x)
-    for _ in range(2):
         check(call, torch.randn(64), torch.randn(64))
+    assert kernel.bound == 2 * 2 * 3
 
 
 def test_what_is_interpreted_stays_so():

@@ -37,7 +37,7 @@ def repeat(function: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Te
             bytes. It writes to no tensor but by its kernels; one that does, or that copies, is run anew every time.
         given: tensors, and whatever else can be hashed.
     """
-    key = function, *map(_alike, given)
+    key = function, *map(_alike, given), _shared(given)
     known = _calls.get(key)
     if isinstance(known, Recording):
         return known.again(given)
@@ -55,6 +55,12 @@ def _alike(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device.index
     return x
+
+
+def _shared(given: tuple) -> tuple[int, ...] | None:
+    """Which tensors begin at the same address, as offsets of sequences given twice do; None where none do."""
+    addresses = [x.data_ptr() for x in given if isinstance(x, Tensor)]
+    return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 
 def _watched(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hashable) -> tuple[Tensor, ...]:
@@ -106,8 +112,8 @@ class _Owners:
     def __init__(self, given: tuple, watch: _Watch, outputs: tuple[Tensor, ...]) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         self._given = {x.data_ptr(): owner for owner, x in enumerate(tensors) if x.numel() > 0}
-        if not watch.nothing_else or len(self._given) < sum(x.numel() > 0 for x in tensors):
-            raise _NotRepeatableError  # two that now are one need not be so again
+        if not watch.nothing_else:
+            raise _NotRepeatableError
         returned = {_storage(x) for x in outputs}
         scratch = len(tensors) + sum(_storage(x) in returned for x, _ in watch.made)
         self.memory: list[tuple[Callable[..., Tensor], torch.Size, torch.dtype]] = []
