@@ -7,6 +7,7 @@ key's gradient and swings with the seed, from .008 to .07 (mean of 12 seeds: .03
 `python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md.
 """
 
+import math
 import sys
 
 import pytest
@@ -83,6 +84,26 @@ def test_error_against_full_precision(recipe, kind):
         similarity, error = measured[name]
         assert error <= largest_error, f"{name}: relative L2 {error:.4f}, allowed {largest_error}"
         assert similarity >= least_cosine, f"{name}: cosine {similarity:.6f}, allowed {least_cosine}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_at_16k_tokens(head_dim, is_causal):
+    """No further from full precision than the recipe on the same data at that length, and a BF16 output besides."""
+    shape = {"device": "cuda", "tokens": 16384, "head_dim": head_dim, "is_causal": is_causal}
+    recipes = FLOORS if torch.cuda.get_device_capability() == (9, 0) else ("token", "paper")
+    failures = []
+    for recipe in recipes:
+        for kind in KINDS:
+            emulated = errors(kind, recipe, **shape)
+            actual = errors(kind, recipe, impl=None, dtype=torch.bfloat16, **shape)
+            for name in TENSORS:
+                allowed = 1.1 * math.hypot(emulated[name][1], 2.0**-9)
+                if not actual[name][1] <= allowed:
+                    failures.append(f"{recipe}, {kind}, {name}: {actual[name][1]:.4f}, allowed {allowed:.4f}")
+    assert not failures, "\n".join(failures)
 
 
 # O is not better where rows of zeros lie beside others: V's scale is that of the whole sequence, paper's of 64 keys.
