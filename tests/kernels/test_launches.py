@@ -1,6 +1,7 @@
 """Calls made again: the same launches, on the same pieces of memory, whatever addresses tensors have by then."""
 
 import ctypes
+import weakref
 
 import pytest
 import torch
@@ -125,6 +126,15 @@ def test_another_tensor_is_another_call(other):
     for x in [torch.ones(64)] * 3 + [other] * 3:
         launches.repeat(call, x)
     assert kernel.bound == 4
+
+
+def test_no_tensor_is_kept():
+    call = call_of(Kernel())
+    for _ in range(3):
+        x, y = torch.randn(64), torch.randn(64)
+        kept = [weakref.ref(t) for t in (x, y, *launches.repeat(call, x, y, True))]
+        del x, y
+        assert [t() for t in kept] == [None] * 5
 
 
 def test_another_setting_is_another_call():
