@@ -57,11 +57,6 @@ class Packing(NamedTuple):
             return cls(x.shape[0], x.shape[1], x.shape[2], x.shape[2], None)
         return cls(cu_seqlens.numel() - 1, x.shape[1], max_seqlen, x.shape[0], cu_seqlens)
 
-    @property
-    def rows(self) -> int:
-        """(head, token) rows."""
-        return self.heads * self.total * (1 if self.cu_seqlens is not None else self.batch)
-
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         """Strides of batch, head and token."""
         if self.cu_seqlens is None:
@@ -77,14 +72,11 @@ class Packing(NamedTuple):
 
     def padded(self, block: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense."""
-        return torch.empty(self._heads_in_all, self.blocks(block), *shape, dtype=dtype, device=device)
-
-    def padded_blocks(self, block: int) -> int:
-        """Blocks of all heads in such a layout."""
-        return self._heads_in_all * self.blocks(block)
+        return torch.empty(self.heads_in_all, self.blocks(block), *shape, dtype=dtype, device=device)
 
     @property
-    def _heads_in_all(self) -> int:
+    def heads_in_all(self) -> int:
+        """Heads of such a layout: of one sequence, or of the batch if dense."""
         return self.heads if self.cu_seqlens is not None else self.batch * self.heads
 
     def per_token(self, device: torch.device, *several: int) -> Tensor:
@@ -105,6 +97,16 @@ class Packing(NamedTuple):
     def view(self, x: Tensor) -> Tensor:
         """x as (batch or 1, H, tokens, D), whichever packing."""
         return x if self.cu_seqlens is None else x.transpose(0, 1).unsqueeze(0)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """As kernels read masks and values of tokens."""
+    return None if x is None else x.contiguous()
+
+
+def contiguous_rows(x: Tensor | None) -> Tensor | None:
+    """As kernels read Q, K, V, O and dO: any strides but the last."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def fits_tma(x: Tensor) -> bool:

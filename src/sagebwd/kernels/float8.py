@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.quantize import store_transposed
-from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, sequence, to_16bit
+from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
+from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
 
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
-# Sizes that vary from call to call.
-SIZES = ["programs", "tokens", "total", "blocks", "tokens_k", "total_k", "blocks_k"]
+# The same of queries and keys.
+SIZES = [*NO_SPECIALIZE, "programs", "tokens_k", "total_k", "blocks_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -54,12 +54,9 @@ def row_values(
     too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
     TOKEN: Q's scales are one a token.
     """
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first < length:
-        z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
@@ -176,12 +173,9 @@ def largest_key(
     head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, as `row_values` leaves Q's; TOKEN as there."""
-    batch = program // heads
-    head = program % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first < length:
-        z = head.to(tl.int64) if VARLEN else program.to(tl.int64)
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
         codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
@@ -227,12 +221,9 @@ def write_float8(
 ):  # fmt: skip
     """e4m3 of BLOCK rows times their factor and 2^g, transposed by `store_transposed`; zeros up to a sequence's end in
     whole SPANs, of which a head has ``blocks``. WHOSE: which of the three largest magnitudes."""
-    batch = program // heads
-    head = program % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first < tl.cdiv(length, SPAN) * SPAN:
-        z = head.to(tl.int64) if VARLEN else program.to(tl.int64)
         parts: tl.constexpr = SPAN // BLOCK
         block = (z * blocks + padded_block(start, batch, SPAN, VARLEN)) * parts + tl.program_id(0)
         local = tl.arange(0, BLOCK)
@@ -256,19 +247,16 @@ def float8_scale(bits):
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, heads_k, tokens, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first >= length:
         return
-    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     pitch = blocks * BLOCK
     padded = (padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)) * BLOCK
     local = tl.arange(0, BLOCK)

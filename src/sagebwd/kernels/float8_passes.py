@@ -52,7 +52,7 @@ def launch_row_values(
         do,
         o,
         lse,
-        None if dlse is None else dlse.contiguous(),
+        dlse,
         row_max,
         v_scale,
         q,

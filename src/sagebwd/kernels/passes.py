@@ -156,7 +156,7 @@ def launch_grad_out(
         do,
         o,
         lse,
-        None if dlse is None else dlse.contiguous(),
+        dlse,
         queries.cu_seqlens,
         q_scale,
         transposed,

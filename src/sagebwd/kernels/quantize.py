@@ -18,9 +18,9 @@ from sagebwd.kernels.tile import (
     padded_block,
     pair_rows,
     psi_scale,
-    sequence,
     to_16bit,
     to_int8,
+    whose,
 )
 
 NO_SPECIALIZE = ["tokens", "total", "blocks"]
@@ -65,13 +65,10 @@ def quantize_kernel(
     transposed: INT8, see `tile`. column_sum: 127 times the sum of a block's codes, by column, exact in FP32; as int32
     ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
     """
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first >= length:
         return
-    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
     rows = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
@@ -186,13 +183,10 @@ def transpose_kernel(
 
     padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
     """
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first >= length:
         return
-    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
     codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
     transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
@@ -244,13 +238,10 @@ def grad_out_kernel(
 
     codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
     """
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first >= length:
         return
-    z = head.to(tl.int64) if VARLEN else tl.program_id(1).to(tl.int64)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
     if codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(2) == 1:

@@ -33,6 +33,16 @@ def sequence(cu_seqlens, batch, tokens, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def whose(program, heads, cu_seqlens, tokens, VARLEN: tl.constexpr):
+    """A program's sequence and head, the head's place among per-token values, the first token and the length."""
+    batch = program // heads
+    head = program % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    z = head.to(tl.int64) if VARLEN else program.to(tl.int64)
+    return batch, head, z, start, length
+
+
+@triton.jit
 def padded_block(start, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
     """The block at which a sequence begins in a padded layout: never overlapping, and known without a prefix sum."""
     if VARLEN:

@@ -61,7 +61,7 @@ def _zeros(
     """dQ^T's FP16 sums, bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to
     each half of a block of dQ^T if they are to in order; in one piece, for one kernel to clear."""
     keys = call.keys
-    blocks = call.queries.padded_blocks(block_q)
+    blocks = call.queries.heads_in_all * call.queries.blocks(block_q)
     sums, bits = blocks * block_q * call.head_dim // 2, keys.batch * keys.heads * 3
     counts = blocks * CONSUMERS.value if deterministic else 0
     zeros = torch.zeros(sums + bits + counts, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, Packing, SmoothQ, capability
+from sagebwd.kernels.call import Call, Packing, SmoothQ, capability, contiguous, contiguous_rows
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import (
     Quantized,
@@ -40,10 +40,6 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
     return None
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -60,8 +56,7 @@ def forward(
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
-    q, k, v = (_rows_contiguous(x) for x in (q, k, v))
-    key_mask = None if key_mask is None else key_mask.contiguous()
+    q, k, v, key_mask = *map(contiguous_rows, (q, k, v)), contiguous(key_mask)
     return repeat(
         _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
@@ -167,10 +162,8 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
-    do, v, o = (_rows_contiguous(x) for x in (do, v, o))
-    q, k = (None if x is None else _rows_contiguous(x) for x in (q, k))
-    key_mask = None if key_mask is None else key_mask.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    do, q, k, v, o = map(contiguous_rows, (do, q, k, v, o))
+    dlse, key_mask = contiguous(dlse), contiguous(key_mask)
     return repeat(
         _backward, do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
         cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe,
@@ -243,8 +236,7 @@ def _tile_maxima(call: Call, do: Tensor, v: Tensor) -> Tensor | None:
     tiles = {recipe.p_scale_dv, recipe.ds_scale_dq, recipe.ds_scale_dk} == {"tile"}
     if not (int8 and tiles and recipe.q_scale == recipe.k_scale == "block"):
         return None
-    heads, blocks = queries.heads * (1 if call.varlen else queries.batch), queries.blocks(recipe.block_q)
-    shape = heads, keys.grid(recipe.block_k), blocks, 2
+    shape = queries.heads_in_all, keys.grid(recipe.block_k), queries.blocks(recipe.block_q), 2
     if 4 * math.prod(shape) > max(do.nbytes, v.nbytes):
         return None
     return torch.empty(shape, dtype=torch.float32, device=do.device)
