@@ -36,9 +36,9 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def pass_warps(block: int, head_dim: int, *, transposed: bool = False) -> int:
-    """Warps of a quantisation pass: 64 elements a thread, 128 where columns are reduced across warps."""
-    return max(4, block * padded_head_dim(head_dim) // (4096 if transposed else 2048))
+def pass_warps(block: int, head_dim: int) -> int:
+    """Warps of a quantisation pass: 64 elements a thread."""
+    return max(4, block * padded_head_dim(head_dim) // 2048)
 
 
 class Packing(NamedTuple):

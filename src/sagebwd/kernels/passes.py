@@ -92,7 +92,7 @@ def launch_quantize(
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
         BLOCK_D=padded_head_dim(head_dim),
-        num_warps=pass_warps(block, head_dim, transposed=transposed),
+        num_warps=pass_warps(block, head_dim),
     )
     return out
 
