@@ -175,7 +175,7 @@ def test_largest_logit_is_that_of_the_scores(tiny):
         observed = model(input_ids=ids).logits
     assert len(seen) == 2
     assert torch.equal(observed, model(input_ids=ids).logits)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "full-precision-sdpa"
     q, k = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
     scores = q @ k.repeat_interleave(2, 1).mT * 0.5
     assert largest_logit(q, k, scale=0.5) == pytest.approx(scores.abs().max().item())

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from torch import nn
 
 from sagebwd.attention import choose_implementation
 from sagebwd.integrations.transformers import NAME
 from sagebwd.recipe import Recipe
-from sagebwd.training.config import SDPA
-
-FULL_PRECISION = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    SDPA: None,  # the one that torch takes of itself
-}
+from sagebwd.training import full_precision
+from sagebwd.training.config import FULL_PRECISION
 
 
 @dataclass(frozen=True)
@@ -48,32 +38,6 @@ class Contender:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """The model computes with this attention while it is open."""
-        name = NAME if self.recipe else f"bench-{self.name}"  # a name of its own, so that compiled code is its own
-        if not self.recipe:
-            AttentionInterface.register(name, _full_precision(FULL_PRECISION[self.name]))
-            AttentionMaskInterface.register(name, flash_attention_mask)
-        model.config._attn_implementation = name
+        model.config._attn_implementation = NAME if self.recipe else full_precision.register(self.name)
         setattr(model.config, NAME, {"recipe": self.recipe, "impl": self.impl} if self.recipe else None)
         yield
-
-
-@cache  # one function each: another would be compiled anew
-def _full_precision(backend: SDPBackend | None) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for Transformers: torch's own, causal, by one backend or the one that torch takes.
-
-    Transformers' own function, while it is compiled, is handed the causal mask in full, which FlashAttention does not
-    take on a GPU; and what chooses the backend has to be in what is compiled.
-    """
-
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **settings: object
-    ) -> tuple[Tensor, None]:
-        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding leaves FP32 under BF16 autocast
-        grouped = query.shape[1] != key.shape[1]
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=settings.get("scaling"), enable_gqa=grouped
-            )
-        return out.transpose(1, 2).contiguous(), None
-
-    return attention

@@ -22,7 +22,9 @@ import yaml
 from sagebwd.recipe import Recipe
 
 SDPA = "sdpa"
-"""The attention.recipe that stands for torch's own full-precision scaled_dot_product_attention."""
+FULL_PRECISION = (SDPA, "cudnn", "flash")
+"""The attention.recipe that stands for torch's own full-precision scaled_dot_product_attention, and those that stand
+for one of its backends."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Attention:
-    """``recipe``: "sdpa" for torch's own attention, or a recipe's text; ``impl`` as in `sage_attention`."""
+    """``recipe``: one of `FULL_PRECISION` for torch's own attention, or a recipe's text; ``impl`` as in
+    `sage_attention`."""
 
     recipe: str = "token"
     impl: str | None = None
@@ -95,7 +98,7 @@ class Logging:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The attention's error while it trains, see `sagebwd.training.monitor`; nothing to watch with recipe "sdpa"."""
+    """The attention's error while it trains, see `sagebwd.training.monitor`; nothing to watch in full precision."""
 
     every: int = 100  # steps between checks; 0 for none
     layers: list[int] | None = None  # by index; all without
@@ -182,7 +185,7 @@ class Config(Settings):
     def __post_init__(self) -> None:
         """Checks that need more than one key. Raises ValueError."""
         optimisation, model = self.optimisation, self.model
-        if self.attention.recipe != SDPA:
+        if self.attention.recipe not in FULL_PRECISION:
             Recipe.parse(self.attention.recipe)
         if optimisation.precision not in ("fp32", "bf16"):
             raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")

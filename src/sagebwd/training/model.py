@@ -10,7 +10,8 @@ import math
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from sagebwd.integrations.transformers import NAME, register
-from sagebwd.training.config import SDPA, Config
+from sagebwd.training import full_precision
+from sagebwd.training.config import FULL_PRECISION, Config
 
 
 def build(config: Config, vocabulary: int) -> PreTrainedModel:
@@ -39,8 +40,8 @@ def build(config: Config, vocabulary: int) -> PreTrainedModel:
         "eos_token_id": None,
     }
     config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if model.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    if config.attention.recipe == SDPA:
-        implementation = SDPA
+    if config.attention.recipe in FULL_PRECISION:
+        implementation = full_precision.register(config.attention.recipe)
     else:
         implementation = NAME
         shared[NAME] = {"recipe": config.attention.recipe, "impl": config.attention.impl}

@@ -36,7 +36,7 @@ from sagebwd.nn import largest_logit
 from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
 from sagebwd.training import processes, sharding
-from sagebwd.training.config import SDPA, Config
+from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.folder import (
     COMPLETE,
     DIVERGED,
@@ -115,7 +115,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
 
 def _quantises(recipe: str) -> bool:
     """Whether S is quantised, whose error large logits multiply."""
-    return recipe != SDPA and Recipe.parse(recipe).s == INT8
+    return recipe not in FULL_PRECISION and Recipe.parse(recipe).s == INT8
 
 
 def _prepare(config: Config, output: Path, resume: bool) -> tuple[int, Path | None]:
@@ -129,7 +129,7 @@ def _prepare(config: Config, output: Path, resume: bool) -> tuple[int, Path | No
 
 def _monitor(config: Config, held_out: text.Blocks, trainer: Trainer) -> AttentionMonitor | None:
     """Watch the first held-out sequence; nothing where attention is torch's own or the config wants no checks."""
-    if config.attention.recipe == SDPA or not config.monitor.every:
+    if config.attention.recipe in FULL_PRECISION or not config.monitor.every:
         return None
     return AttentionMonitor(held_out[0]["input_ids"][None], config.monitor).attach(trainer)
 

@@ -1,0 +1,59 @@
+"""Full precision as a model computes it: torch's own attention, causal by its flag.
+
+Transformers' own function, while it is compiled, is handed the causal mask in full, which FlashAttention and cuDNN do
+not take on a GPU: a run would be slower than it has to be. Sequences here are whole, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+from sagebwd.training.config import SDPA
+
+BACKENDS = {
+    SDPA: None,  # the one that torch takes of itself
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+
+
+def register(name: str) -> str:
+    """Tell Transformers of an attention by its name among `BACKENDS`; what it is called there.
+
+    A name of its own each, so that compiled code is its own. Raises ValueError for cuDNN without a CUDA GPU.
+    """
+    if BACKENDS[name] == SDPBackend.CUDNN_ATTENTION and not torch.cuda.is_available():
+        raise ValueError(
+            f"attention.recipe={name!r} needs a CUDA GPU; expected {SDPA!r}, torch's own choice, or a recipe"
+        )
+    registered = f"full-precision-{name}"
+    AttentionInterface.register(registered, _attention(BACKENDS[name]))
+    AttentionMaskInterface.register(registered, flash_attention_mask)
+    return registered
+
+
+@cache  # one function each: another would be compiled anew
+def _attention(backend: SDPBackend | None) -> Callable[..., tuple[Tensor, None]]:
+    """What chooses the backend has to be in what is compiled."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **settings: object
+    ) -> tuple[Tensor, None]:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding leaves FP32 under BF16 autocast
+        grouped = query.shape[1] != key.shape[1]
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=settings.get("scaling"), enable_gqa=grouped
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
