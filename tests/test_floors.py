@@ -7,7 +7,6 @@ key's gradient and swings with the seed, from .008 to .07 (mean of 12 seeds: .03
 `python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md.
 """
 
-import math
 import sys
 
 import pytest
@@ -91,16 +90,18 @@ def test_error_against_full_precision(recipe, kind):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_at_16k_tokens(head_dim, is_causal):
-    """No further from full precision than the recipe on the same data at that length, and a BF16 output besides."""
+    """No further from full precision than the recipe in BF16 on the same data at that length.
+
+    In BF16, since O so rounded is what delta is made of: with a mean in K that is half of dQ's error at this length.
+    """
     shape = {"device": "cuda", "tokens": 16384, "head_dim": head_dim, "is_causal": is_causal}
     recipes = FLOORS if torch.cuda.get_device_capability() == (9, 0) else ("token", "paper")
     failures = []
     for recipe in recipes:
         for kind in KINDS:
-            emulated = errors(kind, recipe, **shape)
-            actual = errors(kind, recipe, impl=None, dtype=torch.bfloat16, **shape)
+            emulated, actual = (errors(kind, recipe, impl, torch.bfloat16, **shape) for impl in ("reference", None))
             for name in TENSORS:
-                allowed = 1.1 * math.hypot(emulated[name][1], 2.0**-9)
+                allowed = 1.1 * emulated[name][1]
                 if not actual[name][1] <= allowed:
                     failures.append(f"{recipe}, {kind}, {name}: {actual[name][1]:.4f}, allowed {allowed:.4f}")
     assert not failures, "\n".join(failures)
