@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sagebwd import cli
+from sagebwd.benchmarks import attention
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,6 +112,27 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert "over the best peer" in out
     assert "token_fp8 (reference), time of the deterministic mode: fwd" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+
+
+def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeypatch):
+    measure, shapes = attention.measure_shape, []
+
+    def cut_off(shape, *arguments, **options):
+        shapes.append(shape)
+        if len(shapes) == 2:
+            raise ValueError("no more time")
+        return measure(shape, *arguments, **options)
+
+    monkeypatch.setattr(attention, "TOTAL_TOKENS", 32)
+    monkeypatch.setattr(attention, "measure_shape", cut_off)
+    code, _, err = command(
+        "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--no-special",
+        "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert (code, "no more time" in err) == (2, True)
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["causal"] for row in rows} == {shapes[0].is_causal}
 
 
 def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def bench(
             measured = benchmark.measure_shape(shape, recipes, impl, device, rounds, deterministic=deterministic)
         rows += measured
         console.print(_bench_table(str(shape), measured))
-    path = save(rows, facts, output)
+        path = save(rows, facts, output)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {save_csv(rows, path)}")
     for name, text in itertools.product(impl, map(str, recipes)):
         for peer, over in (("the best peer", "peer"), ("FlashAttention-2", "fa2")):
