@@ -4,14 +4,17 @@ Each is the value measured on 2026-11-21 with the emulator in FP32 (256 tokens, 
 and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message. dK of "sink" is one
 key's gradient and swings with the seed, from .008 to .07 (mean of 12 seeds: .031, and .029 with v_scale=block).
 
-`python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md.
+`python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md, and
+with ``lengths`` that of dQ by length there.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import sage_attention
 from sagebwd.metrics import cosine, relative_l2
@@ -61,18 +64,22 @@ def errors(
 
 def compare(q, k, v, do, recipe, impl="reference", is_causal=True, first=0):
     """(cosine, relative L2) of each tensor against FP64 attention, over tokens from ``first`` on."""
+    attention = partial(sage_attention, is_causal=is_causal, recipe=recipe, impl=impl)
+    return against_fp64(attention, q, k, v, do, is_causal, first)
+
+
+def against_fp64(attention, q, k, v, do, is_causal, first=0):
+    """The same of any attention."""
 
     def run(attention, *inputs):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         o = attention(*leaves)
         return (o.detach(), *torch.autograd.grad(o, leaves, inputs[3]))
 
-    exact = run(
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=is_causal), *(x.double() for x in (q, k, v, do))
-    )
-    actual = run(lambda *x: sage_attention(*x, is_causal=is_causal, recipe=recipe, impl=impl), q, k, v, do)
-    pairs = {name: (a[..., first:, :], e[..., first:, :]) for name, a, e in zip(TENSORS, actual, exact)}
-    return {name: (cosine(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
+    exact = run(partial(F.scaled_dot_product_attention, is_causal=is_causal), *(x.double() for x in (q, k, v, do)))
+    pairs = zip(TENSORS, run(attention, q, k, v, do), exact)
+    cut = {name: (a[..., first:, :], e[..., first:, :]) for name, a, e in pairs}
+    return {name: (cosine(*pair), relative_l2(*pair)) for name, pair in cut.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +160,31 @@ def print_tables():
         print_row(n, *(gradient_errors(compare(q, k, v, do, recipe, first=128)) for recipe in FLOORS))
 
 
+def print_lengths():
+    """K with a mean, in BF16: the emulator on a CPU, on a GPU the kernels and torch's own beside them."""
+    device, impl = ("cuda", None) if torch.cuda.is_available() else ("cpu", "reference")
+    lengths = (1024, 4096, 16384)
+    print_row("head_dim", "dQ of", *lengths)
+    for head_dim in (64, 128):
+        shape = {"head_dim": head_dim, "dtype": torch.bfloat16}
+        recipes = ("full", "token", "token_fp8", "token(smooth_k=False)")
+        attentions = {name: partial(sage_attention, recipe=name, impl=impl) for name in recipes}
+        if device == "cuda":
+            attentions |= {"cuDNN": by_backend("CUDNN_ATTENTION"), "FlashAttention-2": by_backend("FLASH_ATTENTION")}
+        for name, attention in attentions.items():
+            drawn = ([x.to(device) for x in draw("mean-and-outliers", tokens=tokens, **shape)] for tokens in lengths)
+            cells = (against_fp64(attention, *inputs, is_causal=False) for inputs in drawn)
+            print_row(head_dim, f"`{name}`", *(f"{cell['dq'][1]:.4f}" for cell in cells))
+
+
+def by_backend(name):
+    def attention(q, k, v):
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return attention
+
+
 def print_row(*cells):
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
@@ -162,4 +194,4 @@ def gradient_errors(cell):
 
 
 if __name__ == "__main__":
-    print_tables() if sys.argv[1:] == ["tables"] else print_floors()
+    {"": print_floors, "tables": print_tables, "lengths": print_lengths}["".join(sys.argv[1:])]()
