@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import sage_attention
+from sagebwd.benchmarks.attention import Shape, peers
 from sagebwd.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 
@@ -170,19 +170,11 @@ def print_lengths():
         recipes = ("full", "token", "token_fp8", "token(smooth_k=False)")
         attentions = {name: partial(sage_attention, recipe=name, impl=impl) for name in recipes}
         if device == "cuda":
-            attentions |= {"cuDNN": by_backend("CUDNN_ATTENTION"), "FlashAttention-2": by_backend("FLASH_ATTENTION")}
+            attentions |= peers(Shape(head_dim, 2, 2, 1, lengths[-1], is_causal=False), device)
         for name, attention in attentions.items():
             drawn = ([x.to(device) for x in draw("mean-and-outliers", tokens=tokens, **shape)] for tokens in lengths)
             cells = (against_fp64(attention, *inputs, is_causal=False) for inputs in drawn)
             print_row(head_dim, f"`{name}`", *(f"{cell['dq'][1]:.4f}" for cell in cells))
-
-
-def by_backend(name):
-    def attention(q, k, v):
-        with sdpa_kernel(getattr(SDPBackend, name)):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    return attention
 
 
 def print_row(*cells):

@@ -15,6 +15,7 @@ from sagebwd.kernels.tile import (
     divide,
     interleave_rows,
     load_rows,
+    load_transposed,
     padded_block,
     pair_rows,
     psi_scale,
@@ -130,9 +131,8 @@ def quantize_kernel(
     if column_sum is not None:
         # read again as it lies: of the codes themselves triton would make two, one a layout
         tl.debug_barrier()
-        at = transposed_at(transposed, z, block, blocks, columns, head_dim, BLOCK)
-        code = tl.load(at, mask=columns[:, None] < head_dim, other=0)
-        total = tl.sum(code.to(tl.int32), 1) * 127
+        code = load_transposed(transposed, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
+        total = tl.sum(code.to(tl.int32), 0) * 127
         if column_sum.dtype.element_ty == tl.int32:
             total += ROUND_BITS
         tl.store(
@@ -141,20 +141,14 @@ def quantize_kernel(
 
 
 @triton.jit
-def transposed_at(transposed, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a block's codes lie in a transposed copy, as (D, tokens)."""
-    pitch = blocks * BLOCK
-    at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
-    return at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
-
-
-@triton.jit
 def store_transposed(
     transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved or, PAIRS, in the order of `pair_rows`."""
-    at = transposed_at(transposed, z, block, blocks, columns, head_dim, BLOCK)
+    pitch = blocks * BLOCK
+    at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
+    at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
     code = pair_rows(code) if PAIRS else interleave_rows(code)
     tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
 

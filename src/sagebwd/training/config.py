@@ -22,9 +22,9 @@ import yaml
 from sagebwd.recipe import Recipe
 
 SDPA = "sdpa"
-FULL_PRECISION = (SDPA, "cudnn", "flash")
-"""The attention.recipe that stands for torch's own full-precision scaled_dot_product_attention, and those that stand
-for one of its backends."""
+FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
+"""The attention.recipe that stand for torch's own full-precision scaled_dot_product_attention, by the backend that it
+takes of itself or by one of `torch.nn.attention.SDPBackend`."""
 
 
 @dataclass(frozen=True)

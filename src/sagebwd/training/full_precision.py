@@ -17,40 +17,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-from sagebwd.training.config import SDPA
-
-BACKENDS = {
-    SDPA: None,  # the one that torch takes of itself
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-}
+from sagebwd.training.config import FULL_PRECISION, SDPA
 
 
 def register(name: str) -> str:
-    """Tell Transformers of an attention by its name among `BACKENDS`; what it is called there.
+    """Tell Transformers of an attention by its name in `FULL_PRECISION`; what it is called there.
 
     A name of its own each, so that compiled code is its own. Raises ValueError for cuDNN without a CUDA GPU.
     """
-    if BACKENDS[name] == SDPBackend.CUDNN_ATTENTION and not torch.cuda.is_available():
+    backend = FULL_PRECISION[name]
+    if backend == "CUDNN_ATTENTION" and not torch.cuda.is_available():
         raise ValueError(
             f"attention.recipe={name!r} needs a CUDA GPU; expected {SDPA!r}, torch's own choice, or a recipe"
         )
     registered = f"full-precision-{name}"
-    AttentionInterface.register(registered, _attention(BACKENDS[name]))
+    AttentionInterface.register(registered, _attention(backend))
     AttentionMaskInterface.register(registered, flash_attention_mask)
     return registered
 
 
 @cache  # one function each: another would be compiled anew
-def _attention(backend: SDPBackend | None) -> Callable[..., tuple[Tensor, None]]:
+def _attention(backend: str | None) -> Callable[..., tuple[Tensor, None]]:
     """What chooses the backend has to be in what is compiled."""
+    chosen = None if backend is None else getattr(SDPBackend, backend)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **settings: object
     ) -> tuple[Tensor, None]:
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding leaves FP32 under BF16 autocast
         grouped = query.shape[1] != key.shape[1]
-        with nullcontext() if backend is None else sdpa_kernel(backend):
+        with nullcontext() if chosen is None else sdpa_kernel(chosen):
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=settings.get("scaling"), enable_gqa=grouped
             )
