@@ -63,9 +63,9 @@ class Operands:
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
         self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
-        values = passes.launch_row_values(
+        values, self.zeros = passes.launch_row_values(
             call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)), *q, *k,
-            self.largest, BLOCK,
+            self.largest, BLOCK, 5000,
         )  # fmt: skip
         self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread = values
         self.do_t, self.q_t, self.k_t = passes.launch_float8(
@@ -130,6 +130,12 @@ def test_scales_are_the_emulators(operands):
             assert torch.equal(spread * power[:, :, None, None, None], operands.emulated.dq_scale)
         else:
             assert torch.equal(power, expected)
+
+
+def test_zeros_for_sums_of_dq(operands):
+    assert operands.zeros.dtype == torch.float16
+    assert operands.zeros.shape == (5000,)
+    assert (operands.zeros == 0).all()
 
 
 def test_row_values(operands):
@@ -229,8 +235,8 @@ def test_packed_passes_are_those_of_each_sequence(operands):
 
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
         largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
-        values = passes.launch_row_values(
-            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK
+        values, _ = passes.launch_row_values(
+            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK, 0
         )
         copies = passes.launch_float8(call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN)
         return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest

@@ -11,21 +11,29 @@ import triton.language as tl
 from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
 
+# Zeros that a program writes at a time.
+CLEARED = tl.constexpr(1024)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
 # The same of queries and keys.
-SIZES = [*NO_SPECIALIZE, "programs", "tokens_k", "total_k", "blocks_k"]
+SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k", "blocks_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, delta_parts, do_factor,
-    q_factor, spread, do_scaled, largest, do_b, do_h, do_t, o_b, o_h, o_t, q_b, q_h, q_t, k_b, k_h, k_t, heads,
-    heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr,
+    q_factor, spread, do_scaled, largest, zeros, share, do_b, do_h, do_t, o_b, o_h, o_t, q_b, q_h, q_t, k_b, k_h, k_t,
+    heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr,
     K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys."""
+    """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys.
+
+    zeros: int32, written for the next kernel to add to, ``share`` of them by each program, in whole steps of CLEARED.
+    """
+    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * share
+    for first in range(0, share, CLEARED):
+        tl.store(zeros + at + first + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if tl.program_id(1) < programs:
         row_values(
             do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, q_factor, spread,

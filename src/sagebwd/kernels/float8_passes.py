@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, pass_warps
-from sagebwd.kernels.float8 import DELTA_CHANNELS, finish_dq_kernel, float8_kernel, row_values_kernel
+from sagebwd.kernels.float8 import CLEARED, DELTA_CHANNELS, finish_dq_kernel, float8_kernel, row_values_kernel
 
 
 class RowValues(NamedTuple):
@@ -36,8 +37,10 @@ def launch_row_values(
     k_scale: Tensor,
     largest: Tensor,
     block: int,
-) -> RowValues:
-    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest."""
+    sums: int,
+) -> tuple[RowValues, Tensor]:
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest; and
+    ``sums`` FP16 zeros."""
     queries, keys = call.queries, call.keys
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
@@ -46,9 +49,13 @@ def launch_row_values(
         *queries.per_token(do.device, 3).unbind(),
     )
     programs = queries.batch * queries.heads
+    grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
+    steps = CLEARED.value * max(math.prod(grid), 1)
+    share = -(-sums // (2 * steps)) * CLEARED.value
+    zeros = torch.empty(share * max(math.prod(grid), 1), dtype=torch.int32, device=do.device)
     call.launch(
         row_values_kernel,
-        (max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads),
+        grid,
         do,
         o,
         lse,
@@ -68,6 +75,8 @@ def launch_row_values(
         out.spread,
         out.do_scaled,
         largest,
+        zeros,
+        share,
         *queries.strides(do),
         *queries.strides(o),
         *queries.strides(q),
@@ -84,7 +93,7 @@ def launch_row_values(
         K_TOKEN=call.recipe.k_scale == "token",
         **_shape(call, block),
     )
-    return out
+    return out, zeros.view(torch.float16)[:sums]
 
 
 def launch_float8(

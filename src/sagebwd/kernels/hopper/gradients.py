@@ -55,18 +55,13 @@ def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
     )  # fmt: skip
 
 
-def _zeros(
-    call: Call, block_q: int, deterministic: bool, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dQ^T's FP16 sums, bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to
-    each half of a block of dQ^T if they are to in order; in one piece, for one kernel to clear."""
-    keys = call.keys
-    blocks = call.queries.heads_in_all * call.queries.blocks(block_q)
-    sums, bits = blocks * block_q * call.head_dim // 2, keys.batch * keys.heads * 3
-    counts = blocks * CONSUMERS.value if deterministic else 0
-    zeros = torch.zeros(sums + bits + counts, dtype=torch.int32, device=device)
-    summed, largest, added = zeros.split((sums, bits, counts))
-    return summed.view(torch.float16), largest, added if deterministic else None
+def _zeros(call: Call, block_q: int, deterministic: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to each half of a block
+    of dQ^T if they are to in order; in one piece, for one kernel to clear."""
+    bits = call.keys.batch * call.keys.heads * 3
+    counts = call.queries.heads_in_all * call.queries.blocks(block_q) * CONSUMERS.value if deterministic else 0
+    largest, added = torch.zeros(bits + counts, dtype=torch.int32, device=device).split((bits, counts))
+    return largest, added if deterministic else None
 
 
 def float8_gradients(
@@ -89,9 +84,10 @@ def float8_gradients(
     # nothing is scaled a block of queries, which may so be another than the recipe's
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
-    summed, largest, added = _zeros(call, block_q, deterministic, do.device)
-    values = launch_row_values(
-        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q
+    largest, added = _zeros(call, block_q, deterministic, do.device)
+    sums = queries.heads_in_all * queries.blocks(block_q) * block_q * head_dim
+    values, summed = launch_row_values(
+        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q, sums
     )
     do_t, q_t, k_t = launch_float8(
         call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
