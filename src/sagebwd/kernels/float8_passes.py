@@ -50,9 +50,9 @@ def launch_row_values(
     )
     programs = queries.batch * queries.heads
     grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
-    steps = CLEARED.value * max(math.prod(grid), 1)
-    share = -(-sums // (2 * steps)) * CLEARED.value
-    zeros = torch.empty(share * max(math.prod(grid), 1), dtype=torch.int32, device=do.device)
+    clearing = max(math.prod(grid), 1)
+    share = -(-sums // (2 * CLEARED.value * clearing)) * CLEARED.value
+    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     call.launch(
         row_values_kernel,
         grid,
