@@ -63,11 +63,11 @@ class Operands:
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
         self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
-        values, self.zeros = passes.launch_row_values(
+        values = passes.launch_row_values(
             call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)), *q, *k,
-            self.largest, BLOCK, 5000,
+            self.largest, BLOCK,
         )  # fmt: skip
-        self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread = values
+        self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread, self.dq_sums = values
         self.do_t, self.q_t, self.k_t = passes.launch_float8(
             call, device(self.do), do_factor, q[0], q_factor, *k, self.largest, BLOCK, SPAN
         )
@@ -133,9 +133,9 @@ def test_scales_are_the_emulators(operands):
 
 
 def test_zeros_for_sums_of_dq(operands):
-    assert operands.zeros.dtype == torch.float16
-    assert operands.zeros.shape == (5000,)
-    assert (operands.zeros == 0).all()
+    assert operands.dq_sums.dtype == torch.float16
+    assert operands.dq_sums.shape == (BATCH * HEADS_K * GROUP * HEAD_DIM, 2 * BLOCK)
+    assert (operands.dq_sums == 0).all()
 
 
 def test_row_values(operands):
@@ -235,8 +235,8 @@ def test_packed_passes_are_those_of_each_sequence(operands):
 
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
         largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
-        values, _ = passes.launch_row_values(
-            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK, 0
+        values = passes.launch_row_values(
+            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK
         )
         copies = passes.launch_float8(call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN)
         return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
@@ -244,6 +244,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
     packed = run(
         operands.call._replace(queries=queries, keys=keys), do, o, q, k, lse, row_max, q_scale, k_scale, v_scale
     )
+    assert not packed[0].dq_sums.any()
     for number, (start, length) in enumerate(zip(starts, lengths)):
         largest = packed[2].view(len(lengths), HEADS_K, 3)[number]
         if length == 0:
@@ -257,6 +258,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
             *(x[:, start:end].contiguous() for x in (lse, row_max, q_scale, k_scale)), v_scale[number : number + 1],
         )  # fmt: skip
         assert torch.equal(largest, expected)
+        assert not values.dq_sums.any()  # of fewer than the programs' shares
         for name in ("do_factor", "q_factor", "spread"):
             assert torch.equal(getattr(packed[0], name)[:, start:end], getattr(values, name)[0])
         assert torch.equal(packed[0].do_scaled[start:end].transpose(0, 1), values.do_scaled[0])

@@ -13,7 +13,7 @@ from sagebwd.kernels.float8 import CLEARED, DELTA_CHANNELS, finish_dq_kernel, fl
 
 
 class RowValues(NamedTuple):
-    """What `row_values` writes of the queries; see there."""
+    """What `row_values_kernel` writes of the queries; see there. dq_sums: FP16 zeros, (heads * D, padded queries)."""
 
     planes: Tensor
     delta_parts: Tensor
@@ -21,6 +21,7 @@ class RowValues(NamedTuple):
     do_factor: Tensor
     q_factor: Tensor
     spread: Tensor
+    dq_sums: Tensor
 
 
 def launch_row_values(
@@ -37,22 +38,23 @@ def launch_row_values(
     k_scale: Tensor,
     largest: Tensor,
     block: int,
-    sums: int,
-) -> tuple[RowValues, Tensor]:
-    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest; and
-    ``sums`` FP16 zeros."""
+) -> RowValues:
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest."""
     queries, keys = call.queries, call.keys
+    programs = queries.batch * queries.heads
+    grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
+    # each program clears its share, of two a word, in whole steps
+    clearing = max(math.prod(grid), 1)
+    rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
+    share = -(-rows * columns // (2 * CLEARED.value * clearing)) * CLEARED.value
+    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
         queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device),
         queries.by_head(do),
         *queries.per_token(do.device, 3).unbind(),
+        zeros.view(torch.float16)[: rows * columns].view(rows, columns),
     )
-    programs = queries.batch * queries.heads
-    grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
-    clearing = max(math.prod(grid), 1)
-    share = -(-sums // (2 * CLEARED.value * clearing)) * CLEARED.value
-    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     call.launch(
         row_values_kernel,
         grid,
@@ -93,7 +95,7 @@ def launch_row_values(
         K_TOKEN=call.recipe.k_scale == "token",
         **_shape(call, block),
     )
-    return out, zeros.view(torch.float16)[:sums]
+    return out
 
 
 def launch_float8(

@@ -23,8 +23,8 @@ from sagebwd.recipe import Recipe
 
 SDPA = "sdpa"
 FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
-"""The attention.recipe that stand for torch's own full-precision scaled_dot_product_attention, by the backend that it
-takes of itself or by one of `torch.nn.attention.SDPBackend`."""
+"""Each attention.recipe that stands for torch's own full-precision scaled_dot_product_attention, and its backend in
+`torch.nn.attention.SDPBackend`; None: the one that torch takes of itself."""
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,8 @@ def float8_gradients(
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
     largest, added = _zeros(call, block_q, deterministic, do.device)
-    sums = queries.heads_in_all * queries.blocks(block_q) * block_q * head_dim
-    values, summed = launch_row_values(
-        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q, sums
+    values = launch_row_values(
+        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q
     )
     do_t, q_t, k_t = launch_float8(
         call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
@@ -113,7 +112,7 @@ def float8_gradients(
         transposed(do_t, head_dim, block_q),
         vectors(values.planes, 2 * block_q),
         matrix(values.delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(summed, queries.blocks(block_q) * block_q, (rows, rows)),
+        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
         matrix(dk, head_dim, (rows, head_dim)),
         matrix(dv, head_dim, (rows, head_dim)),
         k_scale,
@@ -136,7 +135,7 @@ def float8_gradients(
         **call.band,
         **chosen,
     )
-    launch_finish_dq(call, summed, values.spread, largest, dq, block_q)
+    launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, block_q)
     return dq, dk, dv
 
 
