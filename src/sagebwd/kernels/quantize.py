@@ -63,7 +63,7 @@ def quantize_kernel(
     x: rows. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own mean, subtracted and
     written. codes, smoothed: rows, contiguous. token_scale: one a token; padded_scale: the same, in whole blocks.
     block_scale: one a block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence".
-    transposed: INT8, see `tile`. column_sum: 127 times the sum of a block's codes, by column, exact in FP32; as int32
+    transposed: INT8, see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32; as int32
     ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
@@ -132,7 +132,7 @@ def quantize_kernel(
         # read again as it lies: of the codes themselves triton would make two, one a layout
         tl.debug_barrier()
         code = load_transposed(transposed, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
-        total = tl.sum(code.to(tl.int32), 0) * 127
+        total = tl.sum(code.to(tl.int32), 0) * 128
         if column_sum.dtype.element_ty == tl.int32:
             total += ROUND_BITS
         tl.store(

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.hopper.dkdv import load_queries, probabilities
-from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block
+from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block, store_dq
 from sagebwd.kernels.hopper.key_blocks import CONSUMERS, head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.hopper.tile import (
     DELTA_CHANNELS,
@@ -31,11 +31,12 @@ from sagebwd.kernels.hopper.tile import (
     delta_parts_weight,
     float8_scale,
     load_tile,
-    operand,
     operand_float8,
     padded_block,
     program_number,
     reinterpret,
+    result,
+    ring,
     sequence,
     store_transposed,
 )
@@ -107,7 +108,6 @@ def accumulate(
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory.index(CONSUMER)
-    k = k_memory.index(CONSUMER)
     v = v_memory.index(CONSUMER)
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
@@ -126,8 +126,8 @@ def accumulate(
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
         dv_acc = dk_acc
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
-        slot = (begun + turn) % SLOTS
-        mbarrier.wait(ds_empty.index(slot), (((begun + turn) // SLOTS) & 1) ^ 1)
+        slot, phase = ring(begun + turn, SLOTS)
+        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
         ds_memory.index(slot * CONSUMERS + CONSUMER).store(no_codes)
         fence_async_shared()
         barrier()
@@ -135,32 +135,35 @@ def accumulate(
         k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
         k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
         mbarrier.wait(keys_full, turn & 1)
+        k = k_memory.index(CONSUMER)
         if BLOCK_D == 64:
-            # where registers are left, tensor cores need not read it from shared memory again and again
+            # as registers are left: tensor cores need not read it from shared memory again and again
             k_t = (
                 k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
                 k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
             )
         else:
             k_t = k_t_low, k_t_high
+            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
         place_before = -1
-        stage = begun % STAGES
-        mbarrier.wait(full.index(stage * 3), (begun // STAGES) & 1, pred=begin < end)
+        stage, phase = ring(begun, STAGES)
+        mbarrier.wait(full.index(stage * 3), phase, pred=begin < end)
         s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        for head in range(group):
+        # one head alone is no loop
+        heads = group if GROUPED else 1
+        for head in range(heads):
             row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
             ahead = begun - begin
             for i in range(begin, end):
                 step = i + ahead
                 block = step + turn
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                before = block % SLOTS
-                slot = (block + 1) % SLOTS
+                stage, phase = ring(step, STAGES)
+                before, phase_before = ring(block, SLOTS)
+                slot, phase_slot = ring(block + 1, SLOTS)
                 rows = rows_memory.index(stage)
                 # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
                 to_row = row
@@ -194,28 +197,28 @@ def accumulate(
                     if not whole:
                         # what lies past the end need not be finite
                         ds = gl.where(p == 0, 0.0, ds)
-                ds_float8 = ds.to(gl.float8e4nv)
-                mbarrier.wait(ds_empty.index(slot), (((block + 1) // SLOTS) & 1) ^ 1)
-                store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), ds_float8)
+                ds_codes = operand_float8(ds, OPERAND)
+                mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
+                store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(ds_full.index(slot), count=1)
-                ds_codes = operand(ds_float8, OPERAND)
                 mbarrier.wait(full.index(stage * 3 + 2), phase)
                 dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
                 dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
-                mbarrier.wait(ds_full.index(before), (block // SLOTS) & 1)
+                mbarrier.wait(ds_full.index(before), phase_before)
                 dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                following = (step + 1) % STAGES
-                more = (i + 1 < end) | (head + 1 < group)
-                mbarrier.wait(full.index(following * 3), ((step + 1) // STAGES) & 1, pred=more)
-                q = q_memory.index(following).permute((1, 0))
-                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-                dv_acc, dk_acc, dq = warpgroup_mma_wait(1, deps=[dv_acc, dk_acc, dq])
+                dv_acc, dk_acc, dq = warpgroup_mma_wait(0, deps=[dv_acc, dk_acc, dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
-                dq_column = column + to_block * BLOCK_Q
-                add_dq(dq_desc, dq_part, dq * sum_scale, to_row, dq_column, added, place, rank, count, place_before)
+                store_dq(dq_part, dq * sum_scale, added, place_before)
+                # not before: dQ's registers are needed
+                following, phase_following = ring(step + 1, STAGES)
+                more = (i + 1 < end) | (head + 1 < heads)
+                mbarrier.wait(full.index(following * 3), phase_following, pred=more)
+                q = q_memory.index(following).permute((1, 0))
+                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, place, rank, count)
                 place_before = place
             last_row = row
             begun += end - begin
@@ -225,8 +228,8 @@ def accumulate(
         dv_unit = float8_scale(gl.load(unit))
         dk_unit = float8_scale(gl.load(unit + 1)) * scale
         s = warpgroup_mma_wait(0, deps=[s])
-        slot = (begun + turn) % SLOTS
-        mbarrier.wait(ds_full.index(slot), ((begun + turn) // SLOTS) & 1)
+        slot, phase = ring(begun + turn, SLOTS)
+        mbarrier.wait(ds_full.index(slot), phase)
         dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
@@ -236,8 +239,8 @@ def accumulate(
             HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
         )  # fmt: skip
         place = gl.where(begin < end, place, -1)
-        dq_column = column + end * BLOCK_Q
-        add_dq(dq_desc, dq_part, dq * sum_scale, last_row, dq_column, added, place, rank, count, place_before)
+        store_dq(dq_part, dq * sum_scale, added, place_before)
+        add_dq(dq_desc, dq_part, last_row, column + end * BLOCK_Q, added, place, rank, count)
         if added is not None:
             count_added(added, place)
 

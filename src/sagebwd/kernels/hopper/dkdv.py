@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels.hopper.tile import (
     LOG2_E,
-    ROUND,
     ROWS,
     TINY,
     block_range,
@@ -136,8 +135,8 @@ def partial_product(codes, copy, first: gl.constexpr, no_part):
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    shared, CONSUMER: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys."""
     memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale = shared
@@ -169,8 +168,10 @@ def accumulate(
     v_high = k_low
     mbarrier.wait(keys_full, 0)
     step = 0
-    for head in range(heads[0], heads[1]):
-        z = z_q + head
+    # one head alone is no loop; at head_dim 128 ptxas spills without one
+    MANY: gl.constexpr = GROUPED or BLOCK_D == 2 * HALF
+    for head in range(heads[0] if MANY else 0, heads[1] if MANY else 1):
+        z = z_q + (head if MANY else heads[0])
         for i in range(begin, begin + count):
             stage = step % STAGES
             block_scale = gl.load(do_scale + z * blocks_q + block_0 + i)
@@ -187,7 +188,7 @@ def accumulate(
             )  # fmt: skip
             # the largest's bits: NaN wins
             p_max = gl.max(p.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-            p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1) + ROUND, OPERAND)
+            p_codes = operand_codes(p * gl.expand_dims(127.0 / gl.maximum(p_max, TINY), 1), OPERAND)
             # each wait also ends a basic block: ptxas would load the next step's row values early, and spill
             mbarrier.wait(full.index(stage * 3 + 1), phase)
             dp = warpgroup_mma(v_memory.index(CONSUMER), do, no_dp, use_acc=False, is_async=True)
@@ -198,7 +199,7 @@ def accumulate(
             if key_mask is not None:
                 ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
             ds_max = gl.max(gl.abs(ds), 1)
-            ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1) + ROUND, OPERAND)
+            ds_codes = operand_codes(ds * gl.expand_dims(127.0 / gl.maximum(ds_max, TINY), 1), OPERAND)
             # a NaN in any query's lse or delta shows in P, and must in dK
             k_weight = gl.convert_layout(ds_max * (1 / 127.0) + p_max * 0, ROW_OUT, assert_trivial=True)
             v_weight = gl.convert_layout(p_max * (1 / 127.0) * block_scale, ROW_OUT, assert_trivial=True)
@@ -252,8 +253,9 @@ def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, key_mask, dk, dv,
     cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
     dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, GROUPED: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 keys of one key head, summed over the query heads that share it. BLOCK_Q is the recipe's.
 
@@ -323,8 +325,8 @@ def dkdv_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
             ],
             [4, 1],
@@ -333,9 +335,9 @@ def dkdv_kernel(
     else:
         gl.warp_specialize(
             [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
-                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+                (accumulate, (shared, 2, GROUPED, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
                 (load, (operands, STAGES, CONSUMERS, BLOCK_Q, BLOCK_D)),
             ],
             [4, 4, 1],

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels.hopper.tile import (
     LOG2_E,
-    ROUND,
     ROWS,
     TINY,
     block_range,
@@ -175,11 +174,11 @@ def accumulate(
             top = gl.maximum(top, gl.max(gl.abs(next_ds), 1))
         inverse = gl.expand_dims(127.0 / gl.maximum(top, TINY), 1)
         k_t = k_t_memory.index(stage * PIECES)
-        codes = operand_codes(ds * inverse + ROUND, OPERAND)
+        codes = operand_codes(ds * inverse, OPERAND)
         part = warpgroup_mma(codes, k_t.permute((1, 0)), no_part, use_acc=False, is_async=True)
         if PIECES == 2:
             k_t = k_t_memory.index(stage * PIECES + 1)
-            codes = operand_codes(next_ds * inverse + ROUND, OPERAND)
+            codes = operand_codes(next_ds * inverse, OPERAND)
             part = warpgroup_mma(codes, k_t.permute((1, 0)), part, is_async=True)
         weight = gl.convert_layout(top * (1 / 127.0) + poison, ROW_OUT)
         mbarrier.wait(full.index(following), ((step + 1) // STAGES) & 1, pred=step + 1 < count)

@@ -40,19 +40,24 @@ def place_rank_and_count(
 
 
 @gluon.jit
-def add_dq(dq_desc, memory, dq, row, column, added, place, rank, count, place_before):
-    """Hand a block of dQ^T to TMA, once it has read the last one.
-
-    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them,
-    of which ``count`` had when last asked. None: in any order. A place under 0 is that of zeros, which may come at any
-    time.
-    """
+def store_dq(memory, dq, added, place_before):
+    """Leave a block of dQ^T for `add_dq`, once TMA has read, or where blocks are counted written, the one before."""
     if added is None:
         tma.store_wait(0)
         barrier()
     else:
         count_added(added, place_before)
     memory.store(dq.to(memory.dtype))
+
+
+@gluon.jit
+def add_dq(dq_desc, memory, row, column, added, place, rank, count):
+    """Hand a block of dQ^T to TMA.
+
+    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them,
+    of which ``count`` had when last asked. None: in any order. A place under 0 is that of zeros, which may come at any
+    time.
+    """
     fence_async_shared()
     barrier()
     if added is not None:  # noqa: SIM102 (one is of compile time)

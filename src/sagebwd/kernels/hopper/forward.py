@@ -168,8 +168,6 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     LOG2_LEVELS: gl.constexpr = 7.988684686772166 if LEVELS == 254 else 6.988684686772166
-    # 254 levels are held as code - 127
-    SHIFT: gl.constexpr = ROUND - 127.0 if LEVELS == 254 else ROUND
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
     q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max = pointers
@@ -190,6 +188,10 @@ def attend(
     no_output = gl.zeros([ROWS, BLOCK_D], gl.int32, O_LAYOUT)
     mbarrier.wait(q_full, 0)
     for masked in gl.static_range(2):
+        q = q_memory
+        if BLOCK_D == 128 and (masked == 0 or not HAS_UPPER):
+            # where registers are left, tensor cores need not read it from shared memory again and again
+            q = q_memory.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         for step in range(whole if masked else 0, steps if masked else whole):
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -198,8 +200,8 @@ def attend(
             mbarrier.wait(k_full.index(stage), phase)
             k_low = k_memory.index(stage).slice(0, HALF, 0).permute((1, 0))
             k_high = k_memory.index(stage).slice(HALF, HALF, 0).permute((1, 0))
-            s_low = warpgroup_mma(q_memory, k_low, no_scores, use_acc=False, is_async=True)
-            s_high = warpgroup_mma(q_memory, k_high, no_scores, use_acc=False, is_async=True)
+            s_low = warpgroup_mma(q, k_low, no_scores, use_acc=False, is_async=True)
+            s_high = warpgroup_mma(q, k_high, no_scores, use_acc=False, is_async=True)
             s_scale = row_scale
             scale_low = row_scale
             scale_high = row_scale
@@ -237,17 +239,17 @@ def attend(
             m = m_new
             total = rows_together(gl.sum(low_a + high_a, 2), gl.sum(low_b + high_b, 2), ROW)
             l = l * decay + total * weight
-            # P is there times the levels, so that rounding is one addition
-            codes = operand_codes(rows_together(low_a + SHIFT, low_b + SHIFT, S_LAYOUT), P_LAYOUT)
+            # P is there times the levels
+            codes = operand_codes(rows_together(low_a, low_b, S_LAYOUT), P_LAYOUT, LEVELS)
             v_low = v_memory.index(stage * 2).permute((1, 0))
             v_high = v_memory.index(stage * 2 + 1).permute((1, 0))
             if LEVELS == 254:
-                # 127 times the column sums of V's codes, + ROUND's bits: the sum comes out as an fp32 + ROUND
+                # 128 times the column sums of V's codes, + ROUND's bits: the sum comes out as an fp32 + ROUND
                 start = no_output + v_sum_memory.index(stage).load(O_LAYOUT)
                 part = warpgroup_mma(codes, v_low, start, is_async=True)
             else:
                 part = warpgroup_mma(codes, v_low, no_output, use_acc=False, is_async=True)
-            codes = operand_codes(rows_together(high_a + SHIFT, high_b + SHIFT, S_LAYOUT), P_LAYOUT)
+            codes = operand_codes(rows_together(high_a, high_b, S_LAYOUT), P_LAYOUT, LEVELS)
             part = warpgroup_mma(codes, v_high, part, is_async=True)
             if not V_SEQUENCE:
                 weight *= gl.load(v_scale + block_k + block)

@@ -180,6 +180,7 @@ def int8_gradients(
         *_of_keys(call, operands, dk, block_q),
         grid,
         scale=call.scale,
+        GROUPED=call.group > 1,
         BLOCK_Q=block_q,
         **options,
         **chosen,

@@ -28,6 +28,20 @@ TINY = gl.constexpr(tile.TINY.value)
 ROWS = gl.constexpr(64)
 
 
+# Four FP32 to the four bytes of a register: two instructions, where to round and then to gather takes six.
+_ROUNDED = "".join(f"cvt.rni.s32.f32 {x}, ${n}; " for n, x in enumerate("abcd", 1))
+_PACKED = (
+    "{{ .reg .s32 a, b, c, d; .reg .b32 high, all; {0} cvt.pack.sat.{1}.s32.b32 high, d, c, 0; "
+    "cvt.pack.sat.{1}.s32.b32 all, b, a, high; {2} }}"
+)
+PACKED_CODES = gl.constexpr(_PACKED.format(_ROUNDED, "s8", "mov.b32 $0, all;"))
+PACKED_LEVELS = gl.constexpr(_PACKED.format(_ROUNDED, "u8", "xor.b32 $0, all, 0x80808080;"))
+PACKED_FLOAT8 = gl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
+
+
 @gluon.jit
 def program_number(after):
     """The program's number, read anew once ``after`` is known.
@@ -35,6 +49,15 @@ def program_number(after):
     What a kernel needs at its end it may so make of it there, in registers that its loop had none of.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ring(step, COUNT: gl.constexpr):
+    """Which of COUNT places a step has that take turns, and the parity of its round."""
+    if COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions
+        return step & 1, (step >> 1) & 1
+    else:
+        return step % COUNT, (step // COUNT) & 1
 
 
 @gluon.jit
@@ -66,24 +89,36 @@ def inside_band(
 
 
 @gluon.jit
-def operand(codes, LAYOUT: gl.constexpr):
-    """8-bit results as the operand of the next product: the same registers under other names."""
-    M: gl.constexpr = codes.shape[0]
-    N: gl.constexpr = codes.shape[1]
-    codes = codes.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
-    return gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+def operand(x, LAYOUT: gl.constexpr):
+    """Results as an 8-bit operand of the next product: the same registers under other names."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def operand_codes(x, LAYOUT: gl.constexpr):
-    """Integers + ROUND as an INT8 operand."""
-    return operand(x.to(gl.int32, bitcast=True).to(gl.int8), LAYOUT)
+def result(x, LAYOUT: gl.constexpr):
+    """An 8-bit operand as the results that `operand` made it of."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([M, N // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def operand_codes(x, LAYOUT: gl.constexpr, LEVELS: gl.constexpr = 127):
+    """x rounded, half to even, as an INT8 operand; of 254 levels, from 0 on, less 128."""
+    PACKED: gl.constexpr = PACKED_LEVELS if LEVELS == 254 else PACKED_CODES
+    return gl.inline_asm_elementwise(PACKED, "=r,f,f,f,f", [operand(x, LAYOUT)], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
 def operand_float8(x, LAYOUT: gl.constexpr):
     """e4m3 of x, saturated, as an operand."""
-    return operand(x.to(gl.float8e4nv), LAYOUT)
+    return gl.inline_asm_elementwise(
+        PACKED_FLOAT8, "=r,f,f,f,f", [operand(x, LAYOUT)], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
 
 
 @gluon.jit

@@ -108,7 +108,7 @@ def forward_kernel(
     """One block of queries of one head.
 
     q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks,
-    D), k_exact (rows) and k_mean put back what Q-smoothing took from S. v_sum: 127 times the column sums of V's codes,
+    D), k_exact (rows) and k_mean put back what Q-smoothing took from S. v_sum: 128 times the column sums of V's codes,
     where P has 254 levels. BLOCK_K is the recipe's. TMA: k and v are descriptors.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -226,9 +226,9 @@ def forward_kernel(
                     LEVELS: tl.constexpr = 127.0
                     part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
                 else:
-                    # sum of (code - 127) V, and 127 times V's sum; a masked key's -127 and 127 cancel
+                    # sum of (code - 128) V, and 128 times V's sum; a masked key's -128 and 128 cancel
                     LEVELS: tl.constexpr = 254.0
-                    part = tl.dot(interleave(to_int8(p * 254.0 - 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+                    part = tl.dot(interleave(to_int8(p * 254.0 - 128.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
                     part += column_sum[None, :]
                 if V_SCALE == "sequence":
                     acc = acc * decay[:, None] + part * (weight * (1 / LEVELS))[:, None]
