@@ -63,8 +63,8 @@ class Recipe:
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
-    - ``p_levels``: steps of P in forward, 127, or 254: codes 0 to 254, held in INT8 as code - 127; the product is put
-      right by 127 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
+    - ``p_levels``: steps of P in forward, 127, or 254: codes 0 to 254, held in INT8 as code - 128; the product is put
+      right by 128 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
       addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
