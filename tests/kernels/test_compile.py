@@ -74,7 +74,7 @@ def test_hopper_forward(recipe, head_dim):
     assert row["spills"] <= (allowed if head_dim == 64 else 0), row
     assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"
     instructions, cycles = row["loops"][0]
-    assert instructions <= cycles <= 2.5 * instructions, "what ptxas waits for in the loop over whole blocks"
+    assert instructions <= cycles <= 2.2 * instructions, "what ptxas waits for in the loop over whole blocks"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -116,5 +116,5 @@ def test_hopper_backward_in_fp8(head_dim):
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
         # at head_dim 128 registers are saved around a masked block; in order, a count is held through the step too
-        allowed = {(64, False): 0, (64, True): 8, (128, False): 80, (128, True): 100}
+        allowed = {(64, False): 0, (64, True): 8, (128, False): 40, (128, True): 100}
         assert row["spills"] <= allowed[head_dim, row["deterministic"]], row
