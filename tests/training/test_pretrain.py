@@ -77,8 +77,16 @@ def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, monkeypatch, recip
         pretrain.run(config, tmp_path / "broken")
     monkeypatch.undo()
     assert [path.name for path in pretrain.checkpoints(tmp_path / "broken")] == ["checkpoint-2", "checkpoint-4"]
+    before = {
+        line["step"]: line["seconds"] for line in pretrain.read_metrics(tmp_path / "broken") if "seconds" in line
+    }
     pretrain.run(config, tmp_path / "broken", resume=True)
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+    after = {line["step"]: line["seconds"] for line in pretrain.read_metrics(tmp_path / "broken") if "seconds" in line}
+    assert after[4] == before[4], "of the first part"
+    result = json.loads((tmp_path / "broken" / "result.json").read_text())
+    assert result["seconds"] == after[8] > before[4]
+    assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["seconds"])
 
 
 def test_accumulation_does_not_change_the_loss(tiny, tmp_path):

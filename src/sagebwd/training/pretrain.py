@@ -96,20 +96,19 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     trainer.remove_callback(transformers.PrinterCallback)
     record.trainer = trainer
     monitor = _monitor(config, held_out, trainer)
-    start = time.monotonic()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except TrainingStopped as stopped:
             if processes.is_first():
-                result = _result(config, output, trainer, time.monotonic() - start, monitor)
+                result = _result(config, output, trainer, monitor)
                 write_whole(output / DIVERGED, json.dumps({**result, "diverged": str(stopped)}, indent=1))
             raise
     weights = sharding.whole_weights(model, keep=processes.is_first())
     if processes.is_first():
         model.save_pretrained(output / "model", state_dict=weights)
-        result = _result(config, output, trainer, time.monotonic() - start, monitor)
+        result = _result(config, output, trainer, monitor)
         write_whole(output / RESULT, json.dumps(result, indent=1))
 
 
@@ -341,15 +340,14 @@ def _not_finite(what: str, step: int, output: Path) -> str:
     )
 
 
-def _result(
-    config: Config, output: Path, trainer: Trainer, seconds: float, monitor: AttentionMonitor | None
-) -> dict[str, object]:
+def _result(config: Config, output: Path, trainer: Trainer, monitor: AttentionMonitor | None) -> dict[str, object]:
     lines = read_metrics(output)
     losses = [line["loss"] for line in lines if "loss" in line and math.isfinite(line["loss"])]
     evaluations = [line for line in lines if "held_out_loss" in line]
     last = losses[-max(1, len(losses) // 10) :]
     tokens = trainer.state.global_step * config.optimisation.tokens_per_step
-    trained = [line for line in lines if "seconds" in line]
+    # of every part of a run that was resumed, evaluations and checks not counted
+    seconds = max((line["seconds"] for line in lines if "seconds" in line), default=0.0)
     return {
         "digest": config.digest(),
         "held_out_loss": evaluations[-1]["held_out_loss"] if evaluations else None,
@@ -360,7 +358,7 @@ def _result(
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "parameters_held": sum(weight.numel() for weight in sharding.held(trainer.model.parameters())),
         "seconds": seconds,
-        "tokens_per_s": tokens / trained[-1]["seconds"] if trained and trained[-1]["seconds"] else 0.0,
+        "tokens_per_s": tokens / seconds if seconds else 0.0,
         "monitor": None if monitor is None else monitor.summary(),
         "environment": environment(),
     }
