@@ -1,4 +1,4 @@
-"""dQ on Hopper in Gluon: a warp loads by TMA, warpgroups of 64 queries each share what it loads, and recompute P."""
+"""dQ on Hopper in Gluon: a warp loads by TMA, two warpgroups of 64 queries share what it loads, and recompute P."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.hopper.tile import (
+    CONSUMERS,
     LOG2_E,
     ROWS,
     TINY,
@@ -28,9 +29,7 @@ PIECE = gl.constexpr(64)
 
 
 @gluon.jit
-def load(
-    operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr
-):  # fmt: skip
+def load(operands, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr):
     """The loading warp: the queries' Q and dO once, then K, V, K's transposed copy and scales of each key block."""
     descriptors, memory, queries_full, full, empty, place, steps = operands
     q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc = descriptors
@@ -206,7 +205,7 @@ def dq_kernel(
     q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t, heads, group,
     tokens_q, tokens_k, blocks_q, blocks_k, grid, lower, upper, scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """CONSUMERS blocks of 64 queries of one head. BLOCK_K is the recipe's.
 
@@ -222,8 +221,6 @@ def dq_kernel(
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     SPAN: gl.constexpr = CONSUMERS * ROWS
-    # shared memory comes in powers of two
-    SLOTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     first_q = block_q * SPAN
     if first_q >= length_q:
         return
@@ -252,8 +249,8 @@ def dq_kernel(
     pointers = (row_values, key_mask, dq)
 
     PIECES: gl.constexpr = BLOCK_K // PIECE
-    q_memory = gl.allocate_shared_memory(gl.int8, [SLOTS, ROWS, BLOCK_D], q_desc.layout)
-    do_memory = gl.allocate_shared_memory(do_desc.dtype, [SLOTS, ROWS, BLOCK_D], do_desc.layout)
+    q_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], q_desc.layout)
+    do_memory = gl.allocate_shared_memory(do_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], do_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_K, BLOCK_D], k_desc.layout)
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_K, BLOCK_D], v_desc.layout)
     k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [STAGES * PIECES, BLOCK_D, PIECE], k_t_desc.layout)
@@ -272,24 +269,12 @@ def dq_kernel(
     memory = (q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory)
     shared = (memory, queries_full, full, empty, pointers, steps, sizes, scale)
     operands = (descriptors, memory, queries_full, full, empty, place, steps)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
-                (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
-                (accumulate, (shared, 2, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
-                (load, (operands, STAGES, CONSUMERS, BLOCK_K, BLOCK_D)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
+            (accumulate, (shared, 1, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),
+            (load, (operands, STAGES, BLOCK_K, BLOCK_D)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

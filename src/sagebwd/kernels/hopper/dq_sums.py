@@ -4,8 +4,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from sagebwd.kernels.hopper.key_blocks import CONSUMERS
-from sagebwd.kernels.hopper.tile import ROWS, add_tile, barrier, block_range, reinterpret, store_tile, writes_done
+from sagebwd.kernels.hopper.tile import (
+    CONSUMERS,
+    ROWS,
+    add_tile,
+    barrier,
+    block_range,
+    reinterpret,
+    store_tile,
+    writes_done,
+)
 
 
 @gluon.jit

@@ -13,9 +13,8 @@ from sagebwd.kernels.hopper.backward import backward_kernel
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.dkdv import dkdv_kernel
 from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
-from sagebwd.kernels.hopper.key_blocks import CONSUMERS
 from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
-from sagebwd.kernels.hopper.tile import DELTA_CHANNELS, ROWS
+from sagebwd.kernels.hopper.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.passes import launch_grad_out, launch_transpose
 
 CONTIGUOUS = torch.contiguous_format
@@ -187,7 +186,7 @@ def int8_gradients(
     )
 
     chosen = DQ[head_dim]
-    grid = queries.grid(chosen["CONSUMERS"] * rows)
+    grid = queries.grid(CONSUMERS.value * rows)
     call.launch(
         dq_kernel,
         (grid * queries.batch * queries.heads,),

@@ -3,10 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.hopper.tile import ROWS, sequence
-
-# Warpgroups of a program, each with as many keys of a block.
-CONSUMERS = gl.constexpr(2)
+from sagebwd.kernels.hopper.tile import CONSUMERS, ROWS, sequence
 
 
 @gluon.jit

@@ -20,8 +20,9 @@ FORWARD_16BIT = {
     128: {"CONSUMERS": 2, "STAGES": 2, "BLOCK_K": 128, **_TWO},
 }
 DKDV = {64: {"CONSUMERS": 3, "STAGES": 4, **_THREE}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
-DQ = {64: {"CONSUMERS": 2, "STAGES": 3, **_TWO}, 128: {"CONSUMERS": 2, "STAGES": 2, **_TWO}}
-# One kernel for dQ, dK and dV, always of two warpgroups.
+# The others always have two warpgroups.
+DQ = {64: {"STAGES": 3, **_TWO}, 128: {"STAGES": 2, **_TWO}}
+# One kernel for dQ, dK and dV.
 # IN_TURN: whether a program takes several blocks of keys one after the other (`backward_turns`).
 BACKWARD = {
     64: {"STAGES": 3, "BLOCK_Q": 128, "IN_TURN": True, **_TWO},

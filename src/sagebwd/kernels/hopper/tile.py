@@ -26,6 +26,8 @@ ROUND = gl.constexpr(tile.ROUND.value)
 TINY = gl.constexpr(tile.TINY.value)
 # Rows of a warpgroup's product.
 ROWS = gl.constexpr(64)
+# Computing warpgroups of a program, where it is no parameter.
+CONSUMERS = gl.constexpr(2)
 
 
 # Four FP32 to the four bytes of a register: two instructions, where to round and then to gather takes six.
