@@ -243,6 +243,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
          "optimisation.steps=100000", "--output", str(tmp_path / "run")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 300
     while not list((tmp_path / "run").glob("checkpoint-*/complete")) and time.monotonic() < deadline:
