@@ -12,6 +12,7 @@ sequence = gluon.jit(tile.sequence.fn)
 padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
+interleave = gluon.jit(tile.interleave.fn)
 float8_scale = gluon.jit(float8.float8_scale.fn)
 delta_parts_weight = gluon.jit(float8.delta_parts_weight.fn)
 DELTA_CHANNELS = gl.constexpr(float8.DELTA_CHANNELS.value)
@@ -93,10 +94,7 @@ def inside_band(
 @gluon.jit
 def operand(x, LAYOUT: gl.constexpr):
     """Results as an 8-bit operand of the next product: the same registers under other names."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    x = x.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    return gl.convert_layout(interleave(x), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
