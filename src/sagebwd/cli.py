@@ -17,7 +17,7 @@ try:
     from rich.table import Table
 
     from sagebwd import cli_bench, cli_finetune
-    from sagebwd.terminal import console, errors, interruptible, quiet
+    from sagebwd.terminal import console, errors, interruptible, progress, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; install it with: pip install 'sagebwd[train]'")
 
@@ -130,11 +130,11 @@ def gaussian(
     biased = kind == "bias-and-sink"
     recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token"])
     sigmas = sigma or ([1.0, 3.0] if biased else list(study.PAPER_TABLE_1))
-    with console.status("starting") as status:
+    with progress() as tell:
         rows = study.measure(
             recipes, sigmas, kind=kind, tokens=tokens or (2048 if biased else 4096),
             head_dim=head_dim or (64 if biased else 128), seeds=seeds or (8 if biased else 1), is_causal=causal,
-            impl=impl, device=device, progress=status.update,
+            impl=impl, device=device, progress=tell,
         )  # fmt: skip
     published = "first simulation" if biased else "published"
     table = Table(title=f"{kind} inputs: cosine / relative L2 against FP64; in grey the {published} figures")
@@ -197,7 +197,7 @@ def trace(
     chosen_layers, chosen_heads = _indices("layers", layers), _indices("heads", heads)
     if (model is None) == (load is None):
         raise ValueError("give one of --model FOLDER and --load FILE")
-    with console.status("starting") as status:
+    with progress() as tell:
         if load is not None:
             captured = [call.select(chosen_heads) for call in capture.load(load, chosen_layers, device)]
         else:
@@ -206,7 +206,7 @@ def trace(
             )
         if save is not None:
             capture.save(captured, save)
-        rows = study.measure(captured, recipes, attribute=attribute, progress=status.update)
+        rows = study.measure(captured, recipes, attribute=attribute, progress=tell)
     shown = study.means(rows)
     count = captured[0].q.shape[2]
     for table in tables.trace(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sagebwd.terminal import console, quiet
+from sagebwd.terminal import console, progress, quiet
 
 
 def bench(
@@ -122,18 +122,20 @@ def bench_training(
     chosen = load(config, setting).replace({"optimisation.compile": compiled})
     processes.join()
     console.quiet = not processes.is_first()
+    facts = benchmark.facts(device, commit, chosen)
+    name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
     rows: list[benchmark.Step] = []
     for tokens in context or [chosen.data.context]:
-        with console.status("starting") as status:
+        with progress() as tell:
             measured = benchmark.measure(
                 chosen.replace({"data.context": tokens}), contenders, batch=batch, vocabulary=vocabulary,
-                device=device, steps=steps, warmup=warmup, progress=status.update,
+                device=device, steps=steps, warmup=warmup,
+                progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"),
             )  # fmt: skip
         rows += measured
         console.print(benchmark.table(measured))
-    if processes.is_first():
-        name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
-        console.print(f"wrote {save(rows, benchmark.facts(device, commit, chosen), output, name)}")
+        if processes.is_first():  # anew with every context: one that is cut off has what it measured
+            console.print(f"wrote {save(rows, facts, output, name)}")
     processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -12,6 +12,16 @@ from rich.console import Console
 WIDTH = None if sys.stdout.isatty() else 140
 console = Console(width=WIDTH)
 errors = Console(stderr=True, width=WIDTH)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], object]]:
+    """Says what runs: one line that changes on a terminal; elsewhere, as in a log, lines on standard error."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda text: None if console.quiet else errors.print(text, markup=False, highlight=False)
 
 
 @contextmanager

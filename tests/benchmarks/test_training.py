@@ -157,7 +157,9 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
-    assert "token@reference" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "token@reference" in printed.out
+    assert "context 32, token@reference: step 1 of 1\n" in printed.err  # no terminal: a line for each
     (path,) = tmp_path.glob("training_cpu_*_abc.json")
     content = json.loads(path.read_text())
     assert [(row["attention"], row["context"]) for row in content["rows"]] == [
@@ -165,6 +167,28 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     ]  # fmt: skip
     assert content["model"]["layers"] == 1
     assert content["commit"] == "abc"
+
+
+def test_a_context_that_fails_loses_no_other(monkeypatch, tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    measured = bench.measure
+
+    def out_of_memory(config, *arguments, **keywords):
+        if config.data.context == 32:
+            raise torch.OutOfMemoryError("too long")
+        return measured(config, *arguments, **keywords)
+
+    monkeypatch.setattr(bench, "measure", out_of_memory)
+    arguments = (
+        f"bench-training --config {config} --device cpu --no-compile --batch 1 --context 16 --context 32 --steps 1 "
+        f"--warmup 1 --attention sdpa --vocabulary 20 --output {tmp_path} --commit abc"
+    )
+    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
+    with pytest.raises(torch.OutOfMemoryError):
+        cli.main()
+    (path,) = tmp_path.glob("training_cpu_*_abc.json")
+    assert [row["context"] for row in json.loads(path.read_text())["rows"]] == [16]
 
 
 @pytest.mark.parametrize(
