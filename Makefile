@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := src tests examples
 
-.PHONY: demo test test-gpu fuzz-gpu package bench lint format clean
+.PHONY: demo test test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test-gpu:
 
 fuzz-gpu:
 	PYTHONPATH=src $(PYTHON) -m tests.fuzz --cases 1000
+
+# compute-sanitizer's memcheck and racecheck over fuzz cases, on a Hopper GPU
+sanitize-gpu:
+	PYTHONPATH=src $(PYTHON) -m tests.sanitize
 
 bench:
 	PYTHONPATH=src $(PYTHON) -m sagebwd.cli bench

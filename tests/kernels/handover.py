@@ -1,0 +1,32 @@
+"""A kernel with partitions and nothing of its own in shared memory: what racecheck reports of triton's hand-over.
+
+`compute-sanitizer --tool racecheck python -m tests.kernels.handover`, on a Hopper GPU; `tests.sanitize` runs it too.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def store(out, value, PARTITION: gl.constexpr):
+    """One value to a place of each partition's own."""
+    gl.store(out + PARTITION, value)
+
+
+@gluon.jit
+def handover_kernel(out, first, second):
+    """Three partitions; each is handed the pointer and a number."""
+    place = out + gl.program_id(0) * 3
+    gl.warp_specialize(
+        [(store, (place, first, 0)), (store, (place, second, 1)), (store, (place, first + second, 2))],
+        [4, 1],
+        [24, 24],
+    )
+
+
+if __name__ == "__main__":
+    out = torch.zeros(64, 3, dtype=torch.int32, device="cuda")
+    handover_kernel[(64,)](out, 3, 5, num_warps=4)
+    assert out.tolist() == [[3, 5, 8]] * 64
+    print("1 passed")

@@ -1,0 +1,162 @@
+"""memcheck and racecheck of Hopper's kernels over fuzz cases: `python -m tests.sanitize` (make sanitize-gpu).
+
+A case of every group of seeds, as the seeds of a group share their kernels, runs under compute-sanitizer in a process
+of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck finds anything, racecheck
+anything that is not triton's own hand-over, or a case fails.
+
+Racecheck does not see the order of named barriers. Through shared memory and such barriers triton hands partitions
+their number and the values that they use, which it therefore reports in any kernel with partitions, at the kernel's
+`def` or its `gl.warp_specialize`; `python -m tests.kernels.handover` is a kernel that has nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz import GROUP
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "src/sagebwd/kernels"
+_ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
+_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One process: a tool and a fuzz case, or the kernel of `tests.kernels.handover`."""
+
+    tool: str
+    recipe: str | None
+    seed: int = 0
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        if self.recipe is None:
+            return f"{self.tool}, hand-over alone"
+        return f"{self.tool}, {self.recipe}{' deterministic' if self.deterministic else ''}, seed {self.seed}"
+
+    def command(self, longest: int) -> list[str]:
+        filters = [part for name in kernel_names() for part in ("--kernel-name", f"kns={name}")]
+        run = ["-m", "tests.kernels.handover"]
+        if self.recipe is not None:
+            run = ["-m", "tests.fuzz", "--first", str(self.seed), "--cases", "1", "--longest", str(longest)]
+            run += ["--impl", "hopper", "--recipe", self.recipe, "--processes", "1"]
+        sanitizer = ["compute-sanitizer", "--tool", self.tool, "--target-processes", "all", "--print-limit", "2000"]
+        return [*sanitizer, *filters, sys.executable, *run]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check's output amounts to: how many reports are triton's hand-over, and what is wrong, if anything."""
+
+    handovers: int
+    problem: str | None
+
+
+def kernel_names() -> list[str]:
+    """The names of the package's kernels, and of the one that does nothing but hand over."""
+    sources = [*KERNELS.rglob("*.py"), ROOT / "tests/kernels/handover.py"]
+    return sorted({name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)})
+
+
+def handover_lines(path: Path) -> set[int]:
+    """Lines of a file at which triton's hand-over is reported: of the kernels with partitions, `def` and the call."""
+    lines: set[int] = set()
+    for kernel in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(kernel, ast.FunctionDef):
+            continue
+        calls = [one for one in kernel.body if "warp_specialize" in ast.dump(one)]
+        if calls:
+            lines.add(kernel.lineno)
+        for call in calls:
+            lines.update(range(call.lineno, call.end_lineno + 1))
+    return lines
+
+
+def races(text: str) -> Iterator[list[tuple[str, str, int]]]:
+    """(kernel, file, line) of the accesses of each report of racecheck."""
+    for report in text.split("Race reported between")[1:]:
+        yield [(kernel, file, int(line)) for kernel, file, line in _ACCESS.findall(report)]
+
+
+def judge(text: str, code: int, allowed: dict[str, set[int]]) -> Finding:
+    """What a process printed. allowed: lines of hand-over, by file name."""
+    found = _SUMMARY.search(text)
+    if found is None:
+        return Finding(0, f"no summary, exit code {code}: {text.strip()[-300:]}")
+    handovers, others = 0, []
+    for accesses in races(text):
+        if len(accesses) > 1 and all(line in allowed.get(file, ()) for _, file, line in accesses):
+            handovers += 1
+        else:
+            others.append(", ".join(f"{kernel} {file}:{line}" for kernel, file, line in accesses) or "no source line")
+    reported = int(found[1] or found[2] or 0)
+    if others:
+        return Finding(handovers, f"{len(others)} races: {'; '.join(others)}")
+    if reported > handovers:
+        return Finding(handovers, f"{reported - handovers} errors: {text.strip()[:600]}")
+    if code:
+        return Finding(handovers, f"exit code {code}: {text.strip()[-300:]}")
+    return Finding(handovers, None)
+
+
+def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
+    """Both tools: on hand-over alone, ``token_fp8`` at all seeds, ``token`` and the deterministic mode at a few."""
+    found = []
+    for tool in ("racecheck", "memcheck"):
+        found += [Check(tool, None), *(Check(tool, "token_fp8", seed) for seed in seeds)]
+        found += [Check(tool, "token_fp8", seed, deterministic=True) for seed in few]
+        found += [Check(tool, "token", seed) for seed in few]
+    return found
+
+
+def run(check: Check, longest: int, timeout: float) -> Finding:
+    """Run one check; compiled kernels are shared with the others."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment["SAGEBWD_DETERMINISTIC"] = str(int(check.deterministic))
+    try:
+        finished = subprocess.run(
+            check.command(longest), cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            errors="replace", timeout=timeout,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Finding(0, f"not done after {timeout:.0f} s; --timeout gives it more")
+    allowed = {path.name: handover_lines(path) for path in (KERNELS / "hopper").glob("*.py")}
+    allowed["handover.py"] = handover_lines(ROOT / "tests/kernels/handover.py")
+    return judge(finished.stdout + finished.stderr, finished.returncode, allowed)
+
+
+def main() -> int:
+    """Run the checks; exit code 1 where any found something."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=20, help="groups of fuzz seeds, a case of each")
+    parser.add_argument("--longest", type=int, default=300, help="longest sequence, in tokens")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one check may take")
+    arguments = parser.parse_args()
+    seeds = [group * GROUP + 1 for group in range(arguments.groups)]
+    wanted = checks(seeds, seeds[::4])
+    problems, handovers = 0, 0
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        tasks = {pool.submit(run, check, arguments.longest, arguments.timeout): check for check in wanted}
+        for done, task in enumerate(as_completed(tasks), 1):
+            finding = task.result()
+            problems += finding.problem is not None
+            handovers += finding.handovers
+            note = f" ({finding.handovers} reports of triton's hand-over)" if finding.handovers else ""
+            print(f"{done}/{len(tasks)} {tasks[task]}: {finding.problem or 'clean'}{note}", flush=True)
+    print(f"{len(wanted) - problems} clean, {problems} not; {handovers} reports of triton's hand-over to partitions")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

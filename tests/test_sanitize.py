@@ -1,0 +1,80 @@
+"""What `tests.sanitize` makes of the sanitizers' output; the sanitizers themselves need a GPU."""
+
+import pytest
+
+from tests import sanitize
+
+DKDV = sanitize.KERNELS / "hopper/dkdv.py"
+CLEAN = (
+    "========= COMPUTE-SANITIZER\n1/1 cases, 0 failed, 33 s\n1 passed, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
+)
+
+
+def line(text: str, path=DKDV) -> int:
+    """Number of the only line that begins so."""
+    (found,) = [i for i, one in enumerate(path.read_text().splitlines(), 1) if one.startswith(text)]
+    return found
+
+
+def race(*accesses: tuple[str, int]) -> str:
+    """A report as compute-sanitizer 2025.3 prints it."""
+    (kind, first), *others = accesses
+    text = f"========= Error: Race reported between {kind} access at dkdv_kernel+0x1e0 in dkdv.py:{first}\n"
+    for kind, other in others:
+        text += f"=========     and {kind} access at dkdv_kernel+0xdef0 in dkdv.py:{other} [5 hazards]\n"
+    return text + "========= \n"
+
+
+def racecheck(*reports: str) -> str:
+    many = f"{len(reports)} hazards displayed ({len(reports)} errors, 0 warnings)"
+    return "".join(reports) + f"1 passed, 0 failed\n========= RACECHECK SUMMARY: {many}\n"
+
+
+ALLOWED = {"dkdv.py": sanitize.handover_lines(DKDV)}
+KERNEL, CALL = line("def dkdv_kernel("), line("    if CONSUMERS == 2:")
+HANDOVER = race(("Read", KERNEL), ("Write", KERNEL), ("Write", CALL))
+
+
+def test_hand_over_is_at_the_kernel_and_where_it_starts_partitions():
+    assert {KERNEL, CALL} <= ALLOWED["dkdv.py"]
+    assert line("def accumulate(") not in ALLOWED["dkdv.py"]
+    assert line("    fence_async_shared()") not in ALLOWED["dkdv.py"]
+    assert sanitize.handover_lines(sanitize.KERNELS / "hopper/tile.py") == set()
+
+
+def test_clean_and_handed_over():
+    assert sanitize.judge(CLEAN, 0, ALLOWED) == sanitize.Finding(0, None)
+    assert sanitize.judge(racecheck(HANDOVER, HANDOVER), 0, ALLOWED) == sanitize.Finding(2, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "problem"),
+    [
+        (racecheck(HANDOVER, race(("Read", line("def accumulate(") + 30), ("Write", KERNEL))), 0, "1 races: dkdv"),
+        (racecheck(race(("Read", KERNEL))), 0, "1 races"),
+        (racecheck("========= Error: Race reported between Read access at dkdv_kernel+0x1e0\n"), 0, "no source line"),
+        (CLEAN.replace("0 errors", "3 errors"), 0, "3 errors"),
+        (CLEAN.replace("1 passed, 0 failed", "0 passed, 1 failed"), 1, "exit code 1"),
+        ("compute-sanitizer: not found", 127, "no summary, exit code 127"),
+    ],
+    ids=["ours", "one end", "no line", "memory", "wrong", "no tool"],
+)  # fmt: skip
+def test_anything_else_is_a_finding(text, code, problem):
+    assert problem in sanitize.judge(text, code, ALLOWED).problem
+
+
+def test_every_kernel_is_checked_in_both_tools():
+    assert {"backward_kernel", "dkdv_kernel", "dq_kernel", "forward_kernel", "handover_kernel"} <= set(
+        sanitize.kernel_names()
+    )
+    made = sanitize.checks([1, 26], [1])
+    for tool in ("memcheck", "racecheck"):
+        ours = [check for check in made if check.tool == tool]
+        assert [(check.recipe, check.seed, check.deterministic) for check in ours] == [
+            (None, 0, False), ("token_fp8", 1, False), ("token_fp8", 26, False), ("token_fp8", 1, True),
+            ("token", 1, False),
+        ]  # fmt: skip
+    command = made[1].command(300)
+    assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert "kns=backward_kernel" in command
+    assert command[-6:] == ["--impl", "hopper", "--recipe", "token_fp8", "--processes", "1"]
