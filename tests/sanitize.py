@@ -15,6 +15,7 @@ import argparse
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -143,6 +144,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one check may take")
     arguments = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     seeds = [group * GROUP + 1 for group in range(arguments.groups)]
     wanted = checks(seeds, seeds[::4])
     problems, handovers = 0, 0
