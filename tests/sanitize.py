@@ -4,9 +4,10 @@ A case of every group of seeds, as the seeds of a group share their kernels, run
 of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck finds anything, racecheck
 anything that is not triton's own hand-over, or a case fails.
 
-Racecheck does not see the order of named barriers. Through shared memory and such barriers triton hands partitions
-their number and the values that they use, which it therefore reports in any kernel with partitions, at the kernel's
-`def` or its `gl.warp_specialize`; `python -m tests.kernels.handover` is a kernel that has nothing else.
+Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
+whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
+`tests.kernels.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
+`def` or its `gl.warp_specialize`; docs/kernels.md has the proof from machine code that those are ordered.
 """
 
 from __future__ import annotations

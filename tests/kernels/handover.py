@@ -1,4 +1,4 @@
-"""A kernel with partitions and nothing of its own in shared memory: what racecheck reports of triton's hand-over.
+"""A kernel with partitions and nothing of its own in shared memory: triton's hand-over alone, for racecheck.
 
 `compute-sanitizer --tool racecheck python -m tests.kernels.handover`, on a Hopper GPU; `tests.sanitize` runs it too.
 """
