@@ -28,6 +28,7 @@ from tests.fuzz import GROUP
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src/sagebwd/kernels"
+HANDOVER = ROOT / "tests/kernels/handover.py"
 _ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed")
 
@@ -46,8 +47,8 @@ class Check:
             return f"{self.tool}, hand-over alone"
         return f"{self.tool}, {self.recipe}{' deterministic' if self.deterministic else ''}, seed {self.seed}"
 
-    def command(self, longest: int) -> list[str]:
-        filters = [part for name in kernel_names() for part in ("--kernel-name", f"kns={name}")]
+    def command(self, longest: int, kernels: Sequence[str]) -> list[str]:
+        filters = [part for name in kernels for part in ("--kernel-name", f"kns={name}")]
         run = ["-m", "tests.kernels.handover"]
         if self.recipe is not None:
             run = ["-m", "tests.fuzz", "--first", str(self.seed), "--cases", "1", "--longest", str(longest)]
@@ -66,7 +67,7 @@ class Finding:
 
 def kernel_names() -> list[str]:
     """The names of the package's kernels, and of the one that does nothing but hand over."""
-    sources = [*KERNELS.rglob("*.py"), ROOT / "tests/kernels/handover.py"]
+    sources = [*KERNELS.rglob("*.py"), HANDOVER]
     return sorted({name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)})
 
 
@@ -121,19 +122,17 @@ def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
     return found
 
 
-def run(check: Check, longest: int, timeout: float) -> Finding:
+def run(check: Check, command: Sequence[str], timeout: float, allowed: dict[str, set[int]]) -> Finding:
     """Run one check; compiled kernels are shared with the others."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment["SAGEBWD_DETERMINISTIC"] = str(int(check.deterministic))
     try:
         finished = subprocess.run(
-            check.command(longest), cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
             errors="replace", timeout=timeout,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Finding(0, f"not done after {timeout:.0f} s; --timeout gives it more")
-    allowed = {path.name: handover_lines(path) for path in (KERNELS / "hopper").glob("*.py")}
-    allowed["handover.py"] = handover_lines(ROOT / "tests/kernels/handover.py")
     return judge(finished.stdout + finished.stderr, finished.returncode, allowed)
 
 
@@ -148,10 +147,14 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     seeds = [group * GROUP + 1 for group in range(arguments.groups)]
-    wanted = checks(seeds, seeds[::4])
+    wanted, kernels = checks(seeds, seeds[::4]), kernel_names()
+    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "hopper").glob("*.py"), HANDOVER)}
     problems, handovers = 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
-        tasks = {pool.submit(run, check, arguments.longest, arguments.timeout): check for check in wanted}
+        tasks = {
+            pool.submit(run, check, check.command(arguments.longest, kernels), arguments.timeout, allowed): check
+            for check in wanted
+        }
         for done, task in enumerate(as_completed(tasks), 1):
             finding = task.result()
             problems += finding.problem is not None

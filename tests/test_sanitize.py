@@ -10,9 +10,9 @@ CLEAN = (
 )
 
 
-def line(text: str, path=DKDV) -> int:
-    """Number of the only line that begins so."""
-    (found,) = [i for i, one in enumerate(path.read_text().splitlines(), 1) if one.startswith(text)]
+def line(text: str) -> int:
+    """Number of the only line of dkdv.py that begins so."""
+    (found,) = [i for i, one in enumerate(DKDV.read_text().splitlines(), 1) if one.startswith(text)]
     return found
 
 
@@ -74,7 +74,7 @@ def test_every_kernel_is_checked_in_both_tools():
             (None, 0, False), ("token_fp8", 1, False), ("token_fp8", 26, False), ("token_fp8", 1, True),
             ("token", 1, False),
         ]  # fmt: skip
-    command = made[1].command(300)
+    command = made[1].command(300, sanitize.kernel_names())
     assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert "kns=backward_kernel" in command
     assert command[-6:] == ["--impl", "hopper", "--recipe", "token_fp8", "--processes", "1"]

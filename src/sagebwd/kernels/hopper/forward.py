@@ -26,6 +26,7 @@ from sagebwd.kernels.hopper.tile import (
     load_tile,
     operand_codes,
     padded_block,
+    ring,
     sequence,
     visible,
 )
@@ -88,9 +89,8 @@ def load(
     load_tile(q_desc, [row_q, column_q], q_full, q_memory)
     for step in range(blocks[3]):
         block = block_at(step, blocks)
-        stage = step % STAGES
-        free = ((step // STAGES) & 1) ^ 1
-        mbarrier.wait(empty.index(stage), free)
+        stage, phase = ring(step, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), K_BYTES)
         load_tile(k_desc, [row_k + block * BLOCK_K, column_k], k_full.index(stage), k_memory.index(stage))
         if K_TOKEN:
@@ -193,8 +193,7 @@ def attend(
             # where registers are left, tensor cores need not read it from shared memory again and again
             q = q_memory.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         for step in range(whole if masked else 0, steps if masked else whole):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
+            stage, phase = ring(step, STAGES)
             block = block_at(step, blocks)
             first_k = block * BLOCK_K
             mbarrier.wait(k_full.index(stage), phase)
