@@ -1,8 +1,8 @@
 """Facts of the machine code of every shipped kernel, and the committed table of them that CI compares.
 
 A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `machine_code.json` holds, for each
-version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to. A change to it is
-a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
+version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to. A change to it
+is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
 (`test_machine_code.py` asks for both).
 
     python -m tests.kernels.machine_code            prints what differs from the table

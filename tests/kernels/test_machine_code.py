@@ -37,8 +37,8 @@ def test_kernels_are_those_of_the_table(version, family, call):
     assert not lines, (
         "machine code changed:\n"
         + "\n".join(lines)
-        + "\nIf it was meant to: `python -m tests.kernels.machine_code --write` with each triton, commit, `sagebwd bench` "
-        "of that commit on a GPU, and name the results file in the table's `timed`"
+        + "\nIf it was meant to: `python -m tests.kernels.machine_code --write` with each triton, commit, `sagebwd "
+        "bench` of that commit on a GPU, and name the results file in the table's `timed`"
     )
 
 
