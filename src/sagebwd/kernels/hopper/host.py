@@ -121,7 +121,7 @@ def _forward(
     grid = queries.grid((1 if o_int8 else chosen["CONSUMERS"]) * ROWS.value)
     q_desc = matrix(q_pass.codes, q_columns, (ROWS.value, head_dim))
     k_desc = matrix(k_pass.codes, k_columns, (step, head_dim))
-    k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale == "token" else None
+    k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale != "block" else None
     out = key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k
     sizes = (
         *queries.strides(o), queries.heads, queries.heads // keys.heads, queries.tokens, keys.tokens, queries.total,
@@ -129,7 +129,7 @@ def _forward(
     )  # fmt: skip
     options = {
         "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
-        "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
+        "VARLEN": packed, "K_TOKEN": recipe.k_scale != "block", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
         **chosen,
     }  # fmt: skip
     programs = grid * queries.batch * queries.heads
