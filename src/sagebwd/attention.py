@@ -38,7 +38,8 @@ def sage_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
-            ``impl="reference"``. head_dim up to 256. Any strides.
+            ``impl="reference"``. head_dim up to 256. Any strides; kernels copy a view whose last one is not 1 or that
+            begins at no multiple of 16 bytes.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device.
         attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts.
         dropout_p: 0.

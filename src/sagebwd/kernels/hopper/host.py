@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import Call, Packing, capability, contiguous, contiguous_rows
+from sagebwd.kernels.call import Call, Packing, aligned_rows, capability, contiguous
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
@@ -74,7 +74,7 @@ def forward(
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
     if capability(q.device) != 90:
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {q.device}")
-    q, k, v, key_mask = *map(contiguous_rows, (q, k, v)), contiguous(key_mask)
+    q, k, v, key_mask = *map(aligned_rows, (q, k, v)), contiguous(key_mask)
     return repeat(
         _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
@@ -215,7 +215,7 @@ def backward(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             recipe, deterministic,
         )  # fmt: skip
-    do, v, o = map(contiguous_rows, (do, v, o))
+    do, v, o, q_int8, k_int8 = map(aligned_rows, (do, v, o, q_int8, k_int8))
     dlse, key_mask = contiguous(dlse), contiguous(key_mask)
     return repeat(
         _backward, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, key_mask, cu_seqlens_q,

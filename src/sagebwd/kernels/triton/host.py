@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, Packing, SmoothQ, capability, contiguous, contiguous_rows
+from sagebwd.kernels.call import Call, Packing, SmoothQ, aligned_rows, capability, contiguous
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import (
     Quantized,
@@ -56,7 +56,7 @@ def forward(
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
-    q, k, v, key_mask = *map(contiguous_rows, (q, k, v)), contiguous(key_mask)
+    q, k, v, key_mask = *map(aligned_rows, (q, k, v)), contiguous(key_mask)
     return repeat(
         _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
@@ -162,7 +162,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
-    do, q, k, v, o = map(contiguous_rows, (do, q, k, v, o))
+    do, q, k, v, o, q_int8, k_int8 = map(aligned_rows, (do, q, k, v, o, q_int8, k_int8))
     dlse, key_mask = contiguous(dlse), contiguous(key_mask)
     return repeat(
         _backward, do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,
