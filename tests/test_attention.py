@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
 from sagebwd.metrics import relative_l2
+from sagebwd.switches import current as current_switches
 from tests.inputs import draw
 
 FULL = {"recipe": "full", "impl": "reference"}
@@ -254,14 +255,12 @@ def test_switches_change_the_recipe_and_nothing_else():
     assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do), token))
 
 
-def test_switch_from_the_environment(monkeypatch):
-    from sagebwd.switches import _read_environment
-
-    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "1")
-    assert _read_environment("deterministic")
-    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "yes")
-    with pytest.raises(ValueError, match="SAGEBWD_DETERMINISTIC='yes'"):
-        _read_environment("deterministic")
+@pytest.mark.parametrize("name", ["disabled", "backward_16bit", "deterministic"])
+@pytest.mark.parametrize("value", ["yes", 1, 0])
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(TypeError, match=f"{name}={value!r} must be True, False or None"), switches(**{name: value}):
+        pass
+    assert not getattr(current_switches, name)
 
 
 # What is refused: (change to a good call, error, text in the message)
