@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sagebwd import ops, sage_attention
+from sagebwd import recipe as recipe_module
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from sagebwd.switches import switches
@@ -202,6 +203,15 @@ def test_unsupported_says_why():
     assert "s=" in hopper.unsupported(token.replace(s="16bit"), 64, torch.bfloat16)
     assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
+
+
+def test_another_number_of_levels_is_refused(monkeypatch):
+    """Issue 22: kernels took any number over 127 for 254, or under it for 127."""
+    monkeypatch.setattr(recipe_module, "P_LEVELS", (127, 200, 254))
+    recipe = Recipe.named("token").replace(p_levels=200)
+    for impl in ("hopper", "triton"):
+        with pytest.raises(NotImplementedError, match="p_levels=200 is not one of 127, 254"):
+            ops.check_supported(impl, recipe, 64, torch.bfloat16)
 
 
 def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> host.Call:

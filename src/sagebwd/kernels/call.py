@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sagebwd.kernels.launches import Launch, launch
 from sagebwd.recipe import Recipe
 
+# Steps of P (`Recipe.p_levels`) that forward kernels compute; any other value would get the numbers of one of these.
+P_LEVELS = (127, 254)
 # Addresses and strides that TMA reads from are multiples of so many bytes.
 TMA_BYTES = 16
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import Call, Packing, aligned_rows, capability, contiguous
+from sagebwd.kernels.call import P_LEVELS, Call, Packing, aligned_rows, capability, contiguous
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
@@ -39,6 +39,8 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"{dtype} is neither bfloat16 nor float16"
     if recipe.block_k not in BLOCK_SIZES:
         return f"block_k={recipe.block_k} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+    if recipe.p_levels not in P_LEVELS:
+        return f"p_levels={recipe.p_levels} is not one of {', '.join(map(str, P_LEVELS))}"
     if recipe.v_scale == "channel":
         return "v_scale='channel' is not one of block, sequence"
     if recipe.smooth_q:
@@ -137,7 +139,7 @@ def _forward(
         levels = recipe.p_levels
         v_pass = launch_quantize(
             v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
-            transposed=True, column_sum=torch.int32 if levels > 127 else None, launch=launch,
+            transposed=True, column_sum=torch.int32 if levels == 254 else None, launch=launch,
         )  # fmt: skip
         launch(
             forward_kernel,
@@ -146,7 +148,7 @@ def _forward(
             k_desc,
             transposed(v_pass.transposed, head_dim, block_k // 2),
             k_scale_desc,
-            vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
+            vectors(v_pass.column_sum, head_dim) if levels == 254 else None,
             q_pass.token_scale,
             k_pass.padded_scale,
             v_scale if sequence else v_pass.block_scale,

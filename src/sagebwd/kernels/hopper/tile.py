@@ -108,6 +108,7 @@ def result(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def operand_codes(x, LAYOUT: gl.constexpr, LEVELS: gl.constexpr = 127):
     """x rounded, half to even, as an INT8 operand; of 254 levels, from 0 on, less 128."""
+    gl.static_assert(LEVELS == 127 or LEVELS == 254)
     PACKED: gl.constexpr = PACKED_LEVELS if LEVELS == 254 else PACKED_CODES
     return gl.inline_asm_elementwise(PACKED, "=r,f,f,f,f", [operand(x, LAYOUT)], dtype=gl.int8, is_pure=True, pack=4)
 

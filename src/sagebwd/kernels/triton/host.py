@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, Packing, SmoothQ, aligned_rows, capability, contiguous
+from sagebwd.kernels.call import P_LEVELS, Call, Packing, SmoothQ, aligned_rows, capability, contiguous
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import (
     Quantized,
@@ -34,9 +34,9 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"head_dim {head_dim} is over 256"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype} is neither bfloat16 nor float16"
-    for name in ("block_q", "block_k"):
-        if getattr(recipe, name) not in BLOCK_SIZES:
-            return f"{name}={getattr(recipe, name)} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+    for name, computed in (("block_q", BLOCK_SIZES), ("block_k", BLOCK_SIZES), ("p_levels", P_LEVELS)):
+        if getattr(recipe, name) not in computed:
+            return f"{name}={getattr(recipe, name)} is not one of {', '.join(map(str, computed))}"
     return None
 
 
@@ -109,7 +109,7 @@ def _forward(
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
-            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels > 127 else None,
+            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
             smoothed=v_smoothed, launch=launch,
         )  # fmt: skip
 
