@@ -47,10 +47,12 @@ def sage_attention(
         scale: softmax scale; 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
-        recipe: a name ("token", "paper", "full"), a text such as "token(smooth_v=False)", or a Recipe.
+        recipe: a name (of `sagebwd.RECIPES`: "token", "token_fp8", "paper", "full" and others), a text such as
+            "token(smooth_v=False)", or a Recipe.
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
-            never falls back.
+            that lacks the call raises. "hopper" is one family in forward; of recipes that it has no gradients for,
+            such as "paper", backward runs Triton's kernels, to the same recipe. `sagebwd doctor` says whose.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:

@@ -205,6 +205,18 @@ def test_unsupported_says_why():
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
 
 
+@pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
+def test_whose_backward_runs_is_told(recipe, monkeypatch):
+    ran = []
+    monkeypatch.setattr(host.triton, "backward", lambda *_: ran.append("triton"))
+    monkeypatch.setattr(host, "repeat", lambda *_: ran.append("hopper"))
+    parsed = Recipe.parse(recipe)
+    hopper.backward(*(None,) * 23, parsed, False)
+    assert ran == [ops.backward_family("hopper", parsed)]
+    assert ran == ["hopper" if recipe in ("token", "token_fp8") else "triton"]
+    assert ops.backward_family("triton", parsed) == "triton"
+
+
 def test_another_number_of_levels_is_refused(monkeypatch):
     """Issue 22: kernels took any number over 127 for 254, or under it for 127."""
     monkeypatch.setattr(recipe_module, "P_LEVELS", (127, 200, 254))

@@ -23,7 +23,7 @@ HEAD_DIMS = (64, 128)
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
 
-# Which recipes these kernels have a backward for; others run Triton's, on the same saved tensors.
+# Which recipes these kernels have a backward for.
 INT8_BACKWARD = {
     **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
     "ds_scale_dk": "key", "block_q": 64,
@@ -32,7 +32,7 @@ FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot run a call, or None; the GPU is asked for by `available`."""
+    """Why these kernels cannot run a call, or None; whether the GPU is one of theirs, `forward` asks."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -52,6 +52,11 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
     return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
+
+
+def has_backward(recipe: Recipe) -> bool:
+    """Whether backward runs these kernels; of other recipes it runs Triton's, on the same saved tensors."""
+    return recipe.dv == FP8 or _has(recipe, INT8_BACKWARD)
 
 
 def _has(recipe: Recipe, fields: dict[str, object]) -> bool:
@@ -211,7 +216,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``deterministic``."""
-    if recipe.dv != FP8 and not _has(recipe, INT8_BACKWARD):
+    if not has_backward(recipe):
         return triton.backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
