@@ -1,7 +1,7 @@
-"""dK and dV on Hopper in Gluon: a warp loads by TMA, two warpgroups hold 64 keys each and share what it loads.
+"""dK and dV on Hopper in Gluon: a warp loads by TMA, two warpgroups (three at head_dim 64) of 64 keys share it.
 
 Each warpgroup meets every query block that sees its keys, recomputes S^T and dP^T, and hands P^T and dS^T to the next
-products in the registers they came in. The two drift apart, so that one's tensor cores work while the other scales.
+products in the registers they came in. They drift apart, so that one's tensor cores work while another scales.
 """
 
 from triton.experimental import gluon
