@@ -219,6 +219,15 @@ variants:
         (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
         (("gaussian", "--kind", "uniform"), "kind='uniform' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
+        (("doctor", "--device", "tpu"), "device='tpu' is not known; accepted: cpu, cuda, cuda:N"),
+        (("gaussian", "--device", "tpu"), "device='tpu' is not known"),
+        (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
+        (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
+        (("bench", "--device", "tpu"), "device='tpu' is not known"),
+        (("bench", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
+        (("bench", "--device", "cpu", "--head-dim", "100"), "head_dim=100 is not of the grid; accepted: 64, 128"),
+        (("gaussian", "--impl", "fast"), "impl='fast' is not known"),
+        (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):

@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from sagebwd.hardware import command_output, flops, peak_rates
+from sagebwd.hardware import check_device, command_output, flops, peak_rates
 
 
 def test_flops_by_hand():
@@ -27,3 +28,18 @@ def test_a_command_that_is_missing_or_fails_is_none():
     assert command_output("echo", "here") == "here"
     assert command_output("no-such-command-at-all") is None
     assert command_output("false") is None
+
+
+def test_devices(monkeypatch):
+    for count, refused in (
+        (0, "'cuda': torch sees no GPU"),
+        (2, "'cuda:2': torch sees 2 of them; .* cuda:0 to cuda:1"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        for device in ("cpu", "cuda", "cuda:1")[: 1 + count]:
+            check_device(device)
+        with pytest.raises(ValueError, match=f"device={refused}"):
+            check_device("cuda:2" if count else "cuda")
+        for device in ("tpu", "cuda:", "cuda:x", "CPU", ""):
+            with pytest.raises(ValueError, match=f"device='{device}' is not known; accepted: cpu, cuda, cuda:N"):
+                check_device(device)

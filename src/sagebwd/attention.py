@@ -153,8 +153,7 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
     Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
     the implementation lacks, each naming the way out.
     """
-    if impl is not None and impl not in ops.IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, ops.IMPLEMENTATIONS))}")
+    ops.check_known(impl)
     chosen = impl or (ops.FASTEST if query.device.type == "cuda" else "reference")
     dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
     if query.dtype not in dtypes:

@@ -126,7 +126,11 @@ def gaussian(
 ) -> None:
     """Error of recipes on random inputs, beside the paper's Table 1."""
     from sagebwd.analysis import gaussian as study
+    from sagebwd.hardware import check_device
+    from sagebwd.ops import check_known
 
+    check_device(device)
+    check_known(impl)
     biased = kind == "bias-and-sink"
     recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token"])
     sigmas = sigma or ([1.0, 3.0] if biased else list(study.PAPER_TABLE_1))
@@ -257,11 +261,13 @@ def doctor(
     import torch
 
     from sagebwd import doctor as examination
+    from sagebwd.hardware import check_device
     from sagebwd.recipe import Recipe
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False)
     parsed = Recipe.parse(recipe)

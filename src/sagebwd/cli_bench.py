@@ -33,10 +33,16 @@ def bench(
     from sagebwd.benchmarks import attention as benchmark
     from sagebwd.benchmarks.plot import plot_attention
     from sagebwd.benchmarks.results import environment, save, save_csv
+    from sagebwd.hardware import check_device
+    from sagebwd.ops import check_known
     from sagebwd.recipe import Recipe
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    check_device(device)
+    for name in impl or ():
+        check_known(name)
+    for size in head_dim or ():
+        if size not in (64, 128):
+            raise ValueError(f"head_dim={size} is not of the grid; accepted: 64, 128")
     recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
     if not impl:
         impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
@@ -107,16 +113,14 @@ def bench_training(
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
     """Speed and memory of a model's training steps, one attention beside another; under torchrun, of N processes."""
-    import torch
-
     quiet()
     from sagebwd.benchmarks import training as benchmark
     from sagebwd.benchmarks.results import save
+    from sagebwd.hardware import check_device
     from sagebwd.training import processes
     from sagebwd.training.config import load
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU; run on one, or try the command out with --device cpu")
+    check_device(device)
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
     contenders = [benchmark.Contender.parse(name, device) for name in names]
     chosen = load(config, setting).replace({"optimisation.compile": compiled})

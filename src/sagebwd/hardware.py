@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 
+import torch
+
 from sagebwd.band import Band
 
 BACKWARD_RATIO = 2.5
@@ -55,6 +57,20 @@ def flops(
         raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(factors)}")
     pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
     return 4.0 * batch * heads * head_dim * pairs * factors[direction]
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError unless it names a CPU, or a CUDA device that torch sees."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or device == kind):
+        raise ValueError(f"device={device!r} is not known; accepted: cpu, cuda, cuda:N")
+    count = torch.cuda.device_count()
+    if kind == "cuda" and count == 0:
+        raise ValueError(f"device={device!r}: torch sees no GPU; accepted here: cpu")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ValueError(
+            f"device={device!r}: torch sees {count} of them; accepted here: cpu, cuda:0 to cuda:{count - 1}"
+        )
 
 
 def peak_rates(device_name: str) -> PeakRates | None:

@@ -55,6 +55,12 @@ def implementation(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
+def check_known(impl: str | None) -> None:
+    """Raises ValueError for the name of no implementation; None is the fastest."""
+    if impl is not None and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, IMPLEMENTATIONS))}")
+
+
 def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
     """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton"."""
     if _is_hopper(device) and implementation("hopper").unsupported(recipe, head_dim, dtype) is None:

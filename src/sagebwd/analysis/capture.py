@@ -32,6 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from sagebwd.band import Band
+from sagebwd.hardware import check_device
 
 NAME = "sagebwd_capture"
 TENSORS = ("q", "k", "v", "do")
@@ -274,8 +275,7 @@ def capture_text(
     Raises ValueError as `capture`, `load_model` and `encode` do, for fewer tokens in the text than asked for, and for
     a device that is not there.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: torch sees no GPU; accepted here: cpu")
+    check_device(device)
     transformers.utils.logging.disable_progress_bar()
     model = load_model(model_path, device)
     ids = encode(model_path, Path(text or SAMPLE_TEXT).read_text(encoding="utf-8"))
