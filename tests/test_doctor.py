@@ -11,6 +11,13 @@ def test_facts_name_versions_and_gpu():
     assert any(name.startswith("GPU") for name in facts)
 
 
+def test_facts_name_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET" not in doctor.facts()
+
+
 def test_answers_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named("token"))}

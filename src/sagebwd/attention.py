@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -57,8 +58,8 @@ def sage_attention(
 
     Returns:
         The output, (batch, heads, tokens, head_dim) in query's dtype (autocast's under autocast); with
-        ``return_lse`` also (batch, heads, tokens) in FP32, natural log. Both are differentiable. A query that sees
-        no key gives zeros, lse -inf and zero gradients.
+        ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. Both are
+        differentiable. A query that sees no key gives zeros, lse -inf and zero gradients.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
@@ -157,10 +158,9 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
     chosen = impl or (ops.FASTEST if query.device.type == "cuda" else "reference")
     dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
     if query.dtype not in dtypes:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(
-            f"query: dtype {str(query.dtype).removeprefix('torch.')} is not supported by impl={chosen!r}; accepted: "
-            f"{accepted}. Run under torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
+            f"query: dtype {_names([query.dtype])} is not supported by impl={chosen!r}; accepted: "
+            f"{_names(dtypes)}. Run under torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
         )
     if chosen == "hopper" and query.device.type != "cuda":
         raise ValueError(
@@ -177,6 +177,10 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
             chosen = ops.fastest(recipe, query.shape[-1], query.dtype, query.device)
         ops.check_supported(chosen, recipe, query.shape[-1], query.dtype)
     return chosen
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _settings(
@@ -238,7 +242,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int, layout:
         if tensor.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in REFERENCE_DTYPES:
-            raise TypeError(f"{name}: dtype {tensor.dtype} is not supported; accepted: bfloat16, float16")
+            raise TypeError(f"{name}: dtype {tensor.dtype} is not supported; accepted: {_names(REFERENCE_DTYPES)}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
         if tensor.device != query.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ def facts() -> dict[str, str]:
         "triton": triton_version,
         "CUDA (torch)": torch.version.cuda or "none: this torch is built for CPUs",
     }
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"
     if not torch.cuda.is_available():
         return found | {"GPU": "none that torch can see"}
     for index in range(torch.cuda.device_count()):

@@ -1,6 +1,6 @@
 """Recipes: the precision, scale groups and smoothing of each attention product.
 
-Attention has seven matrix products, five in forward and backward that are ours to choose and two that repeat::
+Attention has seven matrix products: six that are ours to choose, of which the first is computed twice::
 
     S  = Q K^T      forward, and again in backward from the same operands
     O  = P V        forward, reduces over keys
