@@ -290,7 +290,7 @@ REFUSED = [
     ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
     ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
     ({"window": (5, 1.5)}, ValueError, "window=(5, 1.5) must hold two integers"),
-    ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, token_fp8, full"),
+    ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, token_fp8, mixed, full"),
     ({"recipe": None}, TypeError, "recipe: expected a name or a Recipe, got NoneType"),
     ({"impl": "cuda"}, ValueError, "impl='cuda' is not known"),
     ({"impl": "triton"}, TypeError, "dtype float32 is not supported by impl='triton'"),
