@@ -12,6 +12,8 @@ from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
 from sagebwd.metrics import relative_l2
 from tests.inputs import draw
 
+pytestmark = pytest.mark.rounding
+
 FULL = {"recipe": "full", "impl": "reference"}
 
 
