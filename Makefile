@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TIMED_TRITON := 3.6.0
 SOURCES := src tests examples
 
-.PHONY: demo test test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
+.PHONY: demo test test-rounding test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,11 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+# What trains or holds a tolerance, on another processor as far as rounding goes: without AVX.
+test-rounding: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu"
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
 package: $(INSTALLED)

@@ -13,6 +13,8 @@ from sagebwd.metrics import relative_l2
 from sagebwd.switches import current as current_switches
 from tests.inputs import draw
 
+pytestmark = pytest.mark.rounding
+
 FULL = {"recipe": "full", "impl": "reference"}
 
 

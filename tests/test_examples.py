@@ -4,6 +4,10 @@ import math
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.rounding
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

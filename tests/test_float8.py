@@ -13,6 +13,8 @@ from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
 
+pytestmark = pytest.mark.rounding
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The magnitudes of e4m3 in the order of their codes: subnormal, then eight an octave; the last, 480, is NaN instead.
 GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0**octave for octave in range(-9, 6) for m in range(8)][:-1]

@@ -5,6 +5,8 @@ import torch
 
 from sagebwd.metrics import Comparison, cosine, relative_l2, rms, sqnr_db
 
+pytestmark = pytest.mark.rounding
+
 
 def test_by_hand():
     a, b = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])

@@ -5,6 +5,8 @@ import torch
 
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 
+pytestmark = pytest.mark.rounding
+
 
 def test_psi_by_hand():
     codes, scale = quantize(torch.tensor([[127.0, -63.5, 0.5, 1.5, 2.5]]), (-1,))

@@ -14,6 +14,8 @@ from sagebwd.recipe import RECIPES, Recipe
 from tests.inputs import draw
 from tests.traced import trace
 
+pytestmark = pytest.mark.rounding
+
 FULL = Recipe.named("full")
 
 

@@ -7,6 +7,8 @@ from sagebwd.analysis.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measur
 from sagebwd.metrics import rms
 from sagebwd.recipe import Recipe
 
+pytestmark = pytest.mark.rounding
+
 
 def by_tensor(rows, recipe, sigma):
     return {row.tensor: row for row in rows if row.recipe == recipe and row.sigma == sigma}

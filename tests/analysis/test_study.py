@@ -16,6 +16,8 @@ from sagebwd.recipe import Recipe
 from sagebwd.reference import Emulator
 from tests.analysis.test_trace import random_call
 
+pytestmark = pytest.mark.rounding
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 

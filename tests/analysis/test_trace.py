@@ -17,6 +17,8 @@ from sagebwd.recipe import Recipe
 from tests.analysis.test_capture import build, tokens
 from tests.traced import trace
 
+pytestmark = pytest.mark.rounding
+
 
 def call(q, k, v, do, is_causal=False, window=None, scale=None):
     heads, kv_heads = q.shape[1], k.shape[1]

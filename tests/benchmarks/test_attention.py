@@ -14,6 +14,8 @@ from sagebwd.benchmarks import results
 from sagebwd.benchmarks.plot import plot_attention
 from sagebwd.switches import current
 
+pytestmark = pytest.mark.rounding
+
 SHAPE = bench.Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
 GRID_SHAPE = bench.Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
 

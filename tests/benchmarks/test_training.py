@@ -17,6 +17,8 @@ from sagebwd import cli
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import FULL_PRECISION, Config
 
+pytestmark = pytest.mark.rounding
+
 SOURCES = Path(__file__).parents[2] / "src"
 
 TINY = Config("tiny").replace(

@@ -28,6 +28,8 @@ from transformers import (
 from sagebwd.integrations import transformers as integration
 from sagebwd.metrics import relative_l2
 
+pytestmark = pytest.mark.rounding
+
 BATCH, TOKENS, VOCABULARY, HEADS, HEAD_DIM, STEPS = 8, 64, 64, 2, 32, 50
 REAL = torch.arange(TOKENS) < torch.tensor([TOKENS, 40] * (BATCH // 2))[:, None]
 WIDTH = HEADS * HEAD_DIM

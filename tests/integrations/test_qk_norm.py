@@ -25,6 +25,8 @@ from sagebwd.metrics import relative_l2
 from sagebwd.training.config import Config
 from sagebwd.training.model import build
 
+pytestmark = pytest.mark.rounding
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,

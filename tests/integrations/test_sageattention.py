@@ -13,6 +13,8 @@ from sagebwd.integrations.sageattention import sageattn, sageattn_varlen
 from sagebwd.metrics import relative_l2
 from tests.inputs import draw
 
+pytestmark = pytest.mark.rounding
+
 OPTIONS = {"recipe": "token", "impl": "reference"}
 
 

@@ -9,6 +9,8 @@ import torch
 from sagebwd.metrics import relative_l2
 from tests.integrations.test_sdpa import ORIGINAL, in_int8, is_original_or_int8
 
+pytestmark = pytest.mark.rounding
+
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 

@@ -19,6 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from sagebwd.integrations import transformers as integration
 from sagebwd.metrics import cosine, relative_l2
 
+pytestmark = pytest.mark.rounding
+
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # relative L2 of logits and of all gradients of a two-layer model against SDPA: measured 2026-11-21, with a margin
 FLOORS = {"full": (1e-5, 1e-4), "token": (0.01, 0.03), "paper": (0.015, 0.08)}

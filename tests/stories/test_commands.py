@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def run(*arguments, code, **environment):
     return " ".join(outcome.stdout.split()), " ".join(outcome.stderr.split())
 
 
+@pytest.mark.rounding
 def test_story_6_pretrain_parity(tmp_path):
     """“same data order; final val loss differs by <= 1%; [no QK-norm] warns. Files: metrics.jsonl, curves.png for
     both; a third run with [no K-smoothing] shown”. Here a tiny model for 40 steps; the story's 1000 steps are

@@ -19,6 +19,8 @@ from sagebwd.integrations.transformers import register
 from sagebwd.metrics import cosine
 from tests.stories import on_each_device, randn
 
+pytestmark = pytest.mark.rounding
+
 
 def qwen3(attention, dtype=torch.float32, device="cpu"):
     config = Qwen3Config(

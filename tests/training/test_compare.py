@@ -8,6 +8,8 @@ from sagebwd.training import compare as comparison
 from sagebwd.training import folder, pretrain
 from tests.training.runs import losses
 
+pytestmark = pytest.mark.rounding
+
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
 

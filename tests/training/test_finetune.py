@@ -13,6 +13,8 @@ from sagebwd.training import examples, finetune, finetune_model, finetune_report
 from sagebwd.training.finetune_config import Finetuning
 from sagebwd.training.folder import DIVERGED, METRICS, RESULT
 
+pytestmark = pytest.mark.rounding
+
 FULL, TOKEN = {"attention.recipe": "sdpa"}, {"attention.recipe": "token"}
 
 

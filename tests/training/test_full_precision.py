@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sagebwd.training.config import FULL_PRECISION
 from sagebwd.training.model import build
 
+pytestmark = pytest.mark.rounding
+
 
 def logits(model, ids):
     with torch.no_grad():

@@ -12,6 +12,8 @@ import torch
 from sagebwd.training.config import Config
 from tests.training.runs import finish, kill, losses, start
 
+pytestmark = pytest.mark.rounding
+
 STEPS = 20
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
 """Relative, of every loss. On CPUs, FP32, nothing is quantised. On GPUs, BF16, sums in another order move INT8 codes,

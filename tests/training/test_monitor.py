@@ -20,7 +20,7 @@ from sagebwd.training.config import Monitor
 from sagebwd.training.model import build
 from sagebwd.training.monitor import AttentionMonitor, choose_heads, ladder, worst_head
 
-pytestmark = pytest.mark.filterwarnings("ignore:attention monitor")
+pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
 FINER, BOTH = "token(s=16bit)", "token(s=16bit, o=16bit)"
 
 

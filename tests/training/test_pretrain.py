@@ -11,6 +11,8 @@ from sagebwd.nn import largest_logit
 from sagebwd.training import pretrain
 from sagebwd.training.model import build
 
+pytestmark = pytest.mark.rounding
+
 
 def metrics(folder):
     return {

@@ -82,6 +82,7 @@ def checks(output, step):
     return {key: line[key] for key in line if re.fullmatch(r"monitor/layer_\d/\w+", key)}
 
 
+@pytest.mark.rounding
 def test_two_processes_that_divide_the_model_train_as_one(config, launch, tmp_path):
     """BF16 is autocast, not accelerate's policy, and its own wishes are set aside; checkpoints are those of one."""
     config = config.replace(
