@@ -1,8 +1,8 @@
 """Calls made again without working out anew what they launch.
 
 Which kernels a call launches, on which pieces of memory and with which numbers follows from shapes, strides, types,
-alignment and settings. To find out takes longer than many a call runs (docs/kernels.md, Host). So the second call of
-its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
+alignment and settings. To find out takes longer than many a call runs (docs/log/kernels.md, Host). So the second call
+of its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
 watching takes longer still, and where lengths never repeat there is no second.
 """
 
