@@ -10,14 +10,37 @@ import pytest
 from sagebwd import Recipe
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.md")]
+RESULTS = [ROOT / "docs" / "results", ROOT / "benchmarks" / "results"]
+EXPERIMENT = {"comparison.json", "comparison.md", "curves.png", "runs.jsonl.xz"}  # what a folder of runs holds
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_named_in_documents_exist(document):
     named = re.findall(r"`((?:src|tests|configs|docs|benchmarks)/[\w./-]+)`", document.read_text(encoding="utf-8"))
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_every_results_file_is_cited_and_every_cited_one_exists():
+    """By its path or, where a page links to it, its name; of an experiment's own files the folder is enough."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    cited = set(re.findall(r"(?:docs|benchmarks)/results/[\w./-]*[\w]", text))
+    cited |= {
+        str((document.parent / link).resolve().relative_to(ROOT))
+        for document in DOCUMENTS
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    }
+    files = [path.relative_to(ROOT) for folder in RESULTS for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 50
+    uncited = [
+        str(path)
+        for path in files
+        if str(path) not in cited and not (path.name in EXPERIMENT and str(path.parent) in cited)
+    ]
+    assert not uncited, "cite them in a document, or delete them"
+    assert not [path for path in cited if not (ROOT / path).exists()], "cited, and not there"
+    assert not [str(path) for path in files if " " in str(path)], "no spaces in names"
 
 
 def test_recipes_named_in_method_parse():
