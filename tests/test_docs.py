@@ -1,11 +1,16 @@
 """The documents do not drift from the code."""
 
 import ast
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sagebwd import Recipe
 
@@ -112,3 +117,53 @@ def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def blocks():
+    """Python of the documents: where it stands, what the comment above it says of it (or nothing), the code."""
+    found = []
+    pattern = re.compile(r"(?:^<!-- *(.*?) *-->\n)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    for document in DOCUMENTS:
+        text, before = document.read_text(encoding="utf-8"), ""
+        for block in pattern.finditer(text):
+            line = text.count("\n", 0, block.start(2))
+            mark, code = block.group(1) or "", block.group(2)
+            if mark == "continues":
+                mark, code = "", before + code
+            found.append((f"{document.relative_to(ROOT)}:{line}", mark, code))
+            before = code
+    return found
+
+
+BLOCKS = blocks()
+
+
+def is_missing(need):
+    """Whether this machine lacks what a block's mark says that it needs; the mark has to be one of these."""
+    if need == "a GPU":
+        return not torch.cuda.is_available()
+    if need == "a download":
+        return True
+    assert need.isidentifier(), f"'needs {need}' is not understood; accepted: a GPU, a download, or a package's name"
+    return importlib.util.find_spec(need) is None
+
+
+@pytest.mark.parametrize(("mark", "code"), [block[1:] for block in BLOCKS], ids=[block[0] for block in BLOCKS])
+def test_code_in_the_documents_runs_as_printed(mark, code, tmp_path):
+    if mark:
+        assert mark.startswith("needs "), f"<!-- {mark} -->: accepted are 'needs ...' and 'continues'"
+        assert mark != "needs a GPU" or "cuda" in code, "says that it needs a GPU, and names no device"
+        if is_missing(mark.removeprefix("needs ")):
+            pytest.skip(mark)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_most_code_in_the_documents_needs_nothing():
+    assert len(BLOCKS) >= 8
+    assert sum(bool(mark) for _, mark, _ in BLOCKS) <= len(BLOCKS) / 3
