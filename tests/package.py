@@ -104,7 +104,7 @@ def check_installed(wheel: Path, folder: Path) -> None:
     install = (python, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check")
     run(*install, wheel)
     run(python, "-W", "ignore", "-c", PROGRAM)
-    expect("pip install 'sagebwd[train]'" in run(command, "--help", code=1), "no hint at the extra that is missing")
+    expect("pip install '.[train]'" in run(command, "--help", code=1), "no hint at the extra that is missing")
     lend(closure("typer", "rich", "pyyaml"), site)
     run(*install, f"{wheel}[cli]")
     shown = run(command, "--help")

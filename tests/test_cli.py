@@ -271,4 +271,4 @@ def test_a_missing_extra_is_named():
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert outcome.returncode == 1
-    assert "pip install 'sagebwd[train]'" in outcome.stderr
+    assert "pip install '.[train]'" in outcome.stderr

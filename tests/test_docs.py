@@ -1,23 +1,51 @@
 """The documents do not drift from the code."""
 
 import ast
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sagebwd import Recipe
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.md")]
+RESULTS = [ROOT / "docs" / "results", ROOT / "benchmarks" / "results"]
+EXPERIMENT = {"comparison.json", "comparison.md", "curves.png", "runs.jsonl.xz"}  # what a folder of runs holds
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_named_in_documents_exist(document):
     named = re.findall(r"`((?:src|tests|configs|docs|benchmarks)/[\w./-]+)`", document.read_text(encoding="utf-8"))
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_every_results_file_is_cited_and_every_cited_one_exists():
+    """By its path or, where a page links to it, its name; of an experiment's own files the folder is enough."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    cited = set(re.findall(r"(?:docs|benchmarks)/results/[\w./-]*[\w]", text))
+    cited |= {
+        str((document.parent / link).resolve().relative_to(ROOT))
+        for document in DOCUMENTS
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    }
+    files = [path.relative_to(ROOT) for folder in RESULTS for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 50
+    uncited = [
+        str(path)
+        for path in files
+        if str(path) not in cited and not (path.name in EXPERIMENT and str(path.parent) in cited)
+    ]
+    assert not uncited, "cite them in a document, or delete them"
+    assert not [path for path in cited if not (ROOT / path).exists()], "cited, and not there"
+    assert not [str(path) for path in files if " " in str(path)], "no spaces in names"
 
 
 def test_recipes_named_in_method_parse():
@@ -89,3 +117,53 @@ def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def blocks():
+    """Python of the documents: where it stands, what the comment above it says of it (or nothing), the code."""
+    found = []
+    pattern = re.compile(r"(?:^<!-- *(.*?) *-->\n)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    for document in DOCUMENTS:
+        text, before = document.read_text(encoding="utf-8"), ""
+        for block in pattern.finditer(text):
+            line = text.count("\n", 0, block.start(2))
+            mark, code = block.group(1) or "", block.group(2)
+            if mark == "continues":
+                mark, code = "", before + code
+            found.append((f"{document.relative_to(ROOT)}:{line}", mark, code))
+            before = code
+    return found
+
+
+BLOCKS = blocks()
+
+
+def is_missing(need):
+    """Whether this machine lacks what a block's mark says that it needs; the mark has to be one of these."""
+    if need == "a GPU":
+        return not torch.cuda.is_available()
+    if need == "a download":
+        return True
+    assert need.isidentifier(), f"'needs {need}' is not understood; accepted: a GPU, a download, or a package's name"
+    return importlib.util.find_spec(need) is None
+
+
+@pytest.mark.parametrize(("mark", "code"), [block[1:] for block in BLOCKS], ids=[block[0] for block in BLOCKS])
+def test_code_in_the_documents_runs_as_printed(mark, code, tmp_path):
+    if mark:
+        assert mark.startswith("needs "), f"<!-- {mark} -->: accepted are 'needs ...' and 'continues'"
+        assert mark != "needs a GPU" or "cuda" in code, "says that it needs a GPU, and names no device"
+        if is_missing(mark.removeprefix("needs ")):
+            pytest.skip(mark)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_most_code_in_the_documents_needs_nothing():
+    assert len(BLOCKS) >= 8
+    assert sum(bool(mark) for _, mark, _ in BLOCKS) <= len(BLOCKS) / 3

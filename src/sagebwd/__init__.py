@@ -5,11 +5,16 @@ out = sage_attention(query, key, value, is_causal=True)   # as scaled_dot_produc
 out.sum().backward()
 """
 
-from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
-from sagebwd.recipe import RECIPES, Recipe
-from sagebwd.switches import switches
-from sagebwd.version import __version__
+import warnings
+
+with warnings.catch_warnings():
+    # without NumPy, which sagebwd does not use, some versions of torch say so where their tracing is first imported
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    from sagebwd.attention import sage_attention, sage_attention_varlen
+    from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
+    from sagebwd.recipe import RECIPES, Recipe
+    from sagebwd.switches import switches
+    from sagebwd.version import __version__
 
 __all__ = [
     "RECIPES",

@@ -19,7 +19,7 @@ try:
     from sagebwd import cli_bench, cli_finetune
     from sagebwd.terminal import console, errors, interruptible, progress, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
-    sys.exit(f"sagebwd: the command line needs {error.name}; install it with: pip install 'sagebwd[train]'")
+    sys.exit(f"sagebwd: the command line needs {error.name}; in a checkout of sagebwd: pip install '.[train]'")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable INT8 attention."
@@ -194,7 +194,7 @@ def trace(
         if plot is not None:
             from sagebwd.analysis.plots import plot_trace
     except ImportError as error:
-        raise ValueError(f"trace needs {error.name}; install it with: pip install 'sagebwd[train]'") from None
+        raise ValueError(f"trace needs {error.name}; in a checkout of sagebwd: pip install '.[train]'") from None
     from sagebwd.recipe import Recipe
 
     recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]

@@ -95,6 +95,19 @@ def test_a_call_alike_repeats_its_launches():
     assert isinstance(*launches._calls.values(), launches.Recording)
 
 
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_first_call_that_compiles_says_so_once(interpreted, monkeypatch, caplog):
+    launches._say_what_takes_long.cache_clear()
+    monkeypatch.setattr(launches, "COMPILING_SECONDS", 0)
+    call = call_of(Kernel(interpreted))
+    for tokens in (64, 64, 65):
+        check(call, torch.randn(tokens), torch.randn(tokens))
+    told = [record.getMessage() for record in caplog.records if record.name == "sagebwd"]
+    assert len(told) == (0 if interpreted else 1)
+    assert all("compiling kernels" in message for message in told)
+    launches._say_what_takes_long.cache_clear()
+
+
 def test_kernels_of_tensors_are_launched_again_with_tensors():
     """Inputs, outputs, a view of one and scratch of another type reach a function as what they are."""
     seen = []

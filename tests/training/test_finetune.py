@@ -270,7 +270,7 @@ def test_lora_trains_adapters_alone_and_saves_them(answers, tmp_path):
 def test_lora_without_peft_says_what_to_install(answers, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     config = answers.replace({"lora.rank": 4})
-    with pytest.raises(ValueError, match=r"LoRA needs peft; install it with: pip install 'sagebwd\[lora\]'"):
+    with pytest.raises(ValueError, match=r"LoRA needs peft; install it with: pip install 'peft>=0\.21'"):
         finetune_model.build(config, finetune._material(config.data, config.model.path).tokenizer, None)
 
 

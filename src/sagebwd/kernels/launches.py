@@ -1,14 +1,17 @@
 """Calls made again without working out anew what they launch.
 
 Which kernels a call launches, on which pieces of memory and with which numbers follows from shapes, strides, types,
-alignment and settings. To find out takes longer than many a call runs (docs/kernels.md, Host). So the second call of
-its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
+alignment and settings. To find out takes longer than many a call runs (docs/log/kernels.md, Host). So the second call
+of its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
 watching takes longer still, and where lengths never repeat there is no second.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Launch = Callable[..., Any]
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
+# A launch that takes longer than this on the host is one that compiles.
+COMPILING_SECONDS = 0.5
 # Pieces of memory begin where PyTorch's own do.
 ALIGNMENT = 512
 # By what is alike: how to do it again; True after the first call, False where it cannot be done so.
@@ -67,7 +72,25 @@ def repeat(function: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Te
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         _calls[key] = True
+        return function(_first, *given)
     return function(launch, *given)
+
+
+def _first(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """`launch` where it may have to compile, which takes seconds: the first time that it does it says so."""
+    began = time.perf_counter()
+    compiled = launch(kernel, grid, *arguments, **options)
+    if compiled is not None and time.perf_counter() - began > COMPILING_SECONDS:
+        _say_what_takes_long()
+    return compiled
+
+
+@cache
+def _say_what_takes_long() -> None:
+    logging.getLogger("sagebwd").warning(
+        "sagebwd: compiling kernels; the first call of each kind takes seconds, later processes find them in triton's "
+        "cache (~/.triton/cache, TRITON_CACHE_DIR)"
+    )
 
 
 def _alike(x: Any) -> Hashable:

@@ -103,7 +103,7 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError(
-            f"lora.rank={lora.rank}: LoRA needs peft; install it with: pip install 'sagebwd[lora]', or set lora.rank=0"
+            f"lora.rank={lora.rank}: LoRA needs peft; install it with: pip install 'peft>=0.21', or set lora.rank=0"
         ) from None
     targets = lora.targets or "all-linear"
     return get_peft_model(

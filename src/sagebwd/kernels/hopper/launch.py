@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels by head_dim, each measured on an H200 (docs/kernels.md)."""
+"""Launches of the Hopper kernels by head_dim, each measured on an H200 (docs/log/kernels.md)."""
 
 from __future__ import annotations
 

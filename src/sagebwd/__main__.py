@@ -1,0 +1,5 @@
+"""`python -m sagebwd`: the command line."""
+
+from sagebwd.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""The runs of a comparison in one file, `runs.jsonl.xz`: a JSON object a run, of its metrics and its result.
+
+Raw metrics are what curves are drawn from, and too many files to keep in a repository.
+
+    python -m sagebwd.training.packed pack runs/demo docs/results/demo    writes it, with comparison.json beside
+    python -m sagebwd.training.packed unpack docs/results/demo runs/demo  gives each run its folder again
+    python -m sagebwd.training.packed curves docs/results/demo            draws curves.png, as `sagebwd compare` does
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+import sys
+from pathlib import Path
+
+from sagebwd.training.folder import COMPARISON, DIVERGED, METRICS, RESULT, read_metrics
+from sagebwd.training.report import Run, write_curves
+
+PACKED = "runs.jsonl.xz"
+
+
+def pack(folder: Path, output: Path) -> None:
+    """Write the runs in the folders of ``folder``, in the order of its comparison, into one file in ``output``.
+
+    Raises ValueError where ``folder`` holds no run.
+    """
+    names = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    if not names:
+        raise ValueError(f"{folder} holds no run: expected folders with {METRICS}, as `sagebwd compare` writes them")
+    output.mkdir(parents=True, exist_ok=True)
+    comparison = folder / COMPARISON
+    if comparison.exists():
+        compared = [row["variant"] for row in json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]]
+        names.sort(key=lambda name: compared.index(name) if name in compared else len(compared))
+        if output != folder:
+            shutil.copy(comparison, output)
+    with lzma.open(output / PACKED, "wt", encoding="utf-8") as file:
+        for name in names:
+            found = next((end for end in (RESULT, DIVERGED) if (folder / name / end).exists()), None)
+            end = json.loads((folder / name / found).read_text(encoding="utf-8")) if found else None
+            run = {"run": name, "ended": found, "result": end, "metrics": read_metrics(folder / name)}
+            file.write(json.dumps(run) + "\n")
+
+
+def read(folder: Path) -> list[dict]:
+    """The packed runs of a folder: ``run``, its name; ``metrics``, its lines; ``result``, None if it has not ended,
+    otherwise the content of the file that ``ended`` names."""
+    with lzma.open(folder / PACKED, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def unpack(folder: Path, output: Path) -> None:
+    """Write each packed run of ``folder`` into a folder of its own under ``output``."""
+    for run in read(folder):
+        place = output / run["run"]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run["metrics"]), encoding="utf-8")
+        if run["ended"]:
+            (place / run["ended"]).write_text(json.dumps(run["result"]) + "\n", encoding="utf-8")
+
+
+def curves(folder: Path) -> Path:
+    """Draw the packed runs of ``folder``, gaps to the first, into its curves.png."""
+    runs = [Run(run["run"], {}, "", run["metrics"], run["result"] or {}) for run in read(folder)]
+    write_curves(runs, runs[0], folder / "curves.png")
+    return folder / "curves.png"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command that ``arguments`` name; exits with the module's text where they name none."""
+    commands = {"pack": (pack, 2), "unpack": (unpack, 2), "curves": (curves, 1)}
+    function, count = commands.get(arguments[0] if arguments else "", (None, 0))
+    if function is None or len(arguments) != count + 1:
+        sys.exit(__doc__)
+    function(*map(Path, arguments[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

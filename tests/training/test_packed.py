@@ -1,0 +1,50 @@
+"""Runs in one file: what was packed comes back, and curves are drawn from it."""
+
+import json
+
+import pytest
+
+from sagebwd.training import packed
+from sagebwd.training.folder import COMPARISON, DIVERGED, METRICS, RESULT
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Three runs of a comparison: one has ended, one has diverged, one has not come to an end."""
+    lines = [{"step": 1, "tokens": 64, "loss": 2.5}, {"step": 2, "tokens": 128, "held_out_loss": 0.1 + 0.2}]
+    ends = {"token": (RESULT, {"seconds": 1 / 3}), "a long name": (DIVERGED, {"diverged": "at step 3"}), "late": None}
+    for name, end in ends.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if end:
+            (tmp_path / "runs" / name / end[0]).write_text(json.dumps(end[1]))
+    outcomes = [{"variant": "token"}, {"variant": "a long name"}]
+    (tmp_path / "runs" / COMPARISON).write_text(json.dumps({"outcomes": outcomes}))
+    return tmp_path / "runs"
+
+
+def test_what_was_packed_comes_back(runs, tmp_path):
+    packed.pack(runs, tmp_path / "packed")
+    assert [run["run"] for run in packed.read(tmp_path / "packed")] == ["token", "a long name", "late"]
+    assert (tmp_path / "packed" / COMPARISON).read_text() == (runs / COMPARISON).read_text()
+    packed.unpack(tmp_path / "packed", tmp_path / "again")
+    for path in runs.glob("*/*.json*"):
+        again = (tmp_path / "again" / path.relative_to(runs)).read_text()
+        assert [json.loads(line) for line in again.splitlines()] == [
+            json.loads(line) for line in path.read_text().splitlines()
+        ]
+    assert len(list((tmp_path / "again").glob("*/*"))) == len(list(runs.glob("*/*")))
+
+
+def test_curves_are_drawn_from_the_file(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    packed.main(["pack", str(runs), str(tmp_path / "packed")])
+    packed.main(["curves", str(tmp_path / "packed")])
+    assert (tmp_path / "packed" / "curves.png").stat().st_size > 0
+
+
+def test_a_folder_without_runs_and_a_wrong_command_say_so(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        packed.pack(tmp_path, tmp_path)
+    with pytest.raises(SystemExit, match="python -m sagebwd"):
+        packed.main(["pack"])
