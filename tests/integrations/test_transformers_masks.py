@@ -267,6 +267,14 @@ def shown(visible, size, rows=2):
     return seen
 
 
+def packed(function, positions, documents):
+    """What Transformers makes of packed documents, from 5.18 on."""
+    return masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(documents),
+        lambda b, h, q, k: function(b, h, positions[b, q], positions[b, k]),
+    )
+
+
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
 READABLE = {
@@ -277,9 +285,7 @@ READABLE = {
     "documents": masking_utils.and_masks(
         masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(DOCUMENTS)
     ),
-    "positions": masking_utils.packed_sequence_compatibility_function(
-        masking_utils.sliding_window_causal_mask_function(3), POSITIONS, DOCUMENTS
-    ),
+    "positions": packed(masking_utils.sliding_window_causal_mask_function(3), POSITIONS, DOCUMENTS),
     "one-chunk": masking_utils.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long)),
     "a user's": lambda b, h, q, k: (k - q <= 1) & (q < k + 4),
     "nothing-or": masking_utils.or_masks(masking_utils.causal_mask_function),
@@ -321,9 +327,7 @@ def test_any_other_mask_function_is_unreadable(name):
     "function",
     [
         masking_utils.packed_sequence_mask_function(torch.tensor([[0, 1, 0]])),  # a document in two pieces
-        masking_utils.packed_sequence_compatibility_function(
-            masking_utils.causal_mask_function, torch.tensor([[0, 2, 1]]), torch.tensor([[0, 0, 0]])
-        ),
+        packed(masking_utils.causal_mask_function, torch.tensor([[0, 2, 1]]), torch.tensor([[0, 0, 0]])),
         lambda b, h, q, k: k < q,
     ],
 )

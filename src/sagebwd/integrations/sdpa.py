@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import ops
 from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
@@ -184,6 +185,11 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        window = None
+        if isinstance(attn_mask, CausalBias):  # asks whether it is F.scaled_dot_product_attention that was called
+            if is_causal:
+                raise ValueError("CausalBias should not be used with causal=True")
+            attn_mask, is_causal, window = _of_bias(attn_mask, query, key)
         arguments, padding = (query, key, value), attn_mask
         reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
@@ -196,14 +202,32 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         if not torch.compiler.is_compiling():
             replacement._count(reason)
         if reason is not None:
+            if window is not None:
+                attn_mask = _lower_right(query.shape[-2], key.shape[-2], query.device)
             return replacement._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         return sage_attention(
-            *arguments, padding, 0.0, is_causal, scale, enable_gqa, recipe=replacement.recipe, impl=replacement.impl
-        )
+            *arguments, padding, 0.0, is_causal, scale, enable_gqa,
+            window=window, recipe=replacement.recipe, impl=replacement.impl,
+        )  # fmt: skip
 
     return scaled_dot_product_attention
+
+
+def _of_bias(bias: CausalBias, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, tuple[int, int] | None]:
+    """(attn_mask, is_causal, window) that mean a CausalBias."""
+    tokens_q, tokens_k = bias.seq_len_q, bias.seq_len_kv
+    if bias.variant == CausalVariant.UPPER_LEFT or tokens_q == tokens_k:
+        return None, True, None
+    if tokens_q < tokens_k and (tokens_q, tokens_k) == (query.shape[-2], key.shape[-2]):
+        return None, False, (-1, tokens_k - tokens_q)
+    # some queries see no key, or the original is to say that lengths differ
+    return _lower_right(tokens_q, tokens_k, query.device), False, None
+
+
+def _lower_right(tokens_q: int, tokens_k: int, device: torch.device) -> Tensor:
+    return torch.ones(tokens_q, tokens_k, dtype=torch.bool, device=device).tril(tokens_k - tokens_q)
 
 
 def _refuse(
