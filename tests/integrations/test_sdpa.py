@@ -47,6 +47,11 @@ CALLS = {
     "gqa": (qkv(kv_heads=2), {"enable_gqa": True}),
     "no-tokens": (qkv(tokens=0), {}),
     "bf16": (qkv(dtype=torch.bfloat16), {}),
+    "two-dimensions": (tuple(x[0, 0] for x in qkv()), {}),
+    "three-dimensions": (tuple(x[0] for x in qkv()), {"is_causal": True}),
+    "three-dimensions-gqa": ((qkv()[0][0], *(x[0, :2] for x in qkv()[1:])), {"enable_gqa": True}),
+    "five-dimensions": (tuple(x[:, None] for x in qkv()), {}),
+    "another-value-dim": ((*qkv()[:2], qkv(head_dim=8)[2]), {}),
 }
 
 
@@ -106,8 +111,7 @@ def dense_mask():
 KEPT = {
     "dropout": (qkv(), {"dropout_p": 0.5}),
     "head_dim 264": (qkv(tokens=4, head_dim=264), {}),
-    "head_dims differ": ((*qkv()[:2], qkv(head_dim=8)[2]), {}),
-    "not 4 dimensions": (tuple(x[0] for x in qkv()), {}),
+    "dimensions differ": ((qkv()[0][0], *qkv()[1:]), {}),
     "heads differ": (qkv(kv_heads=1), {}),
     "shapes differ": ((qkv()[0], *(x[:1] for x in qkv()[1:])), {}),
     "attn_mask is not boolean key padding": (qkv(), {"attn_mask": torch.zeros(2, 1, 1, 24)}),
@@ -272,8 +276,7 @@ def test_wrong_calls_get_the_error_of_the_original():
 REFUSED = {
     "dropout": (NotImplementedError, "dropout_p=0.5 is not supported"),
     "head_dim 264": (ValueError, "head_dim 264 is not supported"),
-    "head_dims differ": (ValueError, "value: head_dim 8 differs"),
-    "not 4 dimensions": (ValueError, "expected 4 dimensions"),
+    "dimensions differ": (NotImplementedError, "dimensions differ: not supported"),
     "heads differ": (ValueError, "pass enable_gqa=True"),
     "shapes differ": (ValueError, "key: batch 1 differs"),
     "attn_mask is not boolean key padding": (NotImplementedError, "torch.float32 of shape"),

@@ -209,11 +209,9 @@ def _known_mask(
         return Mask(shape, Visible(upper=0 if is_causal else None))
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (*shape[:2], 1, shape[3]):
         return Mask(shape, Visible(), mask[:, 0, 0])
-    kind = getattr(mask, "dtype", type(mask).__name__)
     raise NotImplementedError(
-        f"attention_mask of shape {tuple(mask.shape)}, {kind}, is not supported "
-        "by attn_implementation='sagebwd'; accepted: (batch, tokens) in a call of the model, (batch, 1, 1, tokens) "
-        "boolean in one of its attention. Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
+        f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; "
+        "accepted: (batch, tokens). Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
     )
 
 
