@@ -270,14 +270,16 @@ Q, K, V = (torch.zeros(2, 4, 6, 8) for _ in range(3))
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 REFUSED = [
     ({"query": [1, 2]}, TypeError, "query: expected a tensor, got list"),
-    ({"query": Q[0]}, ValueError, "query: expected 4 dimensions"),
-    ({"value": V[0]}, ValueError, "value: expected 4 dimensions"),
+    ({"query": Q[0], "enable_gqa": True}, ValueError, "query: expected 4 dimensions"),
+    ({"value": V[0, 0, 0]}, ValueError, "value: expected 4 dimensions"),
+    ({"query": Q[0, :3]}, ValueError, "shapes (3, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8) do not broadcast"),
     ({"key": K.half()}, TypeError, "key: dtype torch.float16 differs"),
     ({"query": Q.int(), "key": K.int(), "value": V.int()}, TypeError, "dtype torch.int32 is not supported"),
     ({"key": K.to("meta")}, ValueError, "key: device meta differs"),
     ({"key": torch.zeros(2, 4, 6, 16)}, ValueError, "key: head_dim 16 differs from query's 8"),
     ({"query": torch.zeros(2, 4, 6, 512), "key": torch.zeros(2, 4, 6, 512), "value": torch.zeros(2, 4, 6, 512)},
      ValueError, "head_dim 512 is not supported; accepted: 1 to 256"),
+    ({"value": torch.zeros(2, 4, 6, 512)}, ValueError, "value: head_dim 512 is not supported"),
     ({"value": torch.zeros(2, 4, 5, 8)}, ValueError, "value: shape (2, 4, 5, 8) differs from key's"),
     ({"query": torch.zeros(1, 4, 6, 8)}, ValueError, "key: batch 2 differs from query's 1"),
     ({"query": torch.zeros(2, 8, 6, 8)}, ValueError, "pass enable_gqa=True"),
@@ -345,6 +347,94 @@ def test_recipe_object_name_and_text_are_one():
     assert torch.equal(expected, sage_attention(q, k, v, recipe=Recipe.named("paper")))
     assert torch.equal(expected, sage_attention(q, k, v, recipe="paper(smooth_v=False)"))
     assert not torch.equal(expected, sage_attention(q, k, v))
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8"])
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 3, 6, 8), (2, 1, 3, 6, 8), (2, 2, 1, 3, 6, 8)], ids=len)
+def test_any_number_of_dimensions(shape, recipe):
+    q, k, v, do = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    four = [x.reshape(-1, 3, 6, 8) if len(shape) > 3 else x.reshape(-1, 1, 6, 8) for x in (q, k, v, do)]
+    mask = torch.ones(*shape[: -3 if len(shape) > 3 else -2], *((1,) if len(shape) > 3 else ()), 1, 6).bool()
+    mask[..., 4:] = False
+    for options in ({"is_causal": True}, {"attn_mask": mask}):
+        actual = call(q, k, v, do=do, recipe=recipe, **options)
+        if "attn_mask" in options:
+            options = {"attn_mask": mask.reshape(-1, 1, 1, 6)}
+        for a, e in zip(actual, call(*four[:3], do=four[3], recipe=recipe, **options)):
+            assert torch.equal(a, e.reshape(shape))
+    assert sage_attention(q, k, v, return_lse=True)[1].shape == shape[:-1]
+
+
+def test_three_dimensions_are_sdpas():
+    q, k, v = (torch.randn(n, 6, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    grouped = {"enable_gqa": True, "is_causal": True}
+    assert_close(sage_attention(q, k, v, **grouped, **FULL), F.scaled_dot_product_attention(q, k, v, **grouped))
+    keys = torch.randn(5, 4, 9, 8)
+    assert_close(sage_attention(q, keys, keys, **FULL), F.scaled_dot_product_attention(q, keys, keys))
+
+
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8", "token(smooth_v=True)"])
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
+def test_values_of_another_head_dim(recipe, dims):
+    """As in multi-head latent attention: as near to SDPA as with one head_dim, and the same packed."""
+    q, k, _, _ = draw(batch=1, heads=4, kv_heads=2, tokens=70, head_dim=dims[0])
+    _, _, v, do = draw(batch=1, heads=4, kv_heads=2, tokens=70, head_dim=dims[1])
+    actual = call(q, k, v, do=do, is_causal=True, enable_gqa=True, recipe=recipe)
+    inputs = leaves(q, k, v)
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    expected = (out, *torch.autograd.grad(out, inputs, do))
+    for a, e in zip(actual, expected):
+        assert a.shape == e.shape
+        assert relative_l2(a, e) < {"full": 1e-5, "paper": 0.12}.get(recipe, 0.06)
+    offsets = torch.tensor([0, 70], dtype=torch.int32)
+    packed = sage_attention_varlen(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), offsets, offsets, 70, 70, is_causal=True, recipe=recipe
+    )
+    assert_close(packed, actual[0][0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("of_gradients", [lambda o: o.sum(), lambda o: (o**2).sum()])
+@pytest.mark.parametrize("recipe", ["full", "token"])
+def test_second_derivatives_are_refused(recipe, of_gradients):
+    """Regression: where the output's gradient is a constant they were zero without a word."""
+    q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
+    o = sage_attention(q, k, v, recipe=recipe)
+    (first,) = torch.autograd.grad(of_gradients(o), q, create_graph=True)
+    loss = o.sum() + 100 * (first**2).sum()
+    with pytest.raises(NotImplementedError, match=r"second derivatives .*create_graph=True.*SDPBackend\.MATH"):
+        torch.autograd.grad(loss, q)
+
+
+def test_a_graph_of_the_gradients_alone_is_fine():
+    q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
+    o = sage_attention(q, k, v)
+    plain = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v), create_graph=True), plain))
+
+
+def test_meta_tensors_have_shapes():
+    q, k, v = (x.to("meta").requires_grad_() for x in draw(batch=2, heads=4, kv_heads=2, tokens=70)[:3])
+    o, lse = sage_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+    assert (o.shape, lse.shape, o.device.type) == (q.shape, q.shape[:-1], "meta")
+    o.sum().backward()
+    assert (q.grad.shape, k.grad.shape, k.grad.device.type) == (q.shape, k.shape, "meta")
+
+
+def test_what_the_operator_has_no_rules_for_is_refused_by_name():
+    q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
+    with pytest.raises(NotImplementedError, match=r"gradients of torch\.func"):
+        torch.func.grad(lambda x: sage_attention(x, k, v).sum())(q.detach())
+    with pytest.raises(NotImplementedError, match="under vmap"):
+        torch.vmap(lambda x: sage_attention(x, k, v))(q[None])
+    with torch.no_grad():
+        alone = torch.vmap(lambda x: sage_attention(x, k, v))(q[None])
+        assert torch.equal(alone[0], sage_attention(q, k, v))
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.randn(6, 8), torch.randn(5, 8)], layout=layout)
+        with pytest.raises(NotImplementedError, match=r"query: nested tensors .*sage_attention_varlen"):
+            sage_attention(nested, nested, nested)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace is not supported; use torch\.compile"):
+        torch.jit.trace(lambda x: sage_attention(x, x, x), q.detach())
 
 
 def test_forward_mode_is_refused():

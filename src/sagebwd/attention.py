@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -15,6 +16,7 @@ from sagebwd.recipe import Recipe
 
 MAX_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_SDPA = "torch.nn.functional.scaled_dot_product_attention"
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 
 
@@ -40,9 +42,12 @@ def sage_attention(
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
             ``impl="reference"``. head_dim up to 256. Any strides; kernels copy a view whose last one is not 1 or that
-            begins at no multiple of 16 bytes.
-        key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device.
-        attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts.
+            begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the first is heads
+            with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
+        key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
+            the lesser is filled with zeros, which changes no number and costs as much as the greater.
+        attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts; of
+            query's dimensions.
         dropout_p: 0.
         is_causal: query i sees keys up to i (aligned top left, also where the lengths differ).
         scale: softmax scale; 1 / sqrt(head_dim) by default.
@@ -57,14 +62,27 @@ def sage_attention(
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
-        The output, (batch, heads, tokens, head_dim) in query's dtype (autocast's under autocast); with
+        The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
         ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. Both are
         differentiable. A query that sees no key gives zeros, lse -inf and zero gradients.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
-        NotImplementedError: dropout, a mask that is not key padding, or a recipe that the implementation lacks.
+        NotImplementedError: dropout, a mask that is not key padding, a recipe that the implementation lacks, nested
+            tensors, torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
     """
+    _check_kind(query, key, value)
+    dims = {query.dim(), key.dim(), value.dim()}
+    if dims != {4} and min(dims) >= 2 and (len(dims) == 1 or not enable_gqa):
+        query, key, value = _of_equal_dimensions(query, key, value)
+        four = [None if x is None else _four_dimensions(x, enable_gqa) for x in (query, key, value, attn_mask)]
+        outcome = sage_attention(
+            *four, dropout_p, is_causal, scale, enable_gqa, window=window, recipe=recipe, impl=impl,
+            return_lse=return_lse,
+        )  # fmt: skip
+        o, lse = outcome if return_lse else (outcome, None)
+        o = o.reshape(*query.shape[:-1], value.shape[-1])
+        return (o, lse.reshape(query.shape[:-1])) if return_lse else o
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, 4, "(batch, heads, tokens, head_dim)")
     if key.shape[0] != query.shape[0]:
@@ -76,10 +94,14 @@ def sage_attention(
             "apply dropout to the output, or call torch.nn.functional.scaled_dot_product_attention"
         )
     key_mask = _key_mask(attn_mask, key)
+    value_dim = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
     o, lse, *_, k_mean = ops.attention(
         query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
     )
+    o = o[..., :value_dim]
     if not return_lse:
         return o
     groups = query.shape[1] // key.shape[1]
@@ -117,10 +139,11 @@ def sage_attention_varlen(
         scale, recipe, impl, return_lse: as in `sage_attention`.
 
     Returns:
-        The output, (total_tokens, heads, head_dim); with ``return_lse`` also (heads, total_tokens) in FP32.
+        The output, (total_tokens, heads, value's head_dim); with ``return_lse`` also (heads, total_tokens) in FP32.
 
     Raises: as `sage_attention`.
     """
+    _check_kind(query, key, value)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, 3, "(total_tokens, heads, head_dim)")
     _check_heads(query.shape[1], key.shape[1], enable_gqa=True)
@@ -134,10 +157,14 @@ def sage_attention_varlen(
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
             raise ValueError(f"{name}={longest!r} must be an integer, at least 0")
+    value_dim = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
     o, lse, *_, k_mean = ops.attention(
         query, key, value, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *settings
     )
+    o = o[..., :value_dim]
     if not return_lse:
         return o
     groups = query.shape[1] // key.shape[1]
@@ -217,24 +244,79 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     return window[0], window[1]
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32."""
+def _check_kind(*tensors: Tensor) -> None:
+    """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
     for name, tensor in zip(("query", "key", "value"), tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
+                f"{_SDPA}"
+            )
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
+    if forward_ad._current_level >= 0:
         for name, tensor in zip(("query", "key", "value"), tensors):
             if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
                 raise NotImplementedError(
                     f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
-                    "backward, or torch.nn.functional.scaled_dot_product_attention"
+                    f"backward, or {_SDPA}"
                 )
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
+        raise NotImplementedError(
+            f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
+        )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts to on a device; None where it is off or the device has none (meta)."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     castable = (torch.float32, *KERNEL_DTYPES)
     return tuple(tensor.to(dtype) if tensor.dtype in castable else tensor for tensor in tensors)
+
+
+def _of_equal_dimensions(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with what is before tokens broadcast, where one has fewer dimensions."""
+    if len({x.dim() for x in tensors}) == 1:
+        return tensors
+    try:
+        before = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ValueError(f"query, key, value: shapes {shapes} do not broadcast before tokens") from error
+    return tuple(x.expand(*before, *x.shape[-2:]) for x in tensors)
+
+
+def _four_dimensions(x: Tensor, enable_gqa: bool) -> Tensor:
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    if x.dim() == 3 and not enable_gqa:
+        return x.unsqueeze(1)
+    return x[(None,) * (4 - x.dim())]
+
+
+def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors filled with zeros to one head_dim: scores, scales and means stay, the output gains zeros."""
+    missing = query.shape[-1] - value.shape[-1]
+    if missing > 0:
+        value = F.pad(value, (0, missing))
+    elif missing < 0:
+        query, key = F.pad(query, (0, -missing)), F.pad(key, (0, -missing))
+    return query, key, value
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
@@ -247,15 +329,13 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int, layout:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
         if tensor.device != query.device:
             raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
-        if tensor.shape[-1] != query.shape[-1]:
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name}: head_dim {tensor.shape[-1]} differs from query's {query.shape[-1]}; they must be equal"
+                f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {MAX_HEAD_DIM}. "
+                "Keep torch.nn.functional.scaled_dot_product_attention for this layer"
             )
-    if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"query: head_dim {query.shape[-1]} is not supported; accepted: 1 to {MAX_HEAD_DIM}. "
-            "Keep torch.nn.functional.scaled_dot_product_attention for this layer"
-        )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: head_dim {key.shape[-1]} differs from query's {query.shape[-1]}; they must be equal")
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
             f"value: shape {tuple(value.shape)} differs from key's {tuple(key.shape)}; they must be equal"

@@ -27,7 +27,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -261,14 +260,31 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * 16
         do = torch.zeros_like(o) if do is None else do
-        gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
+        with torch.no_grad():
+            gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
+        if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
+            gradients = _OnceDifferentiable.apply(o, *gradients)
         return None, *gradients, *(None,) * 12
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are; who differentiates them again is told."""
+
+    @staticmethod
+    def forward(ctx, o, *gradients):
+        return tuple(gradient.clone() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _below_autograd(keyset, *arguments):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
 from sagebwd.metrics import relative_l2
@@ -46,6 +47,11 @@ CALLS = {
     "gqa": (qkv(kv_heads=2), {"enable_gqa": True}),
     "no-tokens": (qkv(tokens=0), {}),
     "bf16": (qkv(dtype=torch.bfloat16), {}),
+    "two-dimensions": (tuple(x[0, 0] for x in qkv()), {}),
+    "three-dimensions": (tuple(x[0] for x in qkv()), {"is_causal": True}),
+    "three-dimensions-gqa": ((qkv()[0][0], *(x[0, :2] for x in qkv()[1:])), {"enable_gqa": True}),
+    "five-dimensions": (tuple(x[:, None] for x in qkv()), {}),
+    "another-value-dim": ((*qkv()[:2], qkv(head_dim=8)[2]), {}),
 }
 
 
@@ -105,8 +111,7 @@ def dense_mask():
 KEPT = {
     "dropout": (qkv(), {"dropout_p": 0.5}),
     "head_dim 264": (qkv(tokens=4, head_dim=264), {}),
-    "head_dims differ": ((*qkv()[:2], qkv(head_dim=8)[2]), {}),
-    "not 4 dimensions": (tuple(x[0] for x in qkv()), {}),
+    "dimensions differ": ((qkv()[0][0], *qkv()[1:]), {}),
     "heads differ": (qkv(kv_heads=1), {}),
     "shapes differ": ((qkv()[0], *(x[:1] for x in qkv()[1:])), {}),
     "attn_mask is not boolean key padding": (qkv(), {"attn_mask": torch.zeros(2, 1, 1, 24)}),
@@ -140,6 +145,37 @@ def test_nested_tensors_run_on_the_original():
         out = F.scaled_dot_product_attention(*arguments)
     assert all(torch.equal(a, e) for a, e in zip(out.unbind(), expected.unbind()))
     assert sdpa.counts == {"replaced": 0, "kept": {"a nested tensor": 1}}
+
+
+BIASES = {
+    "upper-left": (causal_upper_left, 9, 14),
+    "lower-right": (causal_lower_right, 9, 14),
+    "square": (causal_lower_right, 14, 14),
+    "upper-left-more-queries": (causal_upper_left, 14, 9),
+    "lower-right-more-queries": (causal_lower_right, 14, 9),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 1e-9}], ids=["plain", "kept"])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_causal_bias_is_its_mask(name, options):
+    """Regression: it asks whether F.scaled_dot_product_attention was called, and was an empty tensor as a mask."""
+    bias, tokens_q, tokens_k = BIASES[name]
+    arguments, bias = qkv(tokens=tokens_q, kv_tokens=tokens_k), bias(tokens_q, tokens_k)
+    visible = torch.ones(tokens_q, tokens_k, dtype=torch.bool).tril(tokens_k - tokens_q if "lower" in name else 0)
+    with replace_sdpa("full", impl="reference") as sdpa:
+        out = F.scaled_dot_product_attention(*arguments, bias, **options)
+    expected = ORIGINAL(*arguments, visible)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    kept = "dropout" if options else "attn_mask is not boolean key padding"
+    replaced = not options and name != "lower-right-more-queries"
+    assert sdpa.counts == {"replaced": int(replaced), "kept": {} if replaced else {kept: 1}}
+
+
+def test_a_causal_bias_beside_is_causal_is_an_error():
+    with replace_sdpa(impl="reference"), pytest.raises(ValueError, match="CausalBias should not be used"):
+        F.scaled_dot_product_attention(*qkv(), causal_upper_left(24, 24), is_causal=True)
 
 
 def test_full_precision_tensors_are_never_cast():
@@ -240,8 +276,7 @@ def test_wrong_calls_get_the_error_of_the_original():
 REFUSED = {
     "dropout": (NotImplementedError, "dropout_p=0.5 is not supported"),
     "head_dim 264": (ValueError, "head_dim 264 is not supported"),
-    "head_dims differ": (ValueError, "value: head_dim 8 differs"),
-    "not 4 dimensions": (ValueError, "expected 4 dimensions"),
+    "dimensions differ": (NotImplementedError, "dimensions differ: not supported"),
     "heads differ": (ValueError, "pass enable_gqa=True"),
     "shapes differ": (ValueError, "key: batch 1 differs"),
     "attn_mask is not boolean key padding": (NotImplementedError, "torch.float32 of shape"),

@@ -57,6 +57,7 @@ def test_opinfo_samples_match_or_are_refused(recipe, dtype, record_property):
     record_property("counted", f"worst relative L2 {worst:.1e}; {listed(seen)}")
     assert worst <= SAMPLE_ERROR[recipe][dtype]
     assert seen["matched"] >= 4
+    assert all(what == "matched" or "dropout" in what or "attn_mask" in what for what in seen)  # never for dimensions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

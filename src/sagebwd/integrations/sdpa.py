@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import ops
 from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
@@ -119,10 +120,11 @@ def replace_sdpa(
     """A context manager inside which ``torch.nn.functional.scaled_dot_product_attention`` runs in INT8 where it can.
 
     Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
-    head_dim) of one dtype that the implementation takes (after autocast), head_dim up to 256, no dropout, and no mask
-    or a boolean key-padding mask: (batch, 1, 1, kv_tokens), or that one expanded over heads or tokens. All others go
-    to the function that was there before, with the very arguments that came in: FP32 tensors outside autocast too,
-    unless the reference runs the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
+    head_dim), or any other number of dimensions before tokens, of one dtype that the implementation takes (after
+    autocast), head_dim up to 256, no dropout, and no mask, a CausalBias, or in four dimensions a boolean key-padding
+    mask: (batch, 1, 1, kv_tokens), or that one expanded over heads or tokens. All others go to the function that was
+    there before, with the very arguments that came in: FP32 tensors outside autocast too, unless the reference runs
+    the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
 
     Args:
         recipe, impl: as in `sage_attention`.
@@ -184,6 +186,11 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        window = None
+        if isinstance(attn_mask, CausalBias):  # asks whether it is F.scaled_dot_product_attention that was called
+            if is_causal:
+                raise ValueError("CausalBias should not be used with causal=True")
+            attn_mask, is_causal, window = _of_bias(attn_mask, query, key)
         arguments, padding = (query, key, value), attn_mask
         reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
@@ -196,14 +203,32 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         if not torch.compiler.is_compiling():
             replacement._count(reason)
         if reason is not None:
+            if window is not None:
+                attn_mask = _lower_right(query.shape[-2], key.shape[-2], query.device)
             return replacement._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         return sage_attention(
-            *arguments, padding, 0.0, is_causal, scale, enable_gqa, recipe=replacement.recipe, impl=replacement.impl
-        )
+            *arguments, padding, 0.0, is_causal, scale, enable_gqa,
+            window=window, recipe=replacement.recipe, impl=replacement.impl,
+        )  # fmt: skip
 
     return scaled_dot_product_attention
+
+
+def _of_bias(bias: CausalBias, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, tuple[int, int] | None]:
+    """(attn_mask, is_causal, window) that mean a CausalBias."""
+    tokens_q, tokens_k = bias.seq_len_q, bias.seq_len_kv
+    if bias.variant == CausalVariant.UPPER_LEFT or tokens_q == tokens_k:
+        return None, True, None
+    if tokens_q < tokens_k and (tokens_q, tokens_k) == (query.shape[-2], key.shape[-2]):
+        return None, False, (-1, tokens_k - tokens_q)
+    # some queries see no key, or the original is to say that lengths differ
+    return _lower_right(tokens_q, tokens_k, query.device), False, None
+
+
+def _lower_right(tokens_q: int, tokens_k: int, device: torch.device) -> Tensor:
+    return torch.ones(tokens_q, tokens_k, dtype=torch.bool, device=device).tril(tokens_k - tokens_q)
 
 
 def _refuse(
@@ -275,15 +300,16 @@ def _reason_in_kind(*tensors: Tensor) -> str | None:
 
 
 def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return "not 4 dimensions"
-    if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
-        return f"head_dim {query.shape[3]}"
-    if not query.shape[3] == key.shape[3] == value.shape[3]:
+    if not query.dim() == key.dim() == value.dim() >= 2:
+        return "dimensions differ"
+    for head_dim in (query.shape[-1], value.shape[-1]):
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            return f"head_dim {head_dim}"
+    if query.shape[-1] != key.shape[-1]:
         return "head_dims differ"
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0]:
+    if key.shape[:-1] != value.shape[:-1] or key.shape[:-3] != query.shape[:-3]:
         return "shapes differ"
-    heads, kv_heads = query.shape[1], key.shape[1]
+    heads, kv_heads = (1, 1) if query.dim() == 2 else (query.shape[-3], key.shape[-3])
     if heads != kv_heads and (not enable_gqa or kv_heads == 0 or heads % kv_heads):
         return "heads differ"
     if not query.device == key.device == value.device:
@@ -315,7 +341,9 @@ def _is_finite_number(scale: object) -> bool:
 
 def _is_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     """Whether a mask is (batch, 1, 1, kv_tokens), or that expanded, without a copy, over heads or query tokens."""
-    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 4 or mask.device != key.device:
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.device != key.device:
+        return False
+    if mask.dim() != 4 or key.dim() != 4:
         return False
     if mask.shape[0] != key.shape[0] or mask.shape[3] != key.shape[2]:
         return False

@@ -12,8 +12,9 @@ BF16 v.
 Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
 "layers": {"0": {"recipe": "full"}}}``, every key optional; ``layers`` overrides by layer index.
 
-Padded and packed batches run as packed sequences, without the padding. Calls with fewer queries than keys and a causal
-mask, which is decoding with a KV cache, go to torch's scaled_dot_product_attention: a warning says so once.
+What is visible is read from the model's own mask function (`transformers_masks`); what the kernels do not have is
+refused. Padded and packed batches run as packed sequences, without the padding. Calls that continue a KV cache go to
+torch's scaled_dot_product_attention: a warning says so once.
 
 `add_qk_norm` gives a model that is to be pre-trained the norm of queries and keys that INT8 attention wants.
 """
@@ -27,24 +28,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices, flash_attention_mask
+from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.utils.import_utils import is_tracing
 
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask, offsets_of
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "attention to chosen keys",
+    "block_indices": "attention to chosen blocks of keys",
+    "cache": "a paged cache",
     "position_bias": "a position bias",
 }
+_COMPILED_PACKING = (
+    "packed documents are not seen in position_ids under torch.compile; give cu_seq_lens_q and the like, "
+    "which DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
+)
 
 
 def register() -> None:
     """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, mask)
 
 
 def add_qk_norm(model: nn.Module) -> nn.Module:
@@ -143,36 +154,88 @@ def attention(
     """The attention function that Transformers calls.
 
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
-    None or (batch, kv_tokens), nonzero where a token counts; sliding_window, in tokens, the current one included.
+    what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
+    it is None. cu_seq_lens_q and the like, offsets of packed documents.
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
-    Raises NotImplementedError for dropout, 4D masks, soft-capping, sinks and position biases.
+    Raises NotImplementedError for dropout, masks that the kernels do not have, soft-capping, sinks, position biases.
     """
-    _refuse_unsupported(dropout, attention_mask, kwargs)
+    _refuse_unsupported(dropout, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    tokens_q, tokens_k = query.shape[2], key.shape[2]
+    mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
+    if mask is None or mask.dense is not None:
+        return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
+    key, value, visible = _fitting(mask, query, key, value)
+    causal = visible.upper == 0
+    window = (
+        -1 if visible.lower is None else -visible.lower,
+        -1 if causal or visible.upper is None else visible.upper,
+    )
     shared = {
-        "scale": scaling,
-        "is_causal": is_causal,
-        # a window of w tokens holds the query's own and w - 1 before it; the other side is open without a causal mask
-        "window": None if sliding_window is None else (sliding_window - 1, -1 if is_causal else sliding_window - 1),
+        "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window,
         **settings(getattr(module, "config", None), getattr(module, "layer_idx", None)),
-    }
-    if is_causal and tokens_q < tokens_k:
-        return _decode(query, key, value, attention_mask, scaling, sliding_window), None
-    if attention_mask is not None:
-        return _padded(query, key, value, attention_mask, shared), None
-    offsets = _packed_offsets(kwargs, tokens_q) if is_causal or "cu_seq_lens_q" in kwargs else None
+    }  # fmt: skip
+    offsets = _packed_offsets(mask, query, key, kwargs)
     if offsets is not None:
         return _packed(query, key, value, *offsets, shared), None
-    out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
-    return out.transpose(1, 2).contiguous(), None
+    if mask.padding is None:
+        out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
+        return out.transpose(1, 2).contiguous(), None
+    # only self-attention has a band: queries of padding are left out with its keys
+    itself = visible.is_banded
+    if is_tracing(query) or (shared["window"] is not None and mask.has_holes):
+        return _masked(query, key, value, mask.padding, itself, shared), None
+    return _unpadded(query, key, value, mask, itself, shared), None
 
 
-def _refuse_unsupported(dropout: float, attention_mask: Tensor | None, kwargs: dict[str, object]) -> None:
+def _known_mask(
+    mask: Mask | Tensor | None, query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None
+) -> Mask | None:
+    """The mask of a call, whoever made it; None for one query that sees a whole cache."""
+    if isinstance(mask, Mask):
+        return mask
+    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+    if mask is None:
+        if sliding_window is not None and sliding_window < shape[3]:
+            raise NotImplementedError(
+                f"sliding_window={sliding_window} without an attention_mask is not supported by "
+                "attn_implementation='sagebwd': let the model make its mask, or use 'sdpa'"
+            )
+        if is_causal and shape[2] == 1 < shape[3]:
+            return None
+        return Mask(shape, Visible(upper=0 if is_causal else None))
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (*shape[:2], 1, shape[3]):
+        return Mask(shape, Visible(), mask[:, 0, 0])
+    raise NotImplementedError(
+        f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; "
+        "accepted: (batch, tokens). Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
+    )
+
+
+def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Visible]:
+    """Keys and values that the mask speaks of, and what it lets through."""
+    if isinstance(mask.visible, str):
+        raise NotImplementedError(
+            f"the model's attention mask is not supported by attn_implementation='sagebwd', which has causal and "
+            f"bidirectional masks, sliding windows, padding and packed documents: {mask.visible}; {USE_INSTEAD}"
+        )
+    visible, made = mask.visible, mask.shape[2:]
+    if mask.padding is None and not visible.is_banded:
+        return key, value, visible
+    if made[1] != key.shape[2] or (visible.is_banded and made[0] != query.shape[2]):
+        raise NotImplementedError(
+            f"an attention_mask of {made[0]} x {made[1]} tokens at an attention of {query.shape[2]} x {key.shape[2]} "
+            f"is not supported by attn_implementation='sagebwd'; {USE_INSTEAD}"
+        )
+    if visible.upper == 0 and made[0] < made[1]:  # a static cache that is empty still
+        key, value = key[:, :, : made[0]], value[:, :, : made[0]]
+    return key, value, visible
+
+
+def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
     if dropout:
         raise NotImplementedError(
             f"attention dropout {dropout} is not supported by attn_implementation='sagebwd'; "
@@ -183,12 +246,6 @@ def _refuse_unsupported(dropout: float, attention_mask: Tensor | None, kwargs: d
             raise NotImplementedError(
                 f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use 'sdpa' or 'eager'"
             )
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise NotImplementedError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} is not supported by "
-            "attn_implementation='sagebwd'; accepted: (batch, tokens). "
-            "Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
-        )
     if kwargs.get("output_attentions"):
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
 
@@ -206,72 +263,93 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, window: int | None
-) -> Tensor:
-    """Queries at the end of a longer run of keys, through torch's own kernel, in full precision."""
+def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
     warnings.warn(
         "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
         stacklevel=4,
     )
-    tokens_q, tokens_k = query.shape[2], key.shape[2]
-    distance = torch.arange(tokens_k, device=key.device) - torch.arange(
-        tokens_k - tokens_q, tokens_k, device=key.device
-    ).unsqueeze(-1)
-    visible = distance <= 0
-    if window is not None:
-        visible &= distance > -window
-    if mask is not None:
-        visible = visible & mask[:, None, None, -tokens_k:].bool()
     grouped = query.shape[1] != key.shape[1]
+    visible = None if visible is None else visible.to(query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
 
 
-def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared: dict) -> Tensor:
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor, itself: bool, shared: dict[str, object]
+) -> Tensor:
+    """A padded batch as it lies, its padding masked: where a trace cannot read lengths, or a window spans a hole."""
+    padding = padding.to(query.device).expand(query.shape[0], -1)
+    hidden = ~padding[:, None, :, None]
+    if itself:
+        query = query.masked_fill(hidden, 0)  # a scale of several queries must not be a hidden one's
+    grouped = query.shape[1] != key.shape[1]
+    out = sage_attention(query, key, value, padding[:, None, None], enable_gqa=grouped, **shared)
+    return (out.masked_fill(hidden, 0) if itself else out).transpose(1, 2).contiguous()
+
+
+def _unpadded(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, shared: dict[str, object]
+) -> Tensor:
     """A padded batch as packed sequences of its real tokens.
 
-    Under a causal mask or a window, which mean self-attention, padding comes back as zeros. Otherwise the queries may
-    be another sequence, even where the lengths are the same (cross-attention), and only keys are unpadded.
+    In self-attention with a band padding comes back as zeros. Otherwise the queries may be another sequence, even
+    where the lengths are the same (cross-attention), and only keys are unpadded.
     """
-    mask = mask.bool()
     batch, heads, tokens_q, head_dim = query.shape
-    offsets_k = _offsets(mask.sum(1))
-    itself = shared["is_causal"] or shared["window"] is not None
-    rows = mask if itself else mask.new_ones(batch, tokens_q)
-    offsets_q = _offsets(rows.sum(1))
-    packed = [x.transpose(1, 2)[real] for x, real in ((query, rows), (key, mask), (value, mask))]
-    out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, key.shape[2], **shared)
-    padded = out.new_zeros(batch, tokens_q, heads, head_dim)
-    padded[rows] = out
-    return padded
+    if mask.padding.shape[0] != batch:
+        mask = Mask(mask.shape, mask.visible, mask.padding.expand(batch, -1))
+    real, offsets_k = (x.to(query.device) for x in mask.real)
+    offsets_q = offsets_k if itself else torch.arange(batch + 1, device=query.device, dtype=torch.int32) * tokens_q
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    packed = (query[real] if itself else query, key[real], value[real])
+    out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, mask.padding.shape[1], **shared)
+    if itself:
+        out = out.new_zeros(batch * tokens_q, heads, head_dim).index_copy(0, real, out)
+    return out.unflatten(0, (batch, tokens_q))
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def _packed_offsets(kwargs: dict[str, object], tokens: int) -> tuple[Tensor, Tensor, int, int] | None:
-    """cu_seqlens and longest lengths of a packed batch, as given or from position ids that start again; else None."""
+def _packed_offsets(
+    mask: Mask, query: Tensor, key: Tensor, kwargs: dict[str, object]
+) -> tuple[Tensor, Tensor, int, int] | None:
+    """cu_seqlens and longest lengths of packed documents, as given or from position_ids that start again."""
     if kwargs.get("cu_seq_lens_q") is not None:
+        if mask.padding is not None:
+            raise NotImplementedError(
+                "cu_seq_lens_q beside an attention_mask with padding is not supported by "
+                "attn_implementation='sagebwd'; accepted: one of the two"
+            )
         return tuple(kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-    positions = kwargs.get("position_ids")
-    if positions is None or positions.dim() != 2 or positions.shape[1] != tokens or torch.compiler.is_compiling():
+    ids, positions = mask.visible.documents, mask.visible.positions
+    if ids is None:  # with a KV cache, also one to be filled, Transformers' masks leave documents out
+        positions = kwargs.get("position_ids")
+        whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
+        if (
+            not whole
+            or positions is None
+            or positions.shape not in ((query.shape[0], key.shape[2]), (1, key.shape[2]))
+        ):
+            return None
+        positions = positions.expand(query.shape[0], -1)
+        ids = find_packed_sequence_indices(positions)
+        if ids is None:
+            return None
+    if is_tracing(ids):
+        alone = (ids == ids[:, :1]).all()
+        torch._assert_async(alone, "attn_implementation='sagebwd': " + _COMPILED_PACKING)
         return None
-    if find_packed_sequence_indices(positions) is None:
-        return None
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=1) != 1
-    offsets = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=positions.numel()).to(torch.int32)
-    longest = int(offsets.diff().max())
+    if mask.padding is not None:
+        raise NotImplementedError(f"packed documents beside padding are not supported; {USE_INSTEAD}")
+    offsets, longest = offsets_of(ids) if mask.visible.documents is None else mask.documents
     return offsets, offsets, longest, longest
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    shared: dict,
+    shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     batch, _, tokens, _ = query.shape
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = sage_attention_varlen(*packed, offsets_q, offsets_k, int(longest_q), int(longest_k), **shared)
+    offsets = (x.to(query.device) for x in (offsets_q, offsets_k))
+    out = sage_attention_varlen(*packed, *offsets, int(longest_q), int(longest_k), **shared)
     return out.unflatten(0, (batch, tokens))

@@ -1,0 +1,373 @@
+"""Masks and caches of Transformers' models under attn_implementation="sagebwd": SDPA's numbers, or refused by name."""
+
+import pytest
+import torch
+from transformers import (
+    Aimv2TextConfig,
+    Aimv2TextModel,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    ModernBertConfig,
+    ModernBertModel,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    masking_utils,
+)
+
+from sagebwd.integrations import transformers as integration
+from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read
+from sagebwd.metrics import relative_l2
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+DECODERS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "gemma": lambda: GemmaConfig(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=6),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=2, sliding_window=None),
+    "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=None),
+}
+BART = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+def pair(config, model_class=None):
+    """One random model under SDPA and under "sagebwd" in full precision."""
+    models = []
+    for implementation in ("sdpa", "sagebwd"):
+        torch.manual_seed(0)
+        build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
+        models.append(build(config, attn_implementation=implementation).eval())
+        models[-1].config.sagebwd = {"recipe": "full"}
+        config = type(config)(**config.to_dict())
+    return models
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side, lengths=(11, 7)):
+    ids, attention_mask = tokens(len(lengths), max(lengths)), torch.ones(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        attention_mask[row, length:] = 0
+    if side == "left":
+        attention_mask = attention_mask.flip(1)
+    return ids.where(attention_mask == 1, 0), attention_mask
+
+
+def assert_same(models, attention_mask=None, real=None, **inputs):
+    """Logits or hidden states at real tokens, and the gradients of a loss on them."""
+    outcomes = []
+    for model in models:
+        out = model(**inputs, attention_mask=attention_mask)
+        out = out.logits if "logits" in out else out.last_hidden_state
+        keep = real if real is not None else torch.ones_like(out[..., 0]) if attention_mask is None else attention_mask
+        kept = out[keep.bool()]
+        model.zero_grad()
+        kept.square().mean().backward()
+        gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+        outcomes.append((kept.detach(), torch.cat(gradients)))
+    for a, e in zip(outcomes[1], outcomes[0]):
+        assert relative_l2(a, e) < 1e-4
+
+
+# caches
+
+
+def generated(models, cache, **inputs):
+    settings = {
+        "max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "return_dict_in_generate": True,
+        "output_logits": True, "pad_token_id": 0,
+    }  # fmt: skip
+    outcomes = [model.generate(**inputs, **settings) for model in models]
+    for a, e in zip(outcomes[1].logits, outcomes[0].logits):
+        assert relative_l2(a, e) < 1e-4
+    assert torch.equal(outcomes[1].sequences, outcomes[0].sequences)
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("padding", ["none", "left", "ones"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_is_sdpas(name, cache, padding):
+    ids, attention_mask = padded("left") if padding == "left" else (tokens(2, 11), torch.ones(2, 11, dtype=torch.long))
+    inputs = {"input_ids": ids} | ({} if padding == "none" else {"attention_mask": attention_mask})
+    generated(pair(DECODERS[name]()), cache, **inputs)
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generation_of_an_encoder_and_decoder_is_sdpas(cache):
+    ids, attention_mask = padded("right")
+    models = pair(BartConfig(**BART), BartForConditionalGeneration)
+    generated(models, cache, input_ids=ids, attention_mask=attention_mask)
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_prompt_in_parts_is_sdpas(name):
+    ids, outcomes = tokens(2, 20), []
+    for model in pair(DECODERS[name]()):
+        with torch.no_grad():
+            first = model(input_ids=ids[:, :9], use_cache=True)
+            outcomes.append(model(input_ids=ids[:, 9:], past_key_values=first.past_key_values).logits)
+    assert relative_l2(*outcomes) < 1e-4
+
+
+# masks
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_sdpas(name, side):
+    ids, attention_mask = padded(side)
+    assert_same(pair(DECODERS[name]()), attention_mask, input_ids=ids)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama"])
+def test_a_window_spans_holes_of_padding(name):
+    """Regression: distances were counted over real tokens alone."""
+    ids, attention_mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    attention_mask[0, 5:9], attention_mask[1, 3], attention_mask[1, 12:15] = 0, 0, 0
+    assert_same(pair(DECODERS[name]()), attention_mask, input_ids=ids)
+
+
+def test_a_window_on_both_sides_spans_holes():
+    config = ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        local_attention=8, global_attn_every_n_layers=2, pad_token_id=0,
+    )  # fmt: skip
+    ids, attention_mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    attention_mask[0, 5:9] = 0
+    assert_same(pair(config, ModernBertModel), attention_mask, input_ids=ids)
+
+
+def test_a_window_that_only_the_mask_knows_of():
+    """Phimoe's attention is not told of its window."""
+    config = PhimoeConfig(**SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=2)
+    assert_same(pair(config, PhimoeForCausalLM), input_ids=tokens(2, 20))
+
+
+def test_a_causal_mask_where_the_attention_says_otherwise():
+    """AIMv2's text attention says that it is not causal; its mask is."""
+    config = Aimv2TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, eos_token_id=63,
+    )  # fmt: skip
+    ids, attention_mask = padded("right")
+    assert_same(pair(config, Aimv2TextModel), attention_mask, input_ids=ids)
+
+
+def llama4(chunk):
+    return Llama4TextConfig(
+        **SIZES, attention_chunk_size=chunk, intermediate_size_mlp=48, num_local_experts=2, no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_chunks_that_hold_every_token_are_a_causal_mask(side):
+    ids, attention_mask = padded(side)
+    assert_same(pair(llama4(11), Llama4ForCausalLM), attention_mask, input_ids=ids)
+
+
+def test_chunks_are_refused():
+    with pytest.raises(NotImplementedError, match=r"chunks of 8; use attn_implementation='sdpa'"):
+        pair(llama4(8), Llama4ForCausalLM)[1](input_ids=tokens(2, 20))
+
+
+def test_blocks_of_image_tokens_are_refused():
+    """What Gemma 3 and PaliGemma make of images and prefixes."""
+    model = pair(DECODERS["llama"]())[1]
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    made = masking_utils.create_causal_mask(
+        model.config, torch.zeros(1, 6, 32), None, past_key_values=None, block_sequence_ids=blocks
+    )
+    with pytest.raises(NotImplementedError, match="asks a tensor which tokens are special"):
+        model(input_ids=tokens(1, 6), attention_mask=made)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_documents_of_every_row(rows):
+    """Regression: position_ids of one row for two was a ValueError."""
+    positions = torch.cat((torch.arange(8), torch.arange(12))).expand(rows, -1)
+    for name in ("llama", "mistral"):
+        for cache in (False, True):
+            models = pair(DECODERS[name]())
+            ids = tokens(2, 20)
+            models[0].config.use_cache = False  # with one, SDPA's mask leaves documents out
+            models[1].config.use_cache = cache
+            assert_same(models, input_ids=ids, position_ids=positions)
+
+
+def test_masks_that_a_caller_makes_are_refused():
+    model = pair(DECODERS["llama"]())[1]
+    for made in (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(2, 1, 6, 6)):
+        with pytest.raises(NotImplementedError, match=r"attention_mask of shape \(2, 1, 6, 6\)"):
+            model(input_ids=tokens(2, 6), attention_mask=made)
+
+
+def test_a_model_that_computes_with_its_mask_is_told():
+    made = mask(2, 6, 6, attention_mask=torch.tensor([[True] * 5 + [False]] * 2))
+    for compute in (
+        lambda: torch.cat((made, made)), lambda: made[:, :, :3], lambda: made & made, lambda: made.dtype,
+        lambda: torch.ones(2, 1, 6, 6) * made, lambda: made.unsqueeze(1), lambda: 1 - made, lambda: made == 0,
+        lambda: made.to(torch.float32), lambda: ~made, lambda: torch.where(made, 1.0, 0.0),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="computes with its attention mask itself"):
+            compute()
+    assert not hasattr(made, "dtype")
+    assert made.contiguous() is made
+
+
+# reading mask functions
+
+
+def expected_of(function, size, rows=2):
+    return masking_utils.sdpa_mask(rows, size, size, mask_function=function, allow_is_causal_skip=False)
+
+
+def shown(visible, size, rows=2):
+    distance = torch.arange(size) - torch.arange(size)[:, None]
+    seen = torch.ones(rows, 1, size, size, dtype=torch.bool)
+    if visible.lower is not None:
+        seen = seen & (distance >= visible.lower)
+    if visible.upper is not None:
+        seen = seen & (distance <= visible.upper)
+    if visible.documents is not None:
+        seen = seen & (visible.documents[:, None, :, None] == visible.documents[:, None, None, :])
+    return seen
+
+
+def packed(function, positions, documents):
+    """What Transformers makes of packed documents, from 5.18 on."""
+    return masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(documents),
+        lambda b, h, q, k: function(b, h, positions[b, q], positions[b, k]),
+    )
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
+READABLE = {
+    "causal": masking_utils.causal_mask_function,
+    "bidirectional": masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(3),
+    "both-sides": masking_utils.sliding_window_bidirectional_mask_function(3),
+    "documents": masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(DOCUMENTS)
+    ),
+    "positions": packed(masking_utils.sliding_window_causal_mask_function(3), POSITIONS, DOCUMENTS),
+    "one-chunk": masking_utils.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long)),
+    "a user's": lambda b, h, q, k: (k - q <= 1) & (q < k + 4),
+    "nothing-or": masking_utils.or_masks(masking_utils.causal_mask_function),
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_a_mask_function_is_read_for_what_it_is(name):
+    assert torch.equal(shown(read(READABLE[name], 9), 9), expected_of(READABLE[name], 9))
+
+
+UNREADABLE = {
+    "chunks": masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)),
+    "union": masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k < 3),
+    "blocks": masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(DOCUMENTS)),
+    "prefix": lambda b, h, q, k: k < 3,
+    "table": lambda b, h, q, k: torch.ones(9, 9, dtype=torch.bool)[q, k],
+    "diagonal": lambda b, h, q, k: q == k,
+    "every second": lambda b, h, q, k: (q - k) % 2 == 0,
+    "twice": lambda b, h, q, k: q + q >= k,
+    "heads": lambda b, h, q, k: h > 1,
+    "branch": lambda b, h, q, k: (k <= q) and (k > q - 3),
+    "tensor": lambda b, h, q, k: torch.ones((), dtype=torch.bool),
+    "two kinds of documents": masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(DOCUMENTS), masking_utils.packed_sequence_mask_function(POSITIONS)
+    ),
+    "a row's start": lambda b, h, q, k: k >= torch.tensor([1, 2])[b],
+    "ids": lambda b, h, q, k: DOCUMENTS[b, k] >= 0,
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_any_other_mask_function_is_unreadable(name):
+    with pytest.raises(Unreadable):
+        read(UNREADABLE[name], 9)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.packed_sequence_mask_function(torch.tensor([[0, 1, 0]])),  # a document in two pieces
+        packed(masking_utils.causal_mask_function, torch.tensor([[0, 2, 1]]), torch.tensor([[0, 0, 0]])),
+        lambda b, h, q, k: k < q,
+    ],
+)
+def test_what_kernels_do_not_have_is_kept_for_the_attention_to_refuse(function):
+    made = mask(1, 3, 3, mask_function=function)
+    assert isinstance(made, Mask)
+    assert isinstance(made.visible, str)
+
+
+# torch.compile
+
+
+def run(model, ids, attention_mask):
+    labels = ids.masked_fill(attention_mask == 0, -100)
+    out = model(input_ids=ids, attention_mask=attention_mask, labels=labels)
+    out.loss.backward()
+    return out.logits.detach()[attention_mask == 1]
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Gemma3ForCausalLM])
+def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side):
+    torch._dynamo.reset()
+    name = model_class.__name__.removesuffix("ForCausalLM").lower()
+    ids, attention_mask = padded(side, (20, 20 if side == "none" else 12))
+    exact, model = pair(DECODERS[name](), model_class)
+    exact.config.use_cache = model.config.use_cache = False
+    compiled = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
+    assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
+    gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
+    assert relative_l2(*gradients) < 1e-4
+
+
+def test_packing_that_a_compiled_model_cannot_see_is_an_error():
+    torch._dynamo.reset()
+    model = pair(DECODERS["llama"]())[1]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for cache in (False, True):
+        model.config.use_cache = cache
+        ids, positions = tokens(2, 20), torch.arange(20)[None]
+        assert relative_l2(compiled(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits) < 1e-5
+        with pytest.raises(RuntimeError, match="packed documents are not seen"):
+            compiled(input_ids=ids, position_ids=positions % 8)
