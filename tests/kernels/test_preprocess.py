@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sagebwd.kernels.call import Packing
-from sagebwd.kernels.preprocess import launch_codes
+from sagebwd.kernels.preprocess import launch_channel_scale, launch_codes
 from sagebwd.quantize import quantize_tokens, smooth
 
 BLOCK_K = 128
@@ -73,6 +73,28 @@ def test_sequences_of_a_pack_are_smoothed_apart():
             out.q[start:stop].transpose(0, 1), out.q_scale[:, start:stop], q[start:stop].transpose(0, 1).double(),
             "token",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 700])
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scales_of_channels(tokens, head_dim, masked):
+    v = draw(2, 2, tokens, head_dim, seed=0)
+    v[:, :, :, 3] = 0
+    key_mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
+    valid = torch.ones(2, tokens, dtype=torch.bool) if key_mask is None else key_mask
+    scale = launch_channel_scale(
+        torch.where(valid[:, None, :, None], v, torch.nan), Packing.of(v, None, tokens), key_mask
+    )
+    _, expected = quantize_tokens(torch.where(valid[:, None, :, None], v, 0).float(), "sequence", BLOCK_K)
+    assert torch.equal(scale, expected[:, :, 0])
+
+
+def test_a_channel_with_nan_has_a_scale_of_nan():
+    v = draw(1, 1, 600, 64, seed=0)
+    v[0, 0, 500, 7] = torch.nan
+    scale = launch_channel_scale(v, Packing.of(v, None, 600), None)
+    assert scale.isnan().nonzero().tolist() == [[0, 0, 7]]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Q's and K's INT8 codes in two launches, for recipes whose V is read as it lies.
+"""Q's and K's INT8 codes in two launches, for recipes whose V is read as it lies, and what their backward asks of V.
 
 The first quantises Q and sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises
 K less its mean. Both tensors of queries are so under way while K's mean is not known yet. K has one scale a lane
@@ -158,6 +158,74 @@ def key_codes_kernel(
         tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
 
 
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
+def channel_maxima_kernel(
+    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes by channel of a chunk of tokens that count: maxima (chunks, heads, D)."""
+    batch_head = tl.program_id(0) // chunks
+    part = tl.program_id(0) % chunks
+    batch = batch_head // heads
+    head = batch_head % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    local = tl.arange(0, BLOCK)
+    v += batch.to(tl.int64) * v_b + head.to(tl.int64) * v_h
+    # the bits of magnitudes, so that NaN wins
+    largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
+    for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
+        at = v + (start + first).to(tl.int64) * v_t
+        tile = load_rows(at, local, columns, v_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        if key_mask is not None:
+            keep = first + local < length
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
+            tile = tl.where(keep[:, None], tile, 0.0)
+        largest = tl.maximum(largest, tl.abs(tile).to(tl.int32, bitcast=True))
+    at = maxima + (part * all_heads + batch_head) * head_dim + columns
+    tl.store(at, tl.max(largest, 0).to(tl.float32, bitcast=True), mask=columns < head_dim)
+
+
+@triton.jit(do_not_specialize=["chunks", "all_heads"])
+def channel_scale_kernel(
+    maxima, scale, chunks, all_heads, head_dim: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """psi's scale of each channel of a head, of the maxima that `channel_maxima_kernel` leaves."""
+    columns = tl.arange(0, BLOCK_D)
+    parts = tl.arange(0, CHUNKS)
+    at = (parts * all_heads + tl.program_id(0))[:, None] * head_dim + columns[None, :]
+    inside = (parts < chunks)[:, None] & (columns < head_dim)[None, :]
+    chosen = psi_scale(abs_max(tl.load(maxima + at, mask=inside, other=0), 0))
+    tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=columns < head_dim)
+
+
+def _chunks(packing: Packing) -> tuple[int, int]:
+    """Tokens of a chunk and chunks of the longest sequence."""
+    chunk = max(CHUNK, triton.next_power_of_2(-(-packing.tokens // MOST_CHUNKS)))
+    return chunk, packing.grid(chunk)
+
+
+def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None, launch: Launch = launch) -> Tensor:
+    """psi's scale of each channel of v over the tokens that count, (batch, heads, D) FP32; of zeros 1."""
+    head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
+    chunk, chunks = _chunks(keys)
+    maxima = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=v.device)
+    scale = torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=v.device)
+    block_d = padded_head_dim(head_dim)
+    launch(
+        channel_maxima_kernel,
+        (chunks * all_heads,),
+        v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks, all_heads,
+        head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK=BLOCK_Q, BLOCK_D=block_d,
+        num_warps=pass_warps(BLOCK_Q, head_dim),
+    )  # fmt: skip
+    launch(
+        channel_scale_kernel, (all_heads,), maxima, scale, chunks, all_heads, head_dim=head_dim, CHUNKS=MOST_CHUNKS,
+        BLOCK_D=block_d,
+    )  # fmt: skip
+    return scale
+
+
 def launch_codes(
     q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int,
     launch: Launch = launch,
@@ -173,8 +241,8 @@ def launch_codes(
         keys.padded(block_k, LANES, dtype=torch.float32, device=device),
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
     )
-    chunk = max(CHUNK, triton.next_power_of_2(-(-keys.tokens // MOST_CHUNKS)))
-    chunks, all_heads = keys.grid(chunk), keys.batch * keys.heads
+    chunk, chunks = _chunks(keys)
+    all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     shape = {"head_dim": head_dim, "VARLEN": packed, "BLOCK_D": block_d}
