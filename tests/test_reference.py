@@ -50,10 +50,13 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     s = (q_hat @ k_hat.T * scale).masked_fill(~visible, -math.inf)
     lse = s.logsumexp(-1)
     o = torch.zeros_like(q)
+    apart = 1 if recipe.first_key == "16bit" else 0
     for i in range(tokens_q):
+        if apart:
+            o[i] = torch.exp(s[i, 0] - lse[i]) * (v[0] - v_mean)
         for block in columns:
-            block = list(block)
-            if s[i, block].max() > -math.inf:
+            block = [j for j in block if j >= apart]
+            if block and s[i, block].max() > -math.inf:
                 top = s[i, block].max()
                 steps = recipe.p_levels
                 p_hat = torch.round(steps * torch.exp(s[i, block] - top)) / steps
@@ -78,11 +81,11 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     return o, lse, dq, dk, dv
 
 
-@pytest.mark.parametrize("name", ["paper", "token"])
+@pytest.mark.parametrize("name", ["paper", "token", "paper(first_key=16bit)", "token(first_key=int8)"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(150, 150), (40, 130), (130, 40)])
+@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(150, 150), (40, 130), (130, 40), (5, 1)])
 def test_emulator_is_the_algorithm(name, is_causal, tokens_q, tokens_k):
-    recipe = Recipe.named(name)
+    recipe = Recipe.parse(name)
     q, k, v, do = draw("mean-and-outliers", heads=1, tokens=tokens_q, kv_tokens=tokens_k, head_dim=16)
     q, k, v, do = (x.double() for x in (q, k, v, do))
     emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal))
@@ -127,6 +130,22 @@ def test_small_chunks_change_nothing(monkeypatch, recipe, window):
     monkeypatch.setattr(reference, "CHUNK_SCORES", 1)
     for chunked, expected in zip(run(), whole):
         assert_close(chunked, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["token", "paper(first_key=16bit)"])
+def test_keys_that_a_mask_leaves_out_change_nothing(recipe):
+    """The first key is the first that the mask leaves: what is left alone gives the same numbers."""
+    q, k, v, _ = draw(batch=2, tokens=40, kv_tokens=150, head_dim=16, dtype=torch.float64)
+    k[:, :, 7] *= 30  # takes most of many rows
+    k[:, :, :7], v[:, :, :7] = 100, math.nan
+    key_mask = torch.arange(150)[None].expand(2, -1) >= 7
+
+    def run(k, v, mask):
+        emulator = reference.Emulator(q, k, v, Recipe.parse(recipe).replace(block_k=256), 0.25, Band(), mask)
+        return emulator.forward()[:2]
+
+    for actual, expected in zip(run(k, v, key_mask), run(k[:, :, 7:], v[:, :, 7:], None)):
+        assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

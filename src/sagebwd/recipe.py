@@ -17,9 +17,10 @@ is quantised, so that the sum over tokens stays an integer product.
 
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
-Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products and moves every scale to the finest
-group that is still free. ``token_fp8`` is ``token`` with the three gradient products in e4m3: on Gaussian inputs about
-twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
+Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
+is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``token_fp8`` is
+``token`` with the three gradient products in e4m3: on Gaussian inputs about twice its error in them, and faster on
+Hopper, where rescaling INT32 sums costs more than multiplying.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "p_scale_dv": ("key", "tile"),
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
+    "first_key": (INT8, SIXTEEN_BIT),
 }
 
 
@@ -69,6 +71,11 @@ class Recipe:
       right by 128 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
       addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
+    ``first_key``: how the first key of a sequence, the first that a key-padding mask leaves, takes part in an INT8 O.
+    ``"int8"``, as all others do. ``"16bit"``: p v, with P in FP32 and V as given, and the scale of P is that of the
+    keys beside it. Trained models give that key most of a row's weight (an attention sink), and within its group the
+    others' P would round to zero. A 16-bit O has no such scales, and the field no meaning there.
+
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
     ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
 
@@ -89,6 +96,7 @@ class Recipe:
     ds_scale_dq: str = "query"
     ds_scale_dk: str = "key"
     p_levels: int = 254
+    first_key: str = SIXTEEN_BIT
     block_q: int = 64
     block_k: int = 128
     smooth_q: bool = False
@@ -192,6 +200,7 @@ RECIPES: dict[str, Recipe] = {
         ds_scale_dq="tile",
         ds_scale_dk="tile",
         p_levels=127,
+        first_key=INT8,
         block_q=128,
         block_k=64,
         smooth_v=False,

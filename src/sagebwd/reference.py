@@ -27,7 +27,7 @@ from torch import Tensor
 from sagebwd.band import Band
 from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
-from sagebwd.recipe import FP8, INT8, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 # Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
 CHUNK_SCORES = 1 << 19
@@ -139,6 +139,12 @@ class Emulator:
             visible = visible & self.k_valid[..., keys, :].mT
         return visible
 
+    def _is_first(self, keys: slice) -> Tensor:
+        """Which of these keys is the first that counts: (B or 1, 1, 1, 1, keys) bool."""
+        if self.k_valid is None:
+            return torch.arange(keys.start, keys.stop, device=self.q.device)[None, :] == 0
+        return (self.k_valid & (self.k_valid.cumsum(-2) == 1)).mT[..., keys]
+
     def _smooth_v(self) -> tuple[Tensor, Tensor]:
         v = self.v[..., : self.tokens_k, :]
         v_smooth, v_mean = smooth(v, self.valid)
@@ -159,10 +165,12 @@ class Emulator:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, D) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
         recipe = self.recipe
+        apart = recipe.o == INT8 and recipe.first_key == SIXTEEN_BIT
         if recipe.o == INT8:
             v_smooth, v_mean = self._smooth_v()
             codes, v_scale = quantize_tokens(pad_tokens(v_smooth, recipe.block_k), recipe.v_scale, recipe.block_k)
             v_operand = codes * v_scale
+            v_first = torch.where(self._is_first(slice(0, self.tokens_k)).mT, v_smooth, 0).sum(-2, keepdim=True)
         else:
             v_operand, v_mean = self.sixteen_bit(self.v), 0
         o = self.q.new_zeros(*self.q.shape)
@@ -171,9 +179,14 @@ class Emulator:
             if keys.start == keys.stop:
                 continue
             s = self._scores(rows, keys)
+            first = s.new_full((*s.shape[:-1], 1), -math.inf)  # the first key's score, where it is apart
+            if apart:
+                is_first = self._is_first(keys)
+                first = s.masked_fill(~is_first, -math.inf).amax(-1, keepdim=True)
+                s = s.masked_fill(is_first, -math.inf)
             tiles = s.unflatten(-1, (-1, recipe.block_k))  # (B, H, G, rows, key blocks, block_k)
             block_max = tiles.amax(-1, keepdim=True)
-            row_max = _finite(block_max.amax(-2, keepdim=True))
+            row_max = _finite(torch.maximum(block_max.amax(-2), first)).unsqueeze(-1)
             p = torch.exp(tiles - _finite(block_max))  # 1 at each block's maximum
             weight = torch.exp(block_max - row_max)
             total = (p.sum(-1, keepdim=True) * weight).sum(-2)
@@ -181,7 +194,12 @@ class Emulator:
                 p = torch.round(p * recipe.p_levels) * (weight / recipe.p_levels)
             else:
                 p = self.sixteen_bit(p * weight)
-            o_rows = p.flatten(-2) @ v_operand[..., keys, :] / total + v_mean
+            o_rows = p.flatten(-2) @ v_operand[..., keys, :]
+            if apart:
+                p_first = torch.exp(first - row_max.squeeze(-1))
+                total = total + p_first
+                o_rows = o_rows + p_first * v_first
+            o_rows = o_rows / total + v_mean
             real = slice(rows.start, min(rows.stop, self.tokens_q))
             count = real.stop - real.start
             o[..., real, :] = torch.where(total == 0, 0, o_rows)[..., :count, :]
