@@ -24,6 +24,8 @@ class Quantized:
     transposed: Tensor | None = None
     column_sum: Tensor | None = None
     smoothed: Tensor | None = None
+    first_row: Tensor | None = None
+    first_scale: Tensor | None = None
     block_mean: Tensor | None = None
 
 
@@ -42,9 +44,11 @@ def launch_quantize(
     column_sum: torch.dtype | None = None,
     smoothed: bool = False,
     block_mean: bool = False,
+    first_row: torch.dtype | None = None,
+    first_key: Tensor | None = None,
     launch: Launch = launch,
 ) -> Quantized:
-    """Smooth x and write the asked-for outputs."""
+    """Smooth x and write the asked-for outputs; first_row as int8 comes with its scale."""
     head_dim, device = x.shape[-1], x.device
     out = Quantized()
     if codes:
@@ -64,6 +68,11 @@ def launch_quantize(
         out.column_sum = packing.padded(block, head_dim, dtype=column_sum, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
+    if first_row is not None:
+        shape = packing.batch, packing.heads
+        out.first_row = torch.empty(*shape, head_dim, dtype=first_row, device=device)
+        if first_row == torch.int8:
+            out.first_scale = torch.empty(shape, dtype=torch.float32, device=device)
     rows = out.codes if codes else out.smoothed if smoothed else x
     launch(
         quantize_kernel,
@@ -72,6 +81,7 @@ def launch_quantize(
         mean,
         sequence_scale,
         key_mask,
+        first_key,
         packing.cu_seqlens,
         out.block_mean,
         out.codes,
@@ -81,6 +91,8 @@ def launch_quantize(
         out.transposed,
         out.column_sum,
         out.smoothed,
+        out.first_row,
+        out.first_scale,
         *packing.strides(x),
         *packing.strides(rows),
         packing.heads,

@@ -33,6 +33,7 @@ def quantize_kernel(
     mean,
     sequence_scale,
     key_mask,
+    first_key,
     cu_seqlens,
     block_mean,
     codes,
@@ -42,6 +43,8 @@ def quantize_kernel(
     transposed,
     column_sum,
     smoothed,
+    first_row,
+    first_scale,
     stride_b,
     stride_h,
     stride_t,
@@ -65,6 +68,9 @@ def quantize_kernel(
     block_scale: one a block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence".
     transposed: INT8, see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32; as int32
     ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
+
+    first_row (batch, heads, D): the sequence's first token, smoothed, or as int8 its codes, with its scale in
+    first_scale (batch, heads) if not None. first_key (batch,): which token that is, where not the first of all.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
@@ -130,6 +136,17 @@ def quantize_kernel(
             tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if codes is not None:
         tl.store(codes + out, code, mask=written)
+    if first_row is not None:
+        token = 0 * tokens
+        if first_key is not None:
+            token = tl.load(first_key + batch)
+        if (token >= first) & (token < first + BLOCK):
+            chosen = code.to(tl.int32) if first_row.dtype.element_ty == tl.int8 else tile
+            chosen = tl.sum(tl.where((rows == token)[:, None], chosen, 0), 0).to(first_row.dtype.element_ty)
+            tl.store(first_row + tl.program_id(1) * head_dim + columns, chosen, mask=columns < head_dim)
+            if first_scale is not None:
+                of_token = tl.zeros((BLOCK,), tl.float32) + scale
+                tl.store(first_scale + tl.program_id(1), tl.sum(tl.where(rows == token, of_token, 0.0), 0))
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
     if column_sum is not None:

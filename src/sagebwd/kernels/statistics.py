@@ -27,6 +27,7 @@ def _chunk(
     partial,
     planes,
     key_mask,
+    first_key,
     cu_seqlens,
     stride_b,
     stride_h,
@@ -40,7 +41,10 @@ def _chunk(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A chunk's share of the mean, if EXTREMES its largest and least value too, into partial (3, chunks, heads, D)."""
+    """A chunk's share of the mean, if EXTREMES its largest and least value too, into partial (3, chunks, heads, D).
+
+    first_key (batch,): the first that key_mask leaves, or the sequence's length; written if not None.
+    """
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -50,9 +54,14 @@ def _chunk(
     if key_mask is not None:
         key_mask += batch.to(tl.int64) * tokens
         count = 0
+        found = length
         for first in range(0, length, 1024):
             at = first + tl.arange(0, 1024)
-            count += tl.sum(tl.load(key_mask + at, mask=at < length, other=0).to(tl.int32))
+            counts = tl.load(key_mask + at, mask=at < length, other=0) != 0
+            count += tl.sum(counts.to(tl.int32))
+            found = tl.minimum(found, tl.min(tl.where(counts, at, length)))
+        if first_key is not None:
+            tl.store(first_key + batch, found)  # the same from every program
     # rows are reduced once, at the end: a reduction in the loop would cross warps every time
     sums = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
@@ -89,6 +98,7 @@ def statistics_kernel(
     partial,
     planes,
     key_mask,
+    first_key,
     cu_seqlens,
     k_b,
     k_h,
@@ -108,13 +118,13 @@ def statistics_kernel(
     """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted."""
     if tl.program_id(2) == 0:
         _chunk(
-            k, partial, planes, key_mask, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, False, VARLEN, CHUNK,
-            BLOCK, BLOCK_D,
+            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, False, VARLEN,
+            CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
-            v, partial + 3 * planes, planes, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim, V_SCALE,
-            VARLEN, CHUNK, BLOCK, BLOCK_D,
+            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim,
+            V_SCALE, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -176,16 +186,22 @@ def launch_statistics(
     smooth_k: bool,
     smooth_v: bool,
     v_scale: bool,
+    first_key: bool,
     launch: Launch = launch,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None.
+
+    And where there is a mask, if asked for, the first key that it leaves or the number of keys, (B,) int32; else None.
+    """
     head_dim, device = k.shape[-1], k.device
     heads = packing.batch * packing.heads
     shape = 2, packing.batch, packing.heads, head_dim
-    if not (smooth_k or smooth_v or v_scale):
-        return *torch.zeros(shape, dtype=torch.float32, device=device), None
+    first_key = first_key and key_mask is not None
+    if not (smooth_k or smooth_v or v_scale or first_key):
+        return *torch.zeros(shape, dtype=torch.float32, device=device), None, None
     mean = torch.empty(shape, dtype=torch.float32, device=device)
     scale = torch.empty_like(mean[1]) if v_scale else None
+    first = torch.empty(packing.batch, dtype=torch.int32, device=device) if first_key else None
     chunks = max(1, -(-packing.tokens // CHUNK))
     planes = chunks * heads * head_dim
     partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)
@@ -198,6 +214,7 @@ def launch_statistics(
         partial,
         planes,
         key_mask,
+        first,
         packing.cu_seqlens,
         *packing.strides(k),
         *packing.strides(v),
@@ -224,4 +241,4 @@ def launch_statistics(
         CHUNKS=64,
         COLUMNS=FINISHED_COLUMNS,
     )
-    return mean[0], mean[1], scale
+    return mean[0], mean[1], scale, first

@@ -3,7 +3,8 @@
 Score tiles never leave their registers: V's copy holds its tokens in the order in which tensor cores hand scores out.
 A key block is taken in two halves, so that the tensor cores compute the second half's scores while the first half's
 are scaled, and P is made of half the rows at a time. Beyond that the programs of an SM hide each other's waits:
-docs/log/kernels.md has the deeper pipelines that were tried.
+docs/log/kernels.md has the deeper pipelines that were tried. Where the recipe keeps the first key apart, the loop
+masks it, and O and lse get it afterwards, in FP32.
 """
 
 from triton.experimental import gluon
@@ -21,11 +22,13 @@ from sagebwd.kernels.hopper.tile import (
     ROUND,
     ROWS,
     TINY,
+    anew,
     block_range,
     exp2,
     load_tile,
     operand_codes,
     padded_block,
+    reinterpret,
     ring,
     sequence,
     visible,
@@ -50,12 +53,17 @@ def code_rows(
 @gluon.jit
 def blocks_met(
     first_q, length_k, lower, upper, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, ALL_MASKED: gl.constexpr,
+    HAS_UPPER: gl.constexpr, ALL_MASKED: gl.constexpr, FIRST_APART: gl.constexpr = False,
 ):  # fmt: skip
-    """begin, full_begin, full_end as of `block_range` of the key blocks that SPAN queries meet, and their number."""
+    """begin, full_begin, full_end as of `block_range` of the key blocks that SPAN queries meet, and their number.
+
+    FIRST_APART: the first block of a sequence is to be masked.
+    """
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, ALL_MASKED
     )
+    if FIRST_APART:
+        full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
     # rows without a key take one masked block of the sequence's own, and write zeros
     steps = gl.maximum(end - begin, 1)
     begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
@@ -106,9 +114,12 @@ def load(
 @gluon.jit
 def scaled(
     s, k_scale, first_q, first_k, length_k, lower, upper, key_mask, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, apart=None,
 ):  # fmt: skip
-    """Scores of half a block that still lack Q's scale (and K's, unless it is per token); -inf where masked."""
+    """Scores of half a block that still lack Q's scale (and K's, unless it is per token); -inf where masked.
+
+    apart: the key that is not among them, if not None.
+    """
     x = s.to(gl.float32)
     if K_TOKEN:
         x = x * k_scale
@@ -119,7 +130,12 @@ def scaled(
         rows = first_q + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         keep = visible(gl.expand_dims(keys, 0) - gl.expand_dims(rows, 1), lower, upper, HAS_LOWER, HAS_UPPER)
         inside = keys < length_k
+        if apart is not None and key_mask is None:
+            # the first key and those past the end, in one comparison
+            inside = (keys - 1).to(gl.uint32) < (gl.maximum(length_k, 1) - 1).to(gl.uint32)
         if key_mask is not None:
+            if apart is not None:
+                inside = inside & (keys != apart)
             inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
         x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
     return x
@@ -155,6 +171,26 @@ def exponentials(low, high, top, scale, LOG2_LEVELS: gl.constexpr):
 
 
 @gluon.jit
+def first_score(
+    q_memory, row_scale, codes, k_scale, BLOCK_D: gl.constexpr, NEGATIVE: gl.constexpr, ROW: gl.constexpr
+):  # fmt: skip
+    """Every row's score of the first key: the integers that tensor cores would find, four products an instruction."""
+    WORDS: gl.constexpr = BLOCK_D // 4
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WORDS, 32])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK_D, element_bitwidth=32, rank=2)
+    key = gl.load(codes.to(gl.pointer_type(gl.int32)) + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT)))
+    products = gl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r",
+        [reinterpret(q_memory, gl.int32, [ROWS, WORDS], SHARED).load(LAYOUT), gl.expand_dims(key, 0)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    scale = gl.load(k_scale)
+    if NEGATIVE:
+        scale = -scale
+    return gl.convert_layout(gl.sum(products, 1), ROW).to(gl.float32) * scale * row_scale
+
+
+@gluon.jit
 def attend(
     memory, full, empty, pointers, place, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr,
@@ -170,9 +206,10 @@ def attend(
     LOG2_LEVELS: gl.constexpr = 7.988684686772166 if LEVELS == 254 else 6.988684686772166
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max = pointers
+    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, first_codes, first_scale, first_value = pointers
     block_k = place[5]
-    first_q, length_q, length_k, lower, upper, row, mean_row, o_t = sizes
+    first_q, length_q, length_k, lower, upper, row, mean_row, o_t, first = sizes
+    apart = None if first_value is None else first
     steps = blocks[3]
     whole = gl.minimum(blocks[2] - blocks[1], steps)
 
@@ -211,14 +248,14 @@ def attend(
                 s_scale = row_scale * gl.load(k_scale + (block_k + block) * BLOCK_K)
             x_low = scaled(
                 s_low, scale_low, first_q, first_k, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER, K_TOKEN,
-                NEGATIVE, masked == 1, S_LAYOUT,
+                NEGATIVE, masked == 1, S_LAYOUT, apart,
             )  # fmt: skip
             s_high = warpgroup_mma_wait(0, deps=[s_high])
             if K_TOKEN:
                 scale_high = k_scale_memory.index(stage).slice(HALF, HALF, 1).load(S_LAYOUT)
             x_high = scaled(
                 s_high, scale_high, first_q, first_k + HALF, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER,
-                K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT,
+                K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT, apart,
             )  # fmt: skip
 
             low_a, low_b = rows_apart(x_low)
@@ -267,9 +304,26 @@ def attend(
                 acc = acc * decay_o + part.to(gl.float32) * weight_o
 
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O_LAYOUT))
-    acc = acc * gl.expand_dims(gl.convert_layout(1.0 / l, ROW_O), 1)
+    decay = gl.full([ROWS], 1.0, gl.float32, ROW)
+    if first_value is not None:
+        # after the loop, whose registers it would take before
+        s = first_score(
+            q_memory, row_scale, first_codes + mean_row * head_dim, first_scale + mean_row, BLOCK_D, NEGATIVE, ROW
+        )
+        seen = visible(first - (anew(first_q) + rows), lower, upper, HAS_LOWER, HAS_UPPER) & (first < length_k)
+        s = gl.where(seen, s, float("-inf"))
+        m_new = gl.maximum(m, s)
+        safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        decay = exp2(m - safe)
+        p = exp2(s - safe)
+        l = l * decay + p
+        m = m_new
+    acc = acc * gl.expand_dims(gl.convert_layout(decay / l, ROW_O), 1)
     if V_SEQUENCE:
         acc = acc * gl.expand_dims(gl.load(v_scale + mean_row * head_dim + columns), 0)
+    if first_value is not None:
+        value = gl.load(first_value + mean_row * head_dim + columns)
+        acc = gl.fma(gl.expand_dims(gl.convert_layout(p / l, ROW_O), 1), gl.expand_dims(value, 0), acc)
     if v_mean is not None:
         acc = acc + gl.expand_dims(gl.load(v_mean + mean_row * head_dim + columns), 0)
     unseen = (m == float("-inf")) & (l == 0)
@@ -290,10 +344,11 @@ def attend(
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max,
-    cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower,
-    upper, scale, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
-    K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    first_codes, first_scale, first_value, first_key, cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_t, heads, group,
+    tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper, scale, head_dim: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, K_TOKEN: gl.constexpr,
+    V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """64 queries of one head.
 
@@ -301,6 +356,9 @@ def forward_kernel(
     (heads * blocks, BLOCK_K) and v_sum (heads * blocks, D; see `quantize_kernel`, int32) are padded, and read through
     descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
     softmax scale's magnitude, NEGATIVE its sign. row_max: each query's largest score times log2(e), if not None.
+
+    first_codes, first_scale, first_value: of each head of keys the first key's codes, scale and smoothed value, where
+    it is apart; first_key (batch,): which key that is, if there is a key_mask.
     """
     gl.static_assert(LEVELS == 127 or LEVELS == 254)
     batch_head = gl.program_id(0) // grid_q
@@ -321,14 +379,21 @@ def forward_kernel(
         batch_head, heads, group, start_q + first_q, start_k, tokens_q, tokens_k, VARLEN, BLOCK_D
     )
     padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
-    blocks = blocks_met(first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None)
-    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
-    sizes = (
-        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_t,
+    blocks = blocks_met(
+        first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None,
+        first_value is not None,
     )  # fmt: skip
+    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
     o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
+    first = 0 * length_k
+    if first_key is not None:
+        first = gl.load(first_key + batch)
+    sizes = (
+        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_t,
+        first,
+    )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [ROWS, BLOCK_D], q_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_K, BLOCK_D], k_desc.layout)
@@ -354,7 +419,7 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc)
     memory = (q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory)
     full = (q_full, k_full, v_full)
-    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max)
+    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, first_codes, first_scale, first_value)
     gl.warp_specialize(
         [
             (

@@ -16,7 +16,7 @@ from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import launch_quantize
 from sagebwd.kernels.statistics import launch_statistics
-from sagebwd.recipe import FP8, INT8, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 CONTIGUOUS = torch.contiguous_format
 HEAD_DIMS = (64, 128)
@@ -108,14 +108,15 @@ def _forward(
     head_dim, block_k = q.shape[-1], recipe.block_k
     o_int8, float8 = recipe.o == INT8, recipe.dv == FP8
     sequence = recipe.v_scale == "sequence" and (o_int8 or float8)
-    k_mean, v_mean, v_scale = launch_statistics(
+    first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
+    k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v and (o_int8 or float8),
-        v_scale=sequence, launch=launch,
+        v_scale=sequence, first_key=first_apart, launch=launch,
     )  # fmt: skip
     q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True, launch=launch)
     k_pass = launch_quantize(
         k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True,
-        padded_scale=True, launch=launch,
+        padded_scale=True, first_row=torch.int8 if first_apart else None, first_key=first_key, launch=launch,
     )  # fmt: skip
     o = torch.empty_like(q, memory_format=CONTIGUOUS)
     lse = queries.per_token(q.device)
@@ -129,7 +130,7 @@ def _forward(
     q_desc = matrix(q_pass.codes, q_columns, (ROWS.value, head_dim))
     k_desc = matrix(k_pass.codes, k_columns, (step, head_dim))
     k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale != "block" else None
-    out = key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k
+    out, offsets = (key_mask, o, lse, row_max), (cu_seqlens_q, cu_seqlens_k)
     sizes = (
         *queries.strides(o), queries.heads, queries.heads // keys.heads, queries.tokens, keys.tokens, queries.total,
         keys.blocks(block_k) * (block_k // step), grid, -window_left, 0 if is_causal else window_right, abs(scale),
@@ -144,7 +145,8 @@ def _forward(
         levels = recipe.p_levels
         v_pass = launch_quantize(
             v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
-            transposed=True, column_sum=torch.int32 if levels == 254 else None, launch=launch,
+            transposed=True, column_sum=torch.int32 if levels == 254 else None,
+            first_row=torch.float32 if first_apart else None, first_key=first_key, launch=launch,
         )  # fmt: skip
         launch(
             forward_kernel,
@@ -159,6 +161,11 @@ def _forward(
             v_scale if sequence else v_pass.block_scale,
             v_mean if recipe.smooth_v else None,
             *out,
+            k_pass.first_row,
+            k_pass.first_scale,
+            v_pass.first_row,
+            first_key,
+            *offsets,
             *sizes,
             head_dim=head_dim,
             V_SEQUENCE=sequence,
@@ -179,6 +186,7 @@ def _forward(
             q_pass.token_scale,
             k_pass.padded_scale,
             *out,
+            *offsets,
             *v_rows.steps,
             *sizes,
             GROUP_K=block_k,

@@ -54,6 +54,12 @@ def program_number(after):
 
 
 @gluon.jit
+def anew(x):
+    """An int32 under another name: what follows from it here is found here, not kept in registers since earlier."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def ring(step, COUNT: gl.constexpr):
     """Which of COUNT places a step has that take turns, and the parity of its round."""
     if COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions

@@ -1,5 +1,7 @@
 """Forward: online softmax over key blocks, P quantised against its own block's row maximum.
 
+Where the recipe keeps the first key apart, a row begins with it, in FP32, and the loop masks it.
+
 A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
 hand scores out (`tile.interleave`).
 """
@@ -35,6 +37,24 @@ from sagebwd.recipe import INT8
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+@triton.jit
+def first_score(
+    q_tile, row_scale, k, k_scale, k_exact, shift, mu, columns, first, there, scale_2, stride_t, exact_t, head_dim
+):  # fmt: skip
+    """Every row's score, in base 2, of the first key; there: whether there is one."""
+    inside = (columns < head_dim) & there
+    key = tl.load(k + first.to(tl.int64) * stride_t + columns, mask=inside, other=0)
+    s = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)  # of codes exact: below 2**24
+    if row_scale is not None:
+        s = s * (tl.load(k_scale + first, mask=there, other=0) * scale_2) * row_scale
+    else:
+        s = s * scale_2
+    if mu is not None:
+        exact = tl.load(k_exact + first.to(tl.int64) * exact_t + columns, mask=inside, other=0).to(tl.float32)
+        s += tl.sum((exact - shift) * mu) * scale_2
+    return s
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens_q",
@@ -60,6 +80,9 @@ def forward_kernel(
     q_mean,
     k_exact,
     k_mean,
+    k_rows,
+    first_value,
+    first_key,
     o,
     lse,
     key_mask,
@@ -110,6 +133,9 @@ def forward_kernel(
     q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks,
     D), k_exact (rows) and k_mean put back what Q-smoothing took from S. v_sum: 128 times the column sums of V's codes,
     where P has 254 levels. BLOCK_K is the recipe's. TMA: k and v are descriptors.
+
+    k_rows: k, never a descriptor, and first_value (batch, heads, D): V's smoothed row of the first key, where it is
+    apart, else None; first_key (batch,): which key that is, if there is a key_mask.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid_q
@@ -137,10 +163,13 @@ def forward_kernel(
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
     q += batch_64 * q_b + head.to(tl.int64) * q_h + (start_q + first_q).to(tl.int64) * q_t
+    if first_value is not None:
+        k_rows = rows_of(k_rows, batch, head_k, start_k, k_b, k_h, k_t, False)
     k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_t, TMA)
     q_tile = load_rows(q, rows, columns, q_t, length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
+    row_scale, mu, shift = None, None, None
     if INT8_S:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
         k_scale += z_k * total_k + start_k
@@ -162,6 +191,26 @@ def forward_kernel(
     l = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     scale_2 = scale * LOG2_E
+    if INT8_O and V_SCALE == "sequence":
+        v_scale += (batch * heads_k + head_k).to(tl.int64) * head_dim
+    if first_value is not None:
+        first = batch * 0
+        if first_key is not None:
+            first = tl.load(first_key + batch)
+        there = first < length_k
+        seen = there & visible(first - (first_q + rows), lower, upper, HAS_LOWER, HAS_UPPER)
+        s = first_score(
+            q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_t, exact_t,
+            head_dim,
+        )  # fmt: skip
+        m = tl.where(seen, s, m)
+        l = tl.where(seen, 1.0, l)
+        first_value += (batch * heads_k + head_k).to(tl.int64) * head_dim
+        value = tl.load(first_value + columns, mask=(columns < head_dim) & there, other=0)
+        if V_SCALE == "sequence":
+            value /= tl.load(v_scale + columns, mask=columns < head_dim, other=1)
+        acc = tl.where(seen[:, None], value[None, :], acc)
+        full_begin = tl.minimum(tl.maximum(full_begin, 1), full_end)  # the block that it lies in is masked
     for masked in tl.static_range(2):
         count = full_end - full_begin
         if masked:
@@ -202,6 +251,8 @@ def forward_kernel(
                     visible((first_k + keys)[None, :] - (first_q + rows)[:, None], lower, upper, HAS_LOWER, HAS_UPPER)
                     & (keys < left)[None, :]
                 )
+                if first_value is not None:
+                    keep = keep & (first_k + keys != first)[None, :]
                 if key_mask is not None:
                     keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
                 s = tl.where(keep, s, float("-inf"))
@@ -261,7 +312,6 @@ def forward_kernel(
 
     acc = acc / l[:, None]
     if INT8_O and V_SCALE == "sequence":
-        v_scale += (batch * heads_k + head_k).to(tl.int64) * head_dim
         acc *= tl.load(v_scale + columns, mask=columns < head_dim, other=0)[None, :]
     if v_mean is not None:
         v_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
@@ -286,6 +336,8 @@ def launch_forward(
     v_sum: Tensor | None,
     v_mean: Tensor | None,
     smooth_q: SmoothQ,
+    first_value: Tensor | None,
+    first_key: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse; the operands as `forward_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
@@ -314,6 +366,9 @@ def launch_forward(
             smooth_q.q_mean,
             smooth_q.k,
             smooth_q.k_mean,
+            None if first_value is None else k,
+            first_value,
+            first_key,
             o,
             lse,
             call.key_mask,

@@ -85,10 +85,11 @@ def _forward(
         capability(q.device), launch,
     )  # fmt: skip
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
+    first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
-    k_mean, v_mean, v_scale = launch_statistics(
+    k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", launch=launch,
+        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart, launch=launch,
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
@@ -110,7 +111,7 @@ def _forward(
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
             transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
-            smoothed=v_smoothed, launch=launch,
+            smoothed=v_smoothed, first_row=torch.float32 if first_apart else None, first_key=first_key, launch=launch,
         )  # fmt: skip
 
     o, lse = launch_forward(
@@ -124,6 +125,8 @@ def _forward(
         v_pass.column_sum,
         v_shift,
         SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
+        v_pass.first_row,
+        first_key,
     )
 
     def nothing(dtype: torch.dtype = torch.float32) -> Tensor:
