@@ -31,7 +31,7 @@ OCTAVES = 8.0
 # A smaller scale of a row would turn a masked score, -inf, into NaN.
 TINY = 1e-30
 ROUND = 12582912.0
-# 2**x over [-.5, .5] by a cubic has a relative error of 7e-5, which 16-bit P does not see.
+# A cubic's relative error of 2**x over [-.5, .5] is 7e-5, which 16-bit P does not see.
 
 
 def exp2(x):
@@ -43,16 +43,18 @@ def log2(x):
     return ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
-POLY = (
-    "{ .reg .f32 x, t, n, f, p; .reg .s32 a, b; max.f32 x, {$r0}, 0fC2FC0000; add.rn.f32 t, x, 0f4B400000; sub.rn.f32 n, t, 0f4B400000; "
-    "sub.rn.f32 f, x, n; fma.rn.f32 p, f, 0f3D61FB95, 0f3E786F0C; fma.rn.f32 p, p, f, 0f3F31798E; fma.rn.f32 p, p, f, 0f3F7FFB49; "
-    "mov.b32 a, t; shl.b32 a, a, 23; mov.b32 b, p; add.s32 a, a, b; mov.b32 {$w0}, a; }"
+POLYNOMIAL = (
+    "{ .reg .f32 t, f, p; .reg .s32 a, b; fma.rn.f32 t, {$r0}, {$r1}, {$r2}; sub.rn.f32 f, {$r2}, t; "
+    "fma.rn.f32 f, {$r0}, {$r1}, f; fma.rn.f32 p, f, 0f3D61FB95, 0f3E786F0C; fma.rn.f32 p, p, f, 0f3F31798E; "
+    "fma.rn.f32 p, p, f, 0f3F7FFB49; max.f32 t, t, 0f4B3FFF82; mov.b32 a, t; shl.b32 a, a, 23; mov.b32 b, p; "
+    "add.s32 a, a, b; mov.b32 {$w0}, a; }"
 )
 
 
-def exp2_polynomial(x):
-    """2**x on the FMA pipe: a cubic over [-.5, .5] and the exponent added to its bits; x over -126."""
-    return ptx(POLY, write_only_types=[Float32], read_only_args=[x])
+def exp2_polynomial(s, factor, shift):
+    """2**(s * factor + shift - ROUND) on the FMA pipe, shift an integer: a cubic over [-.5, .5], the integer added to
+    its exponent. Under 2**-126 it stays there."""
+    return ptx(POLYNOMIAL, write_only_types=[Float32], read_only_args=[s, factor, shift])
 
 
 class Forward:
@@ -403,11 +405,10 @@ class Forward:
             part = Float32(0)
             for n, i in enumerate(at):
                 s = x[i] if const_expr(masked) else acc[i].to(Float32)
-                y = s * factors[r] + shift
                 if const_expr(not masked and (n * self.tile.polynomial) % 16 + self.tile.polynomial >= 16):
-                    x[i] = exp2_polynomial(y)
+                    x[i] = exp2_polynomial(s, factors[r], shift + ROUND)
                 else:
-                    x[i] = exp2(y)
+                    x[i] = exp2(s * factors[r] + shift)
                 if const_expr(not self.tile.sums):
                     part = part + x[i]
             if const_expr(not self.tile.sums):
@@ -416,6 +417,8 @@ class Forward:
 
     def reference(self, m):
         """What exponents are relative to where the largest is m."""
+        if const_expr(self.tile.polynomial > 0):
+            return ptx("cvt.rpi.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[m])
         return m
 
     @cute.jit
@@ -423,6 +426,14 @@ class Forward:
         rp = cute.recast_tensor(rp, Int32)
         for j in cutlass.range_constexpr(cute.size(rp)):
             rp[j] = ptx(self.pack_text, write_only_types=[Int32], read_only_args=[x[2 * j], x[2 * j + 1]])
+
+    def pin(self, words: cute.Tensor):
+        """Keep what makes P before what follows: ptxas would else wait for P V first and only then exponentiate."""
+        word = words[0]
+        for i in range(1, cute.size(words)):
+            word = word | words[i]
+        # never true, of which ptxas knows nothing
+        ptx("{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p nanosleep.u32 0; }", read_only_args=[word])
 
     @cute.jit
     def rescale(self, acc: cute.Tensor, acc_sum: cute.Tensor, decay: cute.Tensor, moved: Boolean):
@@ -468,16 +479,17 @@ class Forward:
     @cute.jit
     def step(
         self, mma, fragments, memory, bars, state, scale, k_scale: Float32, block: Int32, rows: cute.Tensor, limits,
-        index: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr, parity: cutlass.Constexpr,
+        index: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr,
+        source: cutlass.Constexpr = 0, target: cutlass.Constexpr = 0,
     ):  # fmt: skip
         """S of ``block`` and P V of the block before it; the stage and phase of this one."""
         qk, pv, ones = mma
         rq, rk, rv, r1, acc_s, acc_o, acc_sum, rps, x = fragments
-        rp, rp_next = rps[parity], rps[-1 - parity]
+        rp, rp_next = rps[source], rps[target]
         q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
         seen, top, total, decay = state
         length_k, lower, upper = limits
-        stage_v, phase_v = stage, phase
+        stage_v = stage
         stage += 1
         if stage == self.stages:
             stage = Int32(0)
@@ -485,7 +497,6 @@ class Forward:
         cute.arch.mbarrier_wait(k_full + stage, phase)
         self.wait_turn(index)
         self.queue_s(qk, acc_s, rq, rk, stage)
-        cute.arch.mbarrier_wait(v_full + stage_v, phase_v)
         self.queue_o(pv, acc_o, rp, rv, stage_v, ones, acc_sum, r1)
         self.pass_turn(index)
         bounds, words = ((), ()), ()
@@ -495,11 +506,15 @@ class Forward:
         warpgroup.wait_group(1)
         self.release(k_empty + stage)
         moved = self.softmax(acc_s, x, seen, top, total, decay, scale, k_scale, bounds, words, False, masked)
-        if const_expr(self.tile.early):
+        early = const_expr(source != target)
+        if const_expr(early):
             self.pack(x, rp_next)
+        # V of this block, for the next step
+        cute.arch.mbarrier_wait(v_full + stage, phase)
+        self.pin(cute.recast_tensor(rp_next if early else x if const_expr(self.tile.sums) else total, Int32))
         warpgroup.wait_group(0)
         self.release(v_empty + stage_v)
-        if const_expr(not self.tile.early):
+        if const_expr(not early):
             self.pack(x, rp_next)
         self.rescale(acc_o, acc_sum, decay, moved)
         return stage, phase
@@ -509,27 +524,25 @@ class Forward:
         """``count`` steps from block ``last`` down."""
         mma, fragments, memory, bars, state, scale, k_scale, z, padded, lane, rows, limits, index = fixed
         count = cutlass.max(count, 0)
-        unrolled = 2 if self.tile.early else 1
-        for b in cutlass.range(count // unrolled, unroll=1):
-            for parity in cutlass.range_constexpr(unrolled):
-                block = last - b * unrolled - parity
-                s_k = k_scale[z, padded + block * self.N // SCALE_BLOCK, lane % 4]
-                stage, phase = self.step(
-                    mma, fragments, memory, bars, state, scale, s_k, block, rows, limits, index, stage, phase, masked,
-                    parity,
-                )  # fmt: skip
-        if const_expr(self.tile.early):
-            if count % 2 == 1:
-                block = last - count + 1
-                s_k = k_scale[z, padded + block * self.N // SCALE_BLOCK, lane % 4]
-                stage, phase = self.step(
-                    mma, fragments, memory, bars, state, scale, s_k, block, rows, limits, index, stage, phase, masked,
-                    0,
-                )  # fmt: skip
-                rps = fragments[7]
-                even, odd = [cute.recast_tensor(rp, Int32) for rp in rps]
-                for i in cutlass.range_constexpr(cute.size(even)):
-                    even[i] = odd[i]
+        pairs = const_expr(self.tile.early and not masked)
+        single = count
+        if const_expr(pairs):
+            single = count % 2
+        for b in cutlass.range(single, unroll=1):
+            block = last - b
+            s_k = k_scale[z, padded + block * self.N // SCALE_BLOCK, lane % 4]
+            stage, phase = self.step(
+                mma, fragments, memory, bars, state, scale, s_k, block, rows, limits, index, stage, phase, masked
+            )
+        if const_expr(pairs):
+            for b in cutlass.range(count // 2, unroll=1):
+                for parity in cutlass.range_constexpr(2):
+                    block = last - single - 2 * b - parity
+                    s_k = k_scale[z, padded + block * self.N // SCALE_BLOCK, lane % 4]
+                    stage, phase = self.step(
+                        mma, fragments, memory, bars, state, scale, s_k, block, rows, limits, index, stage, phase,
+                        masked, parity, 1 - parity,
+                    )  # fmt: skip
         return stage, phase
 
     @cute.jit
@@ -608,8 +621,8 @@ class Forward:
                 self.release(k_empty + stage)
                 self.softmax(acc_s, x, seen, top, total, decay, scale, s_k, bounds, words, True, True)
                 self.pack(x, rps[0])
+                cute.arch.mbarrier_wait(v_full + stage, phase)
                 if const_expr(self.varlen):
-                    cute.arch.mbarrier_wait(v_full + stage, phase)
                     self.clear_end(sv, stage, length_k - block * N, tid % 128, index)
                 step = (mma, fragments, seen_keys, bars, state, scale, k_scale, z, padded, lane, rows, limits, index)
                 if const_expr(self.variant.upper or self.variant.key_mask):
@@ -621,7 +634,6 @@ class Forward:
                     stage, phase = self.steps(step, low_block - 1, low_block - begin, stage, phase, True)
                 if const_expr(not self.tile.qreg):
                     self.release(q_empty)
-                cute.arch.mbarrier_wait(v_full + stage, phase)
                 warpgroup.fence()
                 self.queue_o(pv, acc_o, rps[0], rv, stage, ones, acc_sum, r1)
                 warpgroup.wait_group(0)
