@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# the triton of the GPUs that were timed: tests compare the machine code that it makes too
+TIMED_TRITON := 3.6.0
 SOURCES := src tests examples
 
 .PHONY: demo test test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
@@ -10,6 +12,8 @@ SOURCES := src tests examples
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/triton-$(TIMED_TRITON) triton==$(TIMED_TRITON)
 	touch $@
 
 demo: $(INSTALLED)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
 from sagebwd.metrics import relative_l2
+from sagebwd.switches import current as current_switches
 from tests.inputs import draw
 
 FULL = {"recipe": "full", "impl": "reference"}
@@ -72,7 +73,8 @@ def test_lse_is_the_true_one(recipe):
     _, lse = sage_attention(q, k, v, enable_gqa=True, recipe=recipe, return_lse=True)
     exact = (q.double() @ k.double().repeat_interleave(2, 1).mT / 8).logsumexp(-1)
     assert lse.dtype == torch.float32
-    assert relative_l2(lse, exact) < (1e-6 if recipe == "full" else 1e-2)
+    # FP32 adds 64 products, each rounded to 2^-24 of sums that may be larger than what is left of them
+    assert relative_l2(lse, exact) < (1e-5 if recipe == "full" else 1e-2)
 
 
 def test_lse_gradient_through_smoothed_keys():
@@ -110,7 +112,8 @@ def test_two_halves_merge_by_their_lse(recipe):
 
 @pytest.mark.parametrize("recipe", ["full", "token", "paper"])
 def test_key_padding_is_as_if_the_keys_were_not_there(recipe):
-    q, k, v, do = draw(batch=2, tokens=70)
+    # FP64: in FP32 sums of another order put codes at ties on their other side
+    q, k, v, do = draw(batch=2, tokens=70, dtype=torch.float64)
     lengths = (70, 41)
     mask = torch.arange(70) < torch.tensor(lengths)[:, None]
     poisoned_k, poisoned_v = (torch.where(mask[:, None, :, None], x, math.nan) for x in (k, v))
@@ -118,11 +121,10 @@ def test_key_padding_is_as_if_the_keys_were_not_there(recipe):
     for index, length in enumerate(lengths):
         row = slice(index, index + 1)
         expected = call(q[row], k[row, :, :length], v[row, :, :length], do=do[row], recipe=recipe)
-        near = 1e-5 if recipe == "full" else 1e-3  # a code at a tie may fall on the other side
         for a, e in zip(actual[:2], expected[:2]):
-            assert relative_l2(a[row], e) < near
+            assert relative_l2(a[row], e) < 1e-12
         for a, e in zip(actual[2:], expected[2:]):
-            assert relative_l2(a[row, :, :length], e) < near
+            assert relative_l2(a[row, :, :length], e) < 1e-12
             assert a[row, :, length:].abs().max() == 0 if length < 70 else True
 
 
@@ -131,10 +133,9 @@ def test_key_padding_is_as_if_the_keys_were_not_there(recipe):
 def test_packed_sequences_are_separate_calls(recipe, is_causal):
     lengths_q, lengths_k = (5, 0, 70, 33), (5, 3, 64, 50)
     generator = torch.Generator().manual_seed(0)
-    pack = [
-        torch.randn(sum(n), h, 16, generator=generator) for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
-    ]
-    do = torch.randn(sum(lengths_q), 4, 16, generator=generator)
+    shapes = [(sum(lengths_q), 4, 16), *[(sum(lengths_k), 2, 16)] * 2, (sum(lengths_q), 4, 16)]
+    # FP64, where no order of adding reaches a code at a tie
+    *pack, do = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     offsets_q, offsets_k = (
         torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (lengths_q, lengths_k)
     )
@@ -254,14 +255,12 @@ def test_switches_change_the_recipe_and_nothing_else():
     assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do), token))
 
 
-def test_switch_from_the_environment(monkeypatch):
-    from sagebwd.switches import _read_environment
-
-    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "1")
-    assert _read_environment("deterministic")
-    monkeypatch.setenv("SAGEBWD_DETERMINISTIC", "yes")
-    with pytest.raises(ValueError, match="SAGEBWD_DETERMINISTIC='yes'"):
-        _read_environment("deterministic")
+@pytest.mark.parametrize("name", ["disabled", "backward_16bit", "deterministic"])
+@pytest.mark.parametrize("value", ["yes", 1, 0])
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(TypeError, match=f"{name}={value!r} must be True, False or None"), switches(**{name: value}):
+        pass
+    assert not getattr(current_switches, name)
 
 
 # What is refused: (change to a good call, error, text in the message)

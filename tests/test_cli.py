@@ -136,7 +136,7 @@ def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeyp
 
 
 def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):
-    monkeypatch.setenv("SAGEBWD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
     code, out, _ = command("tokenize", "--config", config, "--set", "data.cache=null")
     assert code == 0
     (folder,) = (tmp_path / "cache").iterdir()

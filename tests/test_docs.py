@@ -68,6 +68,23 @@ def test_speeds_in_troubleshooting_are_those_of_the_file():
         assert cells.split(" | ") == expected
 
 
+def test_what_deterministic_costs_in_troubleshooting_is_the_files():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times as long.*?\[file\]\((.*?)\)"
+    ((least, most, link),) = re.findall(pattern, text, re.DOTALL)
+    rows = json.loads((ROOT / "docs" / link).read_text(encoding="utf-8"))["rows"]
+    times = {
+        (row["recipe"], row["head_dim"], row["tokens"], row["causal"]): row["ms"]
+        for row in rows
+        if (row["impl"], row["direction"]) == ("hopper", "bwd")
+    }
+    ratios = [
+        ms / times["token_fp8", *shape] for (recipe, *shape), ms in times.items() if recipe.endswith("(deterministic)")
+    ]
+    assert len(ratios) == 8
+    assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+
+
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):

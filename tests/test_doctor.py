@@ -25,6 +25,19 @@ def test_answers_name_what_is_wrong_with_the_call():
     assert "dtype float32 is not supported by impl='triton'" in answers[1].reason
 
 
+def test_answers_say_whose_backward_runs(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "choose_implementation", lambda query, recipe, impl: impl or "hopper")
+    reasons = {
+        name: {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named(name))}
+        for name in ("token", "paper")
+    }
+    assert "backward" not in "".join([*reasons["token"].values(), reasons["paper"]["triton"]])
+    assert reasons["paper"]["hopper"] == (
+        "fastest that takes the call; backward runs triton's kernels, as hopper has none for this recipe"
+    )
+
+
 def test_self_test_compares_with_the_reference(monkeypatch):
     assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == 0
     calls = []

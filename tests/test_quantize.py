@@ -17,7 +17,8 @@ def test_codes_stay_in_range_and_reach_its_end():
     codes, scale = quantize(x, (-1,))
     assert codes.abs().amax(-1).tolist() == [127] * 8
     assert torch.equal(codes, codes.round())
-    assert (codes * scale - x).abs().max() <= scale.max() / 2 * (1 + 1e-6)
+    # half a step, and the roundings of the quotient and of the product, 127 steps at most
+    assert ((codes * scale - x).abs() / scale).max() <= 0.5 + 127 * 2.0**-23
 
 
 def test_zero_group_has_codes_zero_and_a_finite_scale():
@@ -46,6 +47,21 @@ def test_groups_of_tokens(group, tokens):
         expected_codes, expected_scale = quantize(block, dims)
         assert torch.equal(codes[:, start : start + 8], expected_codes)
         assert torch.equal(scale[:, start : start + 8].expand_as(block), expected_scale.expand_as(block))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 37])
+def test_groups_of_a_lane(tokens):
+    """Tokens 2t, 2t + 1, 8 + 2t, 9 + 2t ... of a block of 16 share a scale."""
+    x = torch.randn(2, tokens, 5, generator=torch.Generator().manual_seed(1))
+    codes, scale = quantize_tokens(x, "lane", 16)
+    assert codes.shape == x.shape
+    for start in range(0, tokens, 16):
+        for lane in range(4):
+            at = [t for t in range(start, min(start + 16, tokens)) if t % 8 // 2 == lane]
+            if at:
+                expected_codes, expected_scale = quantize(x[:, at], (-2, -1))
+                assert torch.equal(codes[:, at], expected_codes)
+                assert torch.equal(scale[:, at], expected_scale.expand(-1, len(at), -1))
 
 
 def test_smooth_takes_the_mean_over_valid_tokens_only():

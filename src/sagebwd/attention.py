@@ -38,7 +38,8 @@ def sage_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
-            ``impl="reference"``. head_dim up to 256. Any strides.
+            ``impl="reference"``. head_dim up to 256. Any strides; kernels copy a view whose last one is not 1 or that
+            begins at no multiple of 16 bytes.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device.
         attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts.
         dropout_p: 0.
@@ -46,10 +47,12 @@ def sage_attention(
         scale: softmax scale; 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
-        recipe: a name ("token", "paper", "full"), a text such as "token(smooth_v=False)", or a Recipe.
+        recipe: a name (of `sagebwd.RECIPES`: "token", "token_fp8", "paper", "full" and others), a text such as
+            "token(smooth_v=False)", or a Recipe.
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
-            never falls back.
+            that lacks the call raises. "hopper" is one family in forward; of recipes that it has no gradients for,
+            such as "paper", backward runs Triton's kernels, to the same recipe. `sagebwd doctor` says whose.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:

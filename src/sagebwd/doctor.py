@@ -70,6 +70,9 @@ def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> l
         try:
             choose_implementation(query, recipe, impl)
             reason = "fastest that takes the call" if impl == chosen else "takes the call; ask for it by name"
+            backward = ops.backward_family(impl, recipe)
+            if backward != impl:
+                reason += f"; backward runs {backward}'s kernels, as {impl} has none for this recipe"
             found.append(Answer(impl, True, impl == chosen, reason))
         except (ValueError, TypeError, NotImplementedError) as error:
             found.append(Answer(impl, False, False, str(error)))

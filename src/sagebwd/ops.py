@@ -81,6 +81,11 @@ def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype
         raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
 
 
+def backward_family(impl: str, recipe: Recipe) -> str:
+    """Whose backward an implementation runs: its own, but for recipes of which "hopper" has the forward alone."""
+    return "triton" if impl == "hopper" and not implementation(impl).has_backward(recipe) else impl
+
+
 def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
     """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
     always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q

@@ -30,8 +30,9 @@ def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def quantize_tokens(x: Tensor, group: str, block: int) -> tuple[Tensor, Tensor]:
     """psi of a (..., tokens, head_dim) operand.
 
-    Args: group, "token" (one scale a row), "block" (one per ``block`` rows), "channel" (one per column of a
-    block) or "sequence" (one per column). The last block may be short.
+    Args: group, "token" (one scale a row), "block" (one per ``block`` rows), "lane" (one per rows of a block with the
+    same (index mod 8) // 2), "channel" (one per column of a block) or "sequence" (one per column). The last block may
+    be short.
     Returns: codes, x's shape; scale, (..., tokens, 1), or (..., tokens, head_dim) for "channel" and "sequence".
     """
     tokens = x.shape[-2]
@@ -42,6 +43,12 @@ def quantize_tokens(x: Tensor, group: str, block: int) -> tuple[Tensor, Tensor]:
         return codes, scale.expand_as(x)
     if group == "token":
         return quantize(x, (-1,))
+    if group == "lane":
+        # (..., blocks, eights, lanes, pairs, head_dim)
+        lanes = token_blocks(x, block).unflatten(-2, (-1, 4, 2))
+        codes, scale = quantize(lanes, (-4, -2, -1))
+        scale = scale.expand(*lanes.shape[:-1], 1)
+        return tuple(y.flatten(-5, -2)[..., :tokens, :] for y in (codes, scale))
     blocks = token_blocks(x, block)
     codes, scale = quantize(blocks, (-2, -1) if group == "block" else (-2,))
     codes = codes.flatten(-3, -2)[..., :tokens, :]

@@ -39,7 +39,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("s", "o", "dp"), (INT8, SIXTEEN_BIT)),
     **dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT, FP8)),
     "q_scale": ("token", "block"),
-    "k_scale": ("token", "block"),
+    "k_scale": ("token", "lane", "block"),
     "v_scale": ("block", "channel", "sequence"),
     "do_scale": ("block", "channel"),
     "p_scale_dv": ("key", "tile"),
@@ -57,7 +57,9 @@ class Recipe:
 
     Scale groups:
 
-    - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens.
+    - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens; ``k_scale`` also ``"lane"``,
+      one for the keys of a block with the same ``(index mod 8) // 2``: those whose scores one lane of a tensor core's
+      quad holds, to whom it is one number.
     - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block;
       ``v_scale`` also ``"sequence"``, one a channel over all tokens of the sequence, applied once at the end.
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
@@ -195,6 +197,7 @@ RECIPES: dict[str, Recipe] = {
         smooth_v=False,
     ),
     "token_fp8": Recipe(dv=FP8, dq=FP8, dk=FP8),
+    "mixed": Recipe(o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", smooth_v=False),
     "full": Recipe(
         s=SIXTEEN_BIT,
         o=SIXTEEN_BIT,

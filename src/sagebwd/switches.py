@@ -11,11 +11,12 @@ They are process-wide, as PyTorch's own; a call takes the setting that holds whe
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from sagebwd import environment
+from sagebwd.environment import PREFIX
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
 
 
@@ -26,27 +27,23 @@ class _Switches:
     deterministic: bool
 
 
-def _read_environment(name: str) -> bool:
-    variable = f"SAGEBWD_{name.upper()}"
-    value = os.environ.get(variable, "0")
-    if value not in ("0", "1", ""):
-        raise ValueError(f"{variable}={value!r} is not understood; accepted: 0 and 1")
-    return value == "1"
-
-
-current = _Switches(**{field.name: _read_environment(field.name) for field in dataclasses.fields(_Switches)})
+environment.check()
+current = _Switches(**{x.name: environment.is_on(PREFIX + x.name.upper()) for x in dataclasses.fields(_Switches)})
 
 
 @contextmanager
 def switches(
     *, disabled: bool | None = None, backward_16bit: bool | None = None, deterministic: bool | None = None
 ) -> Iterator[None]:
-    """Set the given switches inside a ``with`` block; None leaves one as it is."""
+    """Set the given switches inside a ``with`` block; None leaves one as it is. Raises TypeError for anything else."""
     before = dataclasses.replace(current)
     given = {"disabled": disabled, "backward_16bit": backward_16bit, "deterministic": deterministic}
     for name, value in given.items():
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True, False or None")
+    for name, value in given.items():
         if value is not None:
-            setattr(current, name, bool(value))
+            setattr(current, name, value)
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
-"""Families of models, tiny and random: 50 training steps under sagebwd end where SDPA's do.
+"""Families of models, tiny and random: one step's gradients are SDPA's but for the recipe's error, and 50 steps learn.
 
-Each learns one fixed batch by heart. Without attention it could not get below a loss that is known; each run has to.
+Each learns one fixed batch by heart. Without attention it could not get below a loss that is known; each run has to,
+and has to end where SDPA's runs from several seeds do. Nothing is asked of the steps between: a sum in another order
+puts codes at ties on their other side, which training makes more of, and that is another run on every processor.
 T5 itself is refused, for its position bias: BART stands in for it, an encoder-decoder with padded cross-attention.
 """
 
@@ -111,9 +113,13 @@ FAMILIES = {
     "modernbert": (ModernBertForMaskedLM, ModernBertConfig, WINDOWED_ENCODER, text_with_holes),
     "bart": (BartForConditionalGeneration, BartConfig, ENCODER_DECODER, copying),
 }
-# learning rates at which a run has learnt much and not all: 0.2 to 1.5 of 4.2 is left. Over four seeds the difference
-# of the two ends is of either sign, up to 0.018
+# learning rates at which a run has learnt much and not all: 0.2 to 1.5 of 4.2 is left
 RATES = {"llama": 2e-3, "qwen3": 1e-3, "gemma3": 1.5e-3, "bert": 1.5e-3, "bart": 2e-3}
+# relative L2 of all gradients of the first step against SDPA's: measured 2026-11-22 at three seeds, and half as much
+# again
+ERRORS = {"llama": 0.011, "qwen3": 0.017, "gemma3": 0.029, "bert": 0.0006, "bart": 0.0004, "wan": 0.0013}
+# by how much the last losses of SDPA's runs differ over the seeds 0 to 3, which no processor's rounding moves by 1e-4
+SPREADS = {"llama": 0.020, "qwen3": 0.029, "gemma3": 0.053, "bert": 0.060, "bart": 0.082, "wan": 0.029}
 
 
 def build(name, implementation, **settings):
@@ -122,32 +128,41 @@ def build(name, implementation, **settings):
     return model_class._from_config(config_class(**arguments, **settings), attn_implementation=implementation)
 
 
-def losses(model, loss_of, rate):
+def train(model, loss_of, rate):
+    """The losses, and all gradients of the first step as one vector."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    seen = []
+    losses, first = [], None
     for _ in range(STEPS):
         loss = loss_of(model)
         optimizer.zero_grad()
         loss.backward()
+        if first is None:
+            first = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
         optimizer.step()
-        seen.append(loss.item())
-    return seen
+        losses.append(loss.item())
+    return losses, first
+
+
+def assert_trains_as(expected, actual, name, blind, learnt):
+    (exact_losses, exact_gradients), (losses, gradients) = expected, actual
+    assert 0 < relative_l2(gradients, exact_gradients) < ERRORS[name]
+    assert abs(losses[-1] - exact_losses[-1]) < 2 * SPREADS[name]
+    assert losses[-1] < blind - learnt
+    assert losses[0] > blind + 2 * learnt
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_training_ends_where_sdpa_does(name):
+def test_trains_as_sdpa_does(name):
     inputs, blind = FAMILIES[name][3]()
+
     expected, actual = (
-        losses(build(name, choice).train(), lambda model: model(**inputs).loss, RATES[name])
+        train(build(name, choice).train(), lambda model: model(**inputs).loss, RATES[name])
         for choice in ("sdpa", "sagebwd")
     )
-    assert actual != expected
-    assert abs(actual[-1] - expected[-1]) < 0.02
-    assert actual[-1] < blind - 0.3 < actual[0] - 2
-    assert max(abs(a - e) for a, e in zip(actual, expected)) < 0.1
+    assert_trains_as(expected, actual, name, blind, learnt=0.3)
 
 
-def test_training_a_video_transformer_ends_where_native_does():
+def test_a_video_transformer_trains_as_native_does():
     """A Wan of 64 video tokens; noise, time and place are the same in each sample: only cross-attention tells them."""
     diffusers = pytest.importorskip("diffusers")
     from sagebwd.integrations.diffusers import register
@@ -161,26 +176,23 @@ def test_training_a_video_transformer_ends_where_native_does():
         "encoder_hidden_states": torch.randn(4, 12, 16, generator=generator),
     }
 
-    def train(backend):
+    def run(backend):
         torch.manual_seed(0)
         model = diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2), num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, in_channels=4,
             out_channels=4, text_dim=16, freq_dim=32, ffn_dim=96, num_layers=2, rope_max_seq_len=32,
         )  # fmt: skip
         model.set_attention_backend(backend)
-        return losses(model, lambda model: (model(**inputs).sample - target).square().mean(), 1e-3)
+        return train(model, lambda model: (model(**inputs).sample - target).square().mean(), 1e-3)
 
     try:
-        actual, expected = train("sagebwd"), train("native")
+        actual, expected = run("sagebwd"), run("native")
     finally:
         # the backend that was set last is the process's too
         diffusers.models.attention_dispatch._AttentionBackendRegistry.set_active_backend(
             diffusers.models.attention_dispatch.AttentionBackendName.NATIVE
         )
-    blind = (target - target.mean(0)).square().mean()
-    assert actual != expected
-    assert abs(actual[-1] - expected[-1]) < 0.02
-    assert actual[-1] < blind - 0.1 < actual[0] - 0.3
+    assert_trains_as(expected, actual, "wan", (target - target.mean(0)).square().mean(), learnt=0.1)
 
 
 def test_t5_is_refused_for_its_position_bias():

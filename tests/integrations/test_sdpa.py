@@ -471,9 +471,10 @@ def test_compile_keeps_what_eager_keeps(dynamic):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.4)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    calls = [(*qkv(), MASKS["over-queries"](padding())), (*qkv(), dense_mask()), qkv(tokens=4, head_dim=264)]
+    masks = MASKS["over-queries"](padding()), dense_mask()
+    calls = [*((*qkv(dtype=torch.float64), mask) for mask in masks), qkv(tokens=4, head_dim=264, dtype=torch.float64)]
     with replace_sdpa(impl="reference") as sdpa:
         for arguments in calls:
-            torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-12, atol=1e-12)
     kept = {"attn_mask is not boolean key padding": 1, "head_dim 264": 1}
     assert sdpa.counts == {"replaced": 1, "kept": kept}

@@ -15,9 +15,23 @@ from tests.inputs import assert_is_recipe, emulator_error
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
+# What `KernelCall.unaligned` may name.
+TENSORS = ("q", "k", "v", "do", "dlse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "saved")
+COPIED = TENSORS[:4]
+
+
+def after_an_element(x: Tensor) -> Tensor:
+    """x as a slice of a flat buffer that begins at its second element, no multiple of 16 bytes."""
+    flat = x.new_empty(x.numel() + 1)
+    return flat[1:].view(x.shape).copy_(x)
+
+
 @dataclass
 class KernelCall:
-    """Shapes and options of a call; lengths_q and lengths_k make it a packed one."""
+    """Shapes and options of a call; lengths_q and lengths_k make it a packed one.
+
+    unaligned: which of `TENSORS` begin at an odd element; "saved" is all that forward leaves for backward.
+    """
 
     recipe: str = "token"
     batch: int = 1
@@ -36,6 +50,12 @@ class KernelCall:
     device: str = "cpu"
     seed: int = 0
     deterministic: bool = False
+    unaligned: tuple[str, ...] = ()
+
+    def _placed(self, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            after_an_element(x) if x is not None and name in self.unaligned else x for name, x in zip(names, tensors)
+        )
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, do, dlse or None, drawn in BF16; k and v have a mean over tokens."""
@@ -56,7 +76,7 @@ class KernelCall:
         if self.with_dlse:
             shape = (self.heads, tokens_q) if self.lengths_q else (self.batch, self.heads, tokens_q)
             dlse = torch.randn(shape, generator=generator).to(self.device)
-        return q, k, v, do, dlse
+        return self._placed(TENSORS[:5], (q, k, v, do, dlse))
 
     def settings(self) -> tuple:
         """The arguments of forward and backward that are no inputs."""
@@ -72,14 +92,19 @@ class KernelCall:
                 for lengths in (self.lengths_q, self.lengths_k)
             )
             longest = max(self.lengths_q), max(self.lengths_k)
+        mask, *packing = self._placed(TENSORS[5:8], (mask, *packing))
         return mask, *packing, *longest, self.is_causal, *self.window, self.head_dim**-0.5, Recipe.parse(self.recipe)
+
+    def saved(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What backward gets of forward's outputs."""
+        return self._placed(("saved",) * len(outputs), outputs)
 
     def run(self, implementation, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Outputs, gradients and saved tensors of an implementation; q and k are kept as `sagebwd.ops` does."""
         q, k, v, do, dlse = inputs
         settings = self.settings()
         recipe = settings[-1]
-        o, lse, *saved = implementation.forward(q, k, v, *settings)
+        o, lse, *saved = self.saved(implementation.forward(q, k, v, *settings))
         if implementation is not reference:
             always = recipe.s == SIXTEEN_BIT or recipe.smooth_q
             q = q if always or recipe.dk == SIXTEEN_BIT else None
@@ -103,6 +128,23 @@ class KernelCall:
             errors = [emulator_error(a[name][a[name].isfinite()], b[name][a[name].isfinite()]) for a, b in others]
             assert_is_recipe(name, actual[name], low[name], high[name], eps, errors)
         return actual
+
+    def check_addresses(self, implementation, names: tuple[str, ...]) -> None:
+        """Assert that these tensors may begin at odd elements, in calls made again after aligned ones and before.
+
+        Those that are copied then give the same bits; others are read by a kernel that is compiled for them.
+        """
+        from sagebwd.kernels import launches
+
+        odd = dataclasses.replace(self, unaligned=names)
+        expected = self.run(implementation, self.inputs())
+        for first, second in ((self, odd), (odd, self)):
+            launches._calls.clear()
+            for call in (first, first, first, second, second, second):
+                actual = call.run(implementation, call.inputs())
+                if set(names) <= set(COPIED):
+                    assert all(torch.equal(actual[name], x) for name, x in expected.items()), (names, call.unaligned)
+            odd.check(implementation)
 
     def _emulators(self, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The emulator at the kernel's precision and in FP64."""

@@ -1,8 +1,9 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE` prints one JSON line a kernel; ARCH "hopper" means the
-Gluon kernels on sm_90. "loops" has instructions and `stall_cycles` of each loop with products. It runs in a
-process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
+`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
+the Gluon kernels on sm_90; MASK "causal" (grouped heads too) or "full" (neither). "loops" has instructions,
+`stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its own, as kernels
+of a process with TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TYPES = {
     torch.bool: "i1",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
@@ -74,14 +75,22 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
-    """Lines of disassembly; the second half of an instruction's encoding is a line of its own."""
+def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        return subprocess.run(
-            [NVDISASM, "-c", "-hex", file.name], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        command = [BINARIES / program, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
+    """Lines of disassembly; the second half of an instruction's encoding is a line of its own."""
+    return _read_cubin(kernel, "nvdisasm", "-c", "-hex").splitlines()
+
+
+def registers(kernel: triton.compiler.CompiledKernel) -> int:
+    """Registers of a thread at launch."""
+    return int(re.search(r"\bREG:(\d+)", _read_cubin(kernel, "cuobjdump", "--dump-resource-usage")).group(1))
 
 
 def count(lines: list[str]) -> Counter:
@@ -133,7 +142,16 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "spills": total["STL"] + total["LDL"],
         "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
         "instructions_in_loops": sum(loop.total() for loop in loops),
-        "loops": [(loop.total(), stall_cycles(body)) for loop, body in zip(loops, bodies)],
+        "registers": registers(kernel),
+        "loops": [
+            {
+                "instructions": loop.total(),
+                "stall_cycles": stall_cycles(body),
+                "stored": loop["STL"],
+                "loaded": loop["LDL"],
+            }
+            for loop, body in zip(loops, bodies)
+        ],
     }
 
 
@@ -165,9 +183,11 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
 
 if __name__ == "__main__":
-    arch, head_dim, recipe = sys.argv[1:]
+    arch, head_dim, recipe, *mask = sys.argv[1:]
+    causal = {"causal": True, "full": False}[mask[0] if mask else "causal"]
     shape = KernelCall(
-        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2, tokens_q=256, tokens_k=256, is_causal=True
-    )
+        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if causal else 4, tokens_q=256, tokens_k=256,
+        is_causal=causal,
+    )  # fmt: skip
     for row in launches(arch, shape):
         print(json.dumps(row))

@@ -1,16 +1,18 @@
 """The Gluon kernels against the recipe emulator, on a GPU of compute capability 9.0; what they refuse, anywhere."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from sagebwd import ops, sage_attention
+from sagebwd import recipe as recipe_module
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from sagebwd.switches import switches
-from tests.kernels.calls import KernelCall
-from tests.kernels.test_triton import CALLS
+from tests.kernels.calls import TENSORS, KernelCall
+from tests.kernels.test_triton import CALLS, UNALIGNED
 
 hopper = pytest.importorskip("sagebwd.kernels.hopper")
 from sagebwd.kernels import launches  # noqa: E402
@@ -150,6 +152,40 @@ class TestOnHopper:
         assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 2
         dataclasses.replace(call, seed=4).check(hopper)
 
+    @pytest.mark.parametrize(("name", "names"), UNALIGNED)
+    @pytest.mark.parametrize("kind", ["", "fp8-deterministic-", "16bit-o-"])
+    def test_tensors_that_begin_at_an_odd_element(self, name, kind, names):
+        """Issue 22: TMA takes no address that is no multiple of 16 bytes."""
+        dataclasses.replace(CALLS[kind + name], device="cuda").check_addresses(hopper, names)
+
+    @pytest.mark.parametrize("heads", [1, 2])
+    @pytest.mark.parametrize(
+        "name", ["16bit-o-packed", "16bit-o-gqa-ragged", "fp8-packed", "whole", "paper-16bit-o-key-mask"]
+    )
+    def test_contiguous_tensors_that_begin_at_an_odd_element(self, name, heads):
+        """What `contiguous` would hand back as it is: of one head packed tokens too."""
+        call = dataclasses.replace(CALLS[name], heads=heads, kv_heads=1, device="cuda", unaligned=TENSORS)
+        call.check(hopper)
+
+    @pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper"])
+    @pytest.mark.parametrize("offset", [1, 2, 4, 7])
+    def test_slices_of_a_flat_buffer(self, offset, recipe):
+        """As users give them; the buffer's gradient comes back where its slices lie."""
+        shape = (2, 4, 300, 64)
+        size = math.prod(shape)
+        flat = torch.randn(3 * size + offset, device="cuda", dtype=torch.bfloat16)
+        do = torch.randn(size + offset, device="cuda", dtype=torch.bfloat16)[offset:].view(shape)
+        results = []
+        for start in (0, offset):
+            buffer = flat[offset:].clone() if start == 0 else flat.clone()
+            buffer.requires_grad_()
+            q, k, v = (x.view(shape) for x in buffer[start:].split(size))
+            with switches(deterministic=True):
+                o = sage_attention(q, k, v, recipe=recipe, is_causal=True)
+                o.backward(do if start else do.clone())
+            results.append((o, buffer.grad[start:]))
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
     def test_is_what_none_takes(self):
         token = Recipe.named("token")
         assert ops.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
@@ -167,6 +203,27 @@ def test_unsupported_says_why():
     assert "s=" in hopper.unsupported(token.replace(s="16bit"), 64, torch.bfloat16)
     assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
     assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
+def test_whose_backward_runs_is_told(recipe, monkeypatch):
+    ran = []
+    monkeypatch.setattr(host.triton, "backward", lambda *_: ran.append("triton"))
+    monkeypatch.setattr(host, "repeat", lambda *_: ran.append("hopper"))
+    parsed = Recipe.parse(recipe)
+    hopper.backward(*(None,) * 23, parsed, False)
+    assert ran == [ops.backward_family("hopper", parsed)]
+    assert ran == ["hopper" if recipe in ("token", "token_fp8") else "triton"]
+    assert ops.backward_family("triton", parsed) == "triton"
+
+
+def test_another_number_of_levels_is_refused(monkeypatch):
+    """Issue 22: kernels took any number over 127 for 254, or under it for 127."""
+    monkeypatch.setattr(recipe_module, "P_LEVELS", (127, 200, 254))
+    recipe = Recipe.named("token").replace(p_levels=200)
+    for impl in ("hopper", "triton"):
+        with pytest.raises(NotImplementedError, match="p_levels=200 is not one of 127, 254"):
+            ops.check_supported(impl, recipe, 64, torch.bfloat16)
 
 
 def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> host.Call:

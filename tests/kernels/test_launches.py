@@ -95,6 +95,35 @@ def test_a_call_alike_repeats_its_launches():
     assert isinstance(*launches._calls.values(), launches.Recording)
 
 
+def test_kernels_of_tensors_are_launched_again_with_tensors():
+    """Inputs, outputs, a view of one and scratch of another type reach a function as what they are."""
+    seen = []
+
+    def function(x: Tensor, between: Tensor, column: Tensor, out: Tensor, factor: float, stream: int) -> None:
+        seen.append((between.dtype, tuple(between.shape), between.stride(), column.stride(), stream))
+        between, column, out = (y.numpy() for y in (between, column, out))  # not PyTorch's: it would be seen
+        between[:] = x.numpy() * factor
+        column[:] = between[0]
+        out[:] = between
+
+    kernel = launches.TensorKernel(function)
+
+    def call(launch, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.empty(5)
+        between = torch.empty(3, 4, dtype=torch.float64)
+        both, out = torch.empty(4, 2), torch.empty(3, 4)
+        launch(kernel, (), x, between.t().t(), both[:, 1], out, 2.0)
+        return out, both[:, 1]
+
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        out, column = launches.repeat(call, x)
+        torch.testing.assert_close(out, 2 * x)
+        torch.testing.assert_close(column, 2 * x[0])
+    assert isinstance(*launches._calls.values(), launches.Recording)
+    assert len(set(seen)) == 1
+
+
 def test_outputs_are_tensors_of_their_own():
     call = call_of(Kernel())
     results = []

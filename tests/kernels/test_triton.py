@@ -8,7 +8,7 @@ import torch
 
 from sagebwd.quantize import quantize_tokens, smooth
 from sagebwd.recipe import Recipe
-from tests.kernels.calls import KernelCall
+from tests.kernels.calls import TENSORS, KernelCall
 
 triton_kernels = pytest.importorskip("sagebwd.kernels.triton")
 from sagebwd.kernels import launches  # noqa: E402
@@ -65,6 +65,13 @@ CALLS = {
     "blocks-128-32": KernelCall(recipe="token(block_q=128, block_k=32)", is_causal=True),
 }
 
+# each tensor that a call with a mask and a packed one have, alone, and all of them
+UNALIGNED = [
+    (name, names)
+    for name, lacks in (("key-mask", ("cu_seqlens_q", "cu_seqlens_k")), ("packed-causal-window", ("key_mask",)))
+    for names in (*((x,) for x in TENSORS if x not in lacks), TENSORS)
+]
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_is_the_recipe(name):
@@ -113,6 +120,17 @@ def test_strides(layout):
     actual = call.run(triton_kernels, (*(strided(x) for x in inputs[:4]), None))
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["key-mask", "packed-causal-window"])
+def test_tensors_that_begin_at_an_odd_element(name):
+    dataclasses.replace(CALLS[name], device=DEVICE, unaligned=TENSORS).check(triton_kernels)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what is interpreted is not repeated")
+@pytest.mark.parametrize(("name", "names"), UNALIGNED)
+def test_calls_made_again_from_an_odd_element(name, names):
+    dataclasses.replace(CALLS[name], device=DEVICE).check_addresses(triton_kernels, names)
 
 
 @pytest.mark.parametrize("recipe", ["token", "paper"])

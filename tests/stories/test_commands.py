@@ -28,7 +28,8 @@ def run(*arguments, code, **environment):
 def test_story_6_pretrain_parity(tmp_path):
     """“same data order; final val loss differs by <= 1%; [no QK-norm] warns. Files: metrics.jsonl, curves.png for
     both; a third run with [no K-smoothing] shown”. Here a tiny model for 40 steps; the story's 1000 steps are
-    configs/parity.yaml, whose outcome is in docs/results/training.md."""
+    configs/parity.yaml, whose outcome is in docs/results/training.md. At three times this learning rate another order
+    of adding moves an end by .7%."""
     corpus = tmp_path / "corpus.txt"
     sentence = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n"
     corpus.write_text("<|endoftext|>\n".join(f"Document {n}. {sentence * 3}" for n in range(300)), encoding="utf-8")
@@ -37,7 +38,7 @@ def test_story_6_pretrain_parity(tmp_path):
         f"""
 model: {{layers: 2, width: 32, heads: 2, mlp_width: 48}}
 data: {{source: {corpus}, context: 64, cache: {tmp_path / "cache"}}}
-optimisation: {{tokens_per_step: 256, micro_batch: 4, steps: 40, warmup_steps: 4, learning_rate: 1.0e-2}}
+optimisation: {{tokens_per_step: 256, micro_batch: 4, steps: 40, warmup_steps: 4, learning_rate: 3.0e-3}}
 logging: {{every: 1, evaluate_every: 20, evaluate_sequences: 8, checkpoint_every: 40}}
 variants:
   sdpa: {{attention.recipe: sdpa}}

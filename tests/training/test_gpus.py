@@ -13,9 +13,9 @@ from sagebwd.training.config import Config
 from tests.training.runs import finish, kill, losses, start
 
 STEPS = 20
-TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}
-"""Relative, of every loss. On CPUs, FP32, the largest seen is 6e-5 (FSDP). On GPUs, BF16, sums in another order move
-INT8 codes, and steps multiply what is there: at 1e-2 from 2e-5 to 3e-2 (on CPUs in BF16), at 3e-3 to 1e-3."""
+TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
+"""Relative, of every loss. On CPUs, FP32, nothing is quantised. On GPUs, BF16, sums in another order move INT8 codes,
+and steps multiply what is there: at 1e-2 from 2e-5 to 3e-2 (on CPUs in BF16), at 3e-3 to 1e-3."""
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
@@ -25,6 +25,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
 def config(tiny: Config, device: str) -> Config:
     """Small; on GPUs of the shape and precision that the kernels take."""
     changes = {"optimisation.steps": STEPS, "logging.keep_checkpoints": 100, "monitor.every": 6}
+    if device == "cpu":
+        changes |= {"attention.recipe": "full"}
     if device == "cuda":
         changes |= {"model.width": 128, "model.mlp_width": 192, "data.context": 128, "optimisation.precision": "bf16"}
         changes |= {"optimisation.tokens_per_step": 1024, "optimisation.learning_rate": 3e-3}

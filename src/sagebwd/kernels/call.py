@@ -15,6 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sagebwd.kernels.launches import Launch, launch
 from sagebwd.recipe import Recipe
 
+# Steps of P (`Recipe.p_levels`) that forward kernels compute; any other value would get the numbers of one of these.
+P_LEVELS = (127, 254)
+# Addresses and strides that TMA reads from are multiples of so many bytes.
+TMA_BYTES = 16
+
 
 @cache
 def capability(device: torch.device) -> int:
@@ -104,15 +109,20 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def contiguous_rows(x: Tensor | None) -> Tensor | None:
-    """As kernels read Q, K, V, O and dO: any strides but the last."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+def aligned_rows(x: Tensor | None) -> Tensor | None:
+    """As kernels read Q, K, V, O, dO and saved codes: any strides but the last, from an address that TMA takes.
+
+    The one place that looks at addresses: a view that begins elsewhere, as slices of a flat buffer do, is copied.
+    Without TMA too, where kernels would be compiled anew, to read K and V an element at a time again and again.
+    """
+    if x is None or (x.stride(-1) == 1 and x.data_ptr() % TMA_BYTES == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def fits_tma(x: Tensor) -> bool:
-    """TMA wants addresses and strides in multiples of 16 bytes."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1]) and min(x.shape) > 0
+    """TMA wants strides in multiples of 16 bytes, as the address is by `aligned_rows`."""
+    return all(s * x.element_size() % TMA_BYTES == 0 for s in x.stride()[:-1]) and min(x.shape) > 0
 
 
 def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:

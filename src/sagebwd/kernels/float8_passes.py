@@ -92,7 +92,7 @@ def launch_row_values(
         keys.total,
         queries.blocks(block),
         TOKEN=call.recipe.q_scale == "token",
-        K_TOKEN=call.recipe.k_scale == "token",
+        K_TOKEN=call.recipe.k_scale != "block",
         **_shape(call, block),
     )
     return out

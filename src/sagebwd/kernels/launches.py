@@ -24,6 +24,26 @@ ALIGNMENT = 512
 _calls: dict[Hashable, Recording | bool] = {}
 
 
+class TensorKernel:
+    """A function that takes tensors and numbers, and the stream last, launched as Triton's kernels are.
+
+    Its grid is its own affair: it is launched with ().
+    """
+
+    arg_names = ()
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., TensorKernel]:
+        return self.run
+
+    def run(self, *arguments: Any) -> TensorKernel:
+        """Launch on the current stream."""
+        self.function(*arguments, torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0)
+        return self
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
     """``kernel[grid](*arguments, **options)``: as Triton launches; what it compiled, or None if it interprets."""
     return kernel[grid](*arguments, **options)
@@ -151,10 +171,16 @@ class _Owners:
         return number, None if whole else (x.shape, x.stride(), x.storage_offset())
 
     def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> tuple:
-        """What to call, with what, and where in it addresses and descriptors go."""
+        """What to call, with what, and where in it addresses, descriptors and tensors go."""
         if compiled is None:
             raise _NotRepeatableError  # interpreted
-        addresses, descriptors, others = [], [], [*arguments, *constants]
+        addresses, descriptors, tensors, others = [], [], [], [*arguments, *constants]
+        if isinstance(compiled, TensorKernel):
+            for index, x in enumerate(arguments):
+                if isinstance(x, Tensor):
+                    others[index] = None
+                    tensors.append((index, *self.place(x), x.dtype, x.shape, x.stride()))
+            return compiled.run, others, addresses, descriptors, tensors
         for index, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 others[index] = 0
@@ -163,7 +189,7 @@ class _Owners:
             elif isinstance(getattr(x, "base", None), Tensor):
                 others[index] = None
                 descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
-        return compiled[(*grid, 1, 1)], others, addresses, descriptors
+        return compiled[(*grid, 1, 1)], others, addresses, descriptors, tensors
 
 
 class Recording(NamedTuple):
@@ -189,14 +215,17 @@ class Recording(NamedTuple):
         memory = [make(shape, dtype=dtype, device=device) for make, shape, dtype in self.memory]
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         zeros = torch.zeros(self.zero_bytes, dtype=torch.uint8, device=device)
-        owners = [x.data_ptr() for x in (*given, *memory, scratch, zeros) if isinstance(x, Tensor)]
-        for start, others, addresses, descriptors in self.launches:
+        tensors = [x for x in (*given, *memory, scratch, zeros) if isinstance(x, Tensor)]
+        owners = [x.data_ptr() for x in tensors]
+        for start, others, addresses, descriptors, views in self.launches:
             arguments = others.copy()
             for index, owner, offset in addresses:
                 arguments[index] = owners[owner] + offset
             for index, descriptor, fields, owner, offset in descriptors:
                 arguments[index] = made = descriptor.__new__(descriptor)
                 made.__dict__ = {**fields, "base": _Address(owners[owner] + offset)}
+            for index, owner, *view in views:
+                arguments[index] = _view(tensors[owner], *view)
             start(*arguments)
         return tuple(memory[x] if view is None else memory[x].as_strided(*view) for x, view in self.outputs)
 
@@ -205,6 +234,15 @@ class _Address(int):
     """Stands for a tensor in a descriptor."""
 
     data_ptr = int.__int__
+
+
+def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A tensor that begins ``offset`` bytes into x, which is it, has its type, or is bytes."""
+    if offset == 0 and x.dtype == dtype and x.shape == shape and x.stride() == stride:
+        return x
+    if x.dtype == dtype:
+        return x.as_strided(shape, stride, x.storage_offset() + offset // x.element_size())
+    return x[offset:].view(dtype).as_strided(shape, stride)
 
 
 def _storage(x: Tensor) -> int:

@@ -97,6 +97,10 @@ def quantize_kernel(
         tl.store(smoothed + out, to_16bit(tile, smoothed.dtype.element_ty), mask=written)
     if GROUP == "token":
         amax = abs_max(tile, 1)
+    elif GROUP == "lane":
+        lanes = abs_max(abs_max(tile, 1).reshape(BLOCK // 8, 4, 2), 2)
+        lanes = abs_max(lanes, 0)[None, :, None].broadcast_to(BLOCK // 8, 4, 2)
+        amax = lanes.reshape(BLOCK)
     elif GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)
     elif GROUP == "channel":
@@ -106,7 +110,7 @@ def quantize_kernel(
     else:
         scale = psi_scale(amax)
     inverse = 1.0 / scale
-    if GROUP == "token":
+    if GROUP == "token" or GROUP == "lane":
         code = to_int8(divide(tile, scale[:, None], inverse[:, None]))
         tl.store(token_scale + row, scale, mask=inside)
         if padded_scale is not None:

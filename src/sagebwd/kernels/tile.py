@@ -1,4 +1,4 @@
-"""What every kernel of this family shares: where a sequence lies, which blocks it meets, and how INT8 is packed.
+"""What kernels of both families share: where a sequence lies, which blocks it meets, and how INT8 is packed.
 
 Two layouts of the same tokens appear below. Rows: (..., tokens, head_dim) with any strides, as the caller gave them.
 Transposed: (heads, head_dim, blocks * BLOCK) INT8, tokens contiguous and each sequence padded to whole blocks, since

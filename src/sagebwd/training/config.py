@@ -63,7 +63,7 @@ class Data:
     tokenizer: str = "bytes"  # or bpe:SIZE, trained on the spot, or the path of a tokenizer.json
     context: int = 256  # tokens a sequence
     max_megabytes: float | None = None  # of training text; all of it without
-    cache: str | None = None  # folder for token files; ~/.cache/sagebwd without
+    cache: str | None = None  # folder for token files; SAGEBWD_CACHE_DIR or ~/.cache/sagebwd without
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import lzma
-import os
 import shutil
 import sysconfig
 import tempfile
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from sagebwd.environment import cache_folder
 from sagebwd.training.config import Config, Data
 
 END_OF_TEXT = "<|endoftext|>"
@@ -100,8 +100,7 @@ def _wanted(config: Config) -> int:
 
 
 def _cache_folder(data: Data) -> Path:
-    chosen = data.cache or os.environ.get("SAGEBWD_CACHE") or Path.home() / ".cache" / "sagebwd"
-    return Path(chosen).expanduser()
+    return Path(data.cache).expanduser() if data.cache else cache_folder()
 
 
 def _key(data: Data, wanted: int) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagebwd.kernels.call import Packing
+from sagebwd.kernels.call import TMA_BYTES, Packing
 
 
 @cache
@@ -63,7 +63,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, packing: Packing) -> Rows:
-        """The rows of (B, H, N, D) or packed (total, H, D); copied only where no matrix has them all."""
+        """The rows of (B, H, N, D) or packed (total, H, D); copied only where no matrix has them all.
+
+        x begins at a multiple of 16 bytes (`aligned_rows`).
+        """
         heads, head_dim = packing.heads, x.shape[-1]
         if packing.cu_seqlens is None:
             batches, tokens = packing.batch, packing.tokens
@@ -73,8 +76,8 @@ class Rows(NamedTuple):
             batch, (pitch, head, unit) = 0, x.stride()
         pitch = pitch if tokens > 1 else 0
         batch, head = batch if batches > 1 else 0, head if heads > 1 else 0
-        aligned = unit == 1 and x.data_ptr() % 16 == 0 and pitch * x.element_size() % 16 == 0
-        if aligned and pitch >= head_dim and batch % pitch == 0:
+        readable = unit == 1 and pitch * x.element_size() % TMA_BYTES == 0
+        if readable and pitch >= head_dim and batch % pitch == 0:
             rows = batch // pitch * (batches - 1) + tokens
             if head % pitch == 0:
                 rows += head // pitch * (heads - 1)

@@ -302,6 +302,7 @@ def forward_kernel(
     descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
     softmax scale's magnitude, NEGATIVE its sign. row_max: each query's largest score times log2(e), if not None.
     """
+    gl.static_assert(LEVELS == 127 or LEVELS == 254)
     batch_head = gl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
     block_q = grid_q - 1 - gl.program_id(0) % grid_q

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import Call, Packing, capability, contiguous, contiguous_rows
+from sagebwd.kernels.call import P_LEVELS, Call, Packing, aligned_rows, capability, contiguous
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
@@ -23,7 +23,7 @@ HEAD_DIMS = (64, 128)
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
 
-# Which recipes these kernels have a backward for; others run Triton's, on the same saved tensors.
+# Which recipes these kernels have a backward for.
 INT8_BACKWARD = {
     **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
     "ds_scale_dk": "key", "block_q": 64,
@@ -32,13 +32,15 @@ FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot run a call, or None; the GPU is asked for by `available`."""
+    """Why these kernels cannot run a call, or None; whether the GPU is one of theirs, `forward` asks."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype} is neither bfloat16 nor float16"
     if recipe.block_k not in BLOCK_SIZES:
         return f"block_k={recipe.block_k} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+    if recipe.p_levels not in P_LEVELS:
+        return f"p_levels={recipe.p_levels} is not one of {', '.join(map(str, P_LEVELS))}"
     if recipe.v_scale == "channel":
         return "v_scale='channel' is not one of block, sequence"
     if recipe.smooth_q:
@@ -50,6 +52,11 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
     return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
+
+
+def has_backward(recipe: Recipe) -> bool:
+    """Whether backward runs these kernels; of other recipes it runs Triton's, on the same saved tensors."""
+    return recipe.dv == FP8 or _has(recipe, INT8_BACKWARD)
 
 
 def _has(recipe: Recipe, fields: dict[str, object]) -> bool:
@@ -74,7 +81,7 @@ def forward(
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
     if capability(q.device) != 90:
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {q.device}")
-    q, k, v, key_mask = *map(contiguous_rows, (q, k, v)), contiguous(key_mask)
+    q, k, v, key_mask = *map(aligned_rows, (q, k, v)), contiguous(key_mask)
     return repeat(
         _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
@@ -121,7 +128,7 @@ def _forward(
     grid = queries.grid((1 if o_int8 else chosen["CONSUMERS"]) * ROWS.value)
     q_desc = matrix(q_pass.codes, q_columns, (ROWS.value, head_dim))
     k_desc = matrix(k_pass.codes, k_columns, (step, head_dim))
-    k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale == "token" else None
+    k_scale_desc = vectors(k_pass.padded_scale, step) if recipe.k_scale != "block" else None
     out = key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k
     sizes = (
         *queries.strides(o), queries.heads, queries.heads // keys.heads, queries.tokens, keys.tokens, queries.total,
@@ -129,7 +136,7 @@ def _forward(
     )  # fmt: skip
     options = {
         "HAS_LOWER": window_left >= 0, "HAS_UPPER": is_causal or window_right >= 0,
-        "VARLEN": packed, "K_TOKEN": recipe.k_scale == "token", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
+        "VARLEN": packed, "K_TOKEN": recipe.k_scale != "block", "NEGATIVE": scale < 0, "BLOCK_D": head_dim,
         **chosen,
     }  # fmt: skip
     programs = grid * queries.batch * queries.heads
@@ -137,7 +144,7 @@ def _forward(
         levels = recipe.p_levels
         v_pass = launch_quantize(
             v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
-            transposed=True, column_sum=torch.int32 if levels > 127 else None, launch=launch,
+            transposed=True, column_sum=torch.int32 if levels == 254 else None, launch=launch,
         )  # fmt: skip
         launch(
             forward_kernel,
@@ -146,7 +153,7 @@ def _forward(
             k_desc,
             transposed(v_pass.transposed, head_dim, block_k // 2),
             k_scale_desc,
-            vectors(v_pass.column_sum, head_dim) if levels > 127 else None,
+            vectors(v_pass.column_sum, head_dim) if levels == 254 else None,
             q_pass.token_scale,
             k_pass.padded_scale,
             v_scale if sequence else v_pass.block_scale,
@@ -209,13 +216,13 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``deterministic``."""
-    if recipe.dv != FP8 and not _has(recipe, INT8_BACKWARD):
+    if not has_backward(recipe):
         return triton.backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             recipe, deterministic,
         )  # fmt: skip
-    do, v, o = map(contiguous_rows, (do, v, o))
+    do, v, o, q_int8, k_int8 = map(aligned_rows, (do, v, o, q_int8, k_int8))
     dlse, key_mask = contiguous(dlse), contiguous(key_mask)
     return repeat(
         _backward, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, key_mask, cu_seqlens_q,

@@ -16,9 +16,8 @@ interleave = gluon.jit(tile.interleave.fn)
 float8_scale = gluon.jit(float8.float8_scale.fn)
 delta_parts_weight = gluon.jit(float8.delta_parts_weight.fn)
 DELTA_CHANNELS = gl.constexpr(float8.DELTA_CHANNELS.value)
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # triton 3.8 renamed it
-store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # triton 3.8 renamed it
-
+load_tile = tma.async_copy_global_to_shared
+store_tile = tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 renamed it
 
 LOG2_E = gl.constexpr(tile.LOG2_E.value)
@@ -109,6 +108,7 @@ def result(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def operand_codes(x, LAYOUT: gl.constexpr, LEVELS: gl.constexpr = 127):
     """x rounded, half to even, as an INT8 operand; of 254 levels, from 0 on, less 128."""
+    gl.static_assert(LEVELS == 127 or LEVELS == 254)
     PACKED: gl.constexpr = PACKED_LEVELS if LEVELS == 254 else PACKED_CODES
     return gl.inline_asm_elementwise(PACKED, "=r,f,f,f,f", [operand(x, LAYOUT)], dtype=gl.int8, is_pure=True, pack=4)
 
@@ -144,15 +144,14 @@ def store_transposed(memory, codes):
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same shared memory as another type."""
-    method = getattr(memory, "_reinterpret", None) or memory.reinterpret  # triton 3.9 renamed it
-    return method(dtype, shape, layout, _semantic=_semantic)
+    return memory._reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def add_tile(descriptor, coordinates, memory, _semantic=None):
-    """Add shared memory to a block of a tensor by TMA, asynchronously; `tma.store_wait` waits for its being read."""
-    if hasattr(tma, "async_atomic_add"):  # triton 3.8; before it the builder alone has it
-        tma.async_atomic_add(descriptor, coordinates, memory, _semantic=_semantic)
-        return
+    """Add shared memory to a block of a tensor by TMA, asynchronously; `tma.store_wait` waits for its being read.
+
+    Only the builder has it in triton 3.6 and 3.7.
+    """
     at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, memory.handle)

@@ -324,7 +324,7 @@ def launch_dq(
             head_dim=call.head_dim,
             INT8_S=recipe.s == INT8,
             INT8_DQ=recipe.dq == INT8,
-            K_TOKEN=recipe.k_scale == "token",
+            K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             VARLEN=call.varlen,
             TMA=isinstance(blocked["k"], TensorDescriptor),

@@ -338,7 +338,7 @@ def launch_forward(
             head_dim=call.head_dim,
             INT8_S=recipe.s == INT8,
             INT8_O=o_int8,
-            K_TOKEN=recipe.k_scale == "token",
+            K_TOKEN=recipe.k_scale != "block",
             V_SCALE=recipe.v_scale,
             VARLEN=call.varlen,
             TMA=isinstance(blocked["k"], TensorDescriptor),

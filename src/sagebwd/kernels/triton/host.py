@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, Packing, SmoothQ, capability, contiguous, contiguous_rows
+from sagebwd.kernels.call import P_LEVELS, Call, Packing, SmoothQ, aligned_rows, capability, contiguous
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import (
     Quantized,
@@ -34,9 +34,9 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         return f"head_dim {head_dim} is over 256"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype} is neither bfloat16 nor float16"
-    for name in ("block_q", "block_k"):
-        if getattr(recipe, name) not in BLOCK_SIZES:
-            return f"{name}={getattr(recipe, name)} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+    for name, computed in (("block_q", BLOCK_SIZES), ("block_k", BLOCK_SIZES), ("p_levels", P_LEVELS)):
+        if getattr(recipe, name) not in computed:
+            return f"{name}={getattr(recipe, name)} is not one of {', '.join(map(str, computed))}"
     return None
 
 
@@ -56,7 +56,7 @@ def forward(
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """o, lse of the smoothed scores, and what backward reads, in the order of `sagebwd.ops`."""
-    q, k, v, key_mask = *map(contiguous_rows, (q, k, v)), contiguous(key_mask)
+    q, k, v, key_mask = *map(aligned_rows, (q, k, v)), contiguous(key_mask)
     return repeat(
         _forward, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, recipe,
@@ -109,7 +109,7 @@ def _forward(
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
-            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels > 127 else None,
+            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
             smoothed=v_smoothed, launch=launch,
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
-    do, q, k, v, o = map(contiguous_rows, (do, q, k, v, o))
+    do, q, k, v, o, q_int8, k_int8 = map(aligned_rows, (do, q, k, v, o, q_int8, k_int8))
     dlse, key_mask = contiguous(dlse), contiguous(key_mask)
     return repeat(
         _backward, do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, k_mean, key_mask, cu_seqlens_q,

@@ -18,7 +18,7 @@ from sagebwd.recipe import Recipe
 class Launch:
     """``rows``: tokens of the free axis a program takes; ``warps`` and ``stages``: Triton's num_warps, num_stages.
 
-    ``tma``: read blocks through TMA descriptors, where strides and addresses are multiples of 16 bytes.
+    ``tma``: read blocks through TMA descriptors, where strides are multiples of 16 bytes.
     ``registers``: a cap for each thread, so that more programs share an SM; None leaves it to the compiler.
     ``step``: queries, at most, that "dkdv_given" takes at a time; None, as for all others, takes the recipe's block.
     """

@@ -11,16 +11,16 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 
 import triton
+from sagebwd.environment import cache_folder, is_on
 from sagebwd.kernels.call import Call
 from sagebwd.kernels.triton.launch import Launch, candidates, choose, smaller
 from triton.runtime.errors import OutOfResources
 
-CACHE = Path(os.environ.get("SAGEBWD_CACHE_DIR", "~/.cache/sagebwd")).expanduser() / "launch.json"
+CACHE = cache_folder() / "launch.json"
 
 _FITTING: dict[tuple, Launch] = {}
 """What was found to fit where the table's launch does not."""
@@ -32,7 +32,7 @@ def run_best(kernel: str, call: Call, run: Callable[[Launch], None]) -> None:
     Raises NotImplementedError where no launch fits this GPU's shared memory.
     """
     launch = choose(kernel, call.head_dim, call.recipe, call.arch)
-    if os.environ.get("SAGEBWD_AUTOTUNE") == "1" and call.arch:
+    if is_on("SAGEBWD_AUTOTUNE") and call.arch:
         launch = _tuned(kernel, call, run, launch)
     key = (kernel, call.head_dim, call.recipe, call.dtype, call.arch)
     launch = _FITTING.get(key, launch)

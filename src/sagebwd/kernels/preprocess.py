@@ -1,0 +1,196 @@
+"""Q's and K's INT8 codes in two launches, for recipes whose V is read as it lies.
+
+The first quantises Q and sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises
+K less its mean. Both tensors of queries are so under way while K's mean is not known yet. K has one scale a lane
+(`sagebwd.recipe`), written once for kernels that hold score tiles in quads and once a token for those that do not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.kernels.call import Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
+
+LANES = 4
+# Tokens of a program that quantises queries.
+BLOCK_Q = 64
+# K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
+CHUNK, MOST_CHUNKS = 256, 32
+
+
+class Codes(NamedTuple):
+    """What `launch_codes` wrote: INT8 codes in the shapes of q and k, FP32 scales and K's mean."""
+
+    q: Tensor
+    q_scale: Tensor  # one a token
+    k: Tensor
+    k_scale: Tensor  # one a token
+    lane_scale: Tensor  # (heads, padded blocks, 4)
+    k_mean: Tensor  # (batch, heads, D)
+
+
+@triton.jit
+def quantize_rows(
+    q, codes, scales, program, cu_seqlens, q_b, q_h, q_t, out_b, out_h, out_t, heads, tokens, total, blocks,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a block of queries, one scale a token."""
+    batch, head, z, start, length = whose(program // blocks, heads, cu_seqlens, tokens, VARLEN)
+    first = program % blocks * BLOCK
+    if first < length:
+        local = tl.arange(0, BLOCK)
+        columns = tl.arange(0, BLOCK_D)
+        token = (start + first).to(tl.int64)
+        q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h + token * q_t
+        tile = load_rows(q, local, columns, q_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        scale = psi_scale(abs_max(tile, 1))
+        code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
+        inside = first + local < length
+        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_t
+        out = codes + out + local[:, None] * out_t + columns[None, :]
+        tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
+        tl.store(scales + z * total + start + first + local, scale, mask=inside)
+
+
+@triton.jit
+def sum_keys(
+    k, sums, counts, key_mask, program, cu_seqlens, k_b, k_h, k_t, heads, tokens, chunk, chunks, all_heads,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads)."""
+    batch_head = program // chunks
+    part = program % chunks
+    batch = batch_head // heads
+    head = batch_head % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    local = tl.arange(0, BLOCK)
+    k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
+        at = k + (start + first).to(tl.int64) * k_t
+        tile = load_rows(at, local, columns, k_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+        keep = first + local < length
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
+            tile = tl.where(keep[:, None], tile, 0.0)
+        total += tile
+        kept += keep.to(tl.float32)
+    at = part * all_heads + batch_head
+    tl.store(sums + at * head_dim + columns, tl.sum(total, 0), mask=columns < head_dim)
+    tl.store(counts + at, tl.sum(kept, 0))
+
+
+SIZES = ["key_programs", "heads", "heads_k", "tokens", "tokens_k", "total", "blocks", "chunk", "chunks", "all_heads"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_codes_kernel(
+    q, k, codes, scales, sums, counts, key_mask, cu_seqlens, cu_seqlens_k, q_b, q_h, q_t, out_b, out_h, out_t, k_b,
+    k_h, k_t, key_programs, heads, heads_k, tokens, tokens_k, total, blocks, chunk, chunks, all_heads,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Programs under ``key_programs`` sum up a chunk of keys, the others quantise a block of queries."""
+    program = tl.program_id(0)
+    if program < key_programs:
+        sum_keys(
+            k, sums, counts, key_mask, program, cu_seqlens_k, k_b, k_h, k_t, heads_k, tokens_k, chunk, chunks,
+            all_heads, head_dim, VARLEN, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+    else:
+        quantize_rows(
+            q, codes, scales, program - key_programs, cu_seqlens, q_b, q_h, q_t, out_b, out_h, out_t, heads, tokens,
+            total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
+def key_codes_kernel(
+    k, sums, counts, codes, scales, lane_scales, mean, key_mask, cu_seqlens, k_b, k_h, k_t, out_b, out_h, out_t,
+    heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes of a block of keys less their mean, a scale for each lane; sums and counts as `sum_keys` leaves them."""
+    LANES: tl.constexpr = 4
+    batch_head = tl.program_id(1)
+    batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    parts = tl.arange(0, CHUNKS)
+    at = parts * all_heads + batch_head
+    count = tl.sum(tl.load(counts + at, mask=parts < chunks, other=0), 0)
+    shares = tl.load(
+        sums + at[:, None] * head_dim + columns[None, :],
+        mask=(parts < chunks)[:, None] & (columns < head_dim)[None, :],
+        other=0,
+    )
+    mu = tl.sum(shares, 0) / tl.maximum(count, 1.0)
+    if tl.program_id(0) == 0:
+        tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+    first = tl.program_id(0) * BLOCK
+    if first < length:
+        local = tl.arange(0, BLOCK)
+        inside = first + local < length
+        keep = inside
+        token = (start + first).to(tl.int64)
+        k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h + token * k_t
+        tile = load_rows(k, local, columns, k_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
+        tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
+        lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
+        lane_scale = psi_scale(lanes)
+        scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
+        code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
+        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_t
+        out = codes + out + local[:, None] * out_t + columns[None, :]
+        tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
+        tl.store(scales + z * total + start + first + local, scale, mask=inside)
+        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+        tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
+
+
+def launch_codes(
+    q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int,
+    launch: Launch = launch,
+) -> Codes:  # fmt: skip
+    """Codes of q and, less their mean, of k, (B, H, N, D) or packed, of any strides but the last dimension's."""
+    head_dim, device = q.shape[-1], q.device
+    block_d, packed = padded_head_dim(head_dim), queries.cu_seqlens is not None
+    out = Codes(
+        torch.empty(q.shape, dtype=torch.int8, device=device),
+        queries.per_token(device),
+        torch.empty(k.shape, dtype=torch.int8, device=device),
+        keys.per_token(device),
+        keys.padded(block_k, LANES, dtype=torch.float32, device=device),
+        torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
+    )
+    chunk = max(CHUNK, triton.next_power_of_2(-(-keys.tokens // MOST_CHUNKS)))
+    chunks, all_heads = keys.grid(chunk), keys.batch * keys.heads
+    sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
+    counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
+    shape = {"head_dim": head_dim, "VARLEN": packed, "BLOCK_D": block_d}
+    launch(
+        query_codes_kernel,
+        (chunks * all_heads + queries.grid(BLOCK_Q) * queries.batch * queries.heads,),
+        q, k, out.q, out.q_scale, sums, counts, key_mask, queries.cu_seqlens, keys.cu_seqlens, *queries.strides(q),
+        *queries.strides(out.q), *keys.strides(k), chunks * all_heads, queries.heads, keys.heads, queries.tokens,
+        keys.tokens, queries.total, queries.grid(BLOCK_Q), chunk, chunks, all_heads,
+        BLOCK=BLOCK_Q, BLOCK_K=BLOCK_Q, num_warps=pass_warps(BLOCK_Q, head_dim), **shape,
+    )  # fmt: skip
+    launch(
+        key_codes_kernel,
+        (keys.grid(block_k), all_heads),
+        k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, key_mask, keys.cu_seqlens, *keys.strides(k),
+        *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks, all_heads,
+        BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=pass_warps(block_k, head_dim), **shape,
+    )  # fmt: skip
+    return out

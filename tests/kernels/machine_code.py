@@ -1,0 +1,154 @@
+"""Facts of the machine code of every shipped kernel, and the committed table of them that CI compares.
+
+A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `machine_code.json` holds, for each
+version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to. A change to it
+is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
+(`test_machine_code.py` asks for both).
+
+    python -m tests.kernels.machine_code            prints what differs from the table
+    python -m tests.kernels.machine_code --write    writes the table of this triton (PYTHONPATH chooses another)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import triton
+
+TABLE = Path(__file__).with_name("machine_code.json")
+ROOT = Path(__file__).parents[2]
+# A benchmark of a Hopper GPU times what triton 3.6 compiles: the version there.
+TIMED_VERSION = "3.6.0"
+
+# Architecture, head_dim, recipe and mask; "hopper" is the Gluon kernels on sm_90.
+CALLS = {
+    "hopper": [
+        ("hopper", head_dim, recipe, mask)
+        for head_dim in (64, 128)
+        for recipe, *masks in (
+            ("token", "full", "causal"), ("token_fp8", "full", "causal"), ("token_fp8(o=16bit)", "full", "causal"),
+            ("paper", "causal"),
+        )
+        for mask in masks
+    ],
+    "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
+    + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
+}  # fmt: skip
+
+
+def name_of(call: tuple) -> str:
+    """A call's key in the table."""
+    return " ".join(map(str, call))
+
+
+@cache
+def launches(call: tuple, triton_folder: str | None = None) -> list[dict]:
+    """What `tests.kernels.cross_compile` prints of a call; triton_folder, where another triton is installed."""
+    shared = _shared_answer(call, triton_folder)
+    if shared is not None and shared.exists():
+        return json.loads(shared.read_text(encoding="utf-8"))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [triton_folder, *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, "-m", "tests.kernels.cross_compile", *map(str, call)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    if shared is not None:
+        unfinished = shared.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(rows), encoding="utf-8")
+        unfinished.rename(shared)
+    return rows
+
+
+def _shared_answer(call: tuple, triton_folder: str | None) -> Path | None:
+    """Where the processes of one pytest run leave each other what a call compiled to; None in any other process."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return None
+    folder = Path(tempfile.gettempdir()) / f"sagebwd-machine-code-{run}"
+    folder.mkdir(exist_ok=True)
+    version = Path(triton_folder).name if triton_folder else triton.__version__
+    return folder / f"{version} {name_of(call)}.json"
+
+
+def facts(call: tuple, triton_folder: str | None = None) -> dict[str, dict]:
+    """By kernel in order of launch: registers, spills and instructions, whole and of each loop with products."""
+    kernels: dict[str, dict] = {}
+    for row in launches(call, triton_folder):
+        name = row["kernel"] + (" deterministic" if row["deterministic"] else "")
+        while name in kernels:
+            name += "'"
+        kernels[name] = {
+            "registers": row["registers"],
+            "shared_bytes": row["shared_bytes"],
+            "instructions": row["instructions"],
+            "spills": row["spills"],
+            "loops": [loop["instructions"] for loop in row["loops"]],
+            "stored": [loop["stored"] for loop in row["loops"]],
+            "loaded": [loop["loaded"] for loop in row["loops"]],
+        }
+    return kernels
+
+
+def differences(found: dict[str, dict], committed: dict[str, dict]) -> list[str]:
+    """Lines that say what a call's kernels compile to, and what the table has."""
+    lines = []
+    for name in dict.fromkeys([*committed, *found]):
+        old, new = committed.get(name), found.get(name)
+        if old is None or new is None:
+            lines.append(f"{name}: {'not in the table' if old is None else 'no longer launched'}")
+            continue
+        lines += [f"{name}: {fact} {old[fact]} -> {new[fact]}" for fact in new if new[fact] != old[fact]]
+    return lines
+
+
+def read() -> dict:
+    """The committed table: timed, and by version of triton, family and call."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def _write(table: dict) -> None:
+    """One kernel a line, so that a change shows as the kernels that changed."""
+    text = json.dumps(table, indent=1)
+    compact = []
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth > 5 or (depth == 5 and line.strip().startswith("}")):
+            compact[-1] += line.strip() if compact[-1].endswith(("{", "[")) else " " + line.strip()
+        else:
+            compact.append(line)
+    TABLE.write_text("\n".join(compact) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Compare or write; 1 where something differs."""
+    if arguments not in ([], ["--write"]):
+        print(__doc__)
+        return 2
+    table = read() if TABLE.exists() else {"timed": {}}
+    mine = table.setdefault(triton.__version__, {})
+    differ = 0
+    for family, calls in CALLS.items():
+        known, mine[family] = mine.get(family, {}), {}
+        for call in calls:
+            mine[family][name_of(call)] = found = facts(call)
+            lines = differences(found, known.get(name_of(call), {}))
+            differ += len(lines)
+            print(f"triton {triton.__version__}, {name_of(call)}: {len(lines)} differences", flush=True)
+            print("".join(f"    {line}\n" for line in lines), end="")
+    if arguments:
+        _write(table)
+        print(f"wrote {TABLE}")
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
