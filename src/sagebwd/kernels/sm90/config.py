@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-# Registers a thread, by warpgroups that share a multiprocessor and programs there: of the warpgroups that compute and of the producer's, by the number of the former.
-REGISTERS = {(1, 1): (256, 56), (2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 24), (2, 2): (104, 24), (1, 3): (120, 32)}
+# Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
+REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
 # Keys of a block that has four scales, one for each lane of a quad.
 SCALE_BLOCK = 128
 
@@ -19,12 +20,8 @@ class Tile:
     stages: int
     turns: bool = True  # warpgroups queue their products in turn
     vote: bool = False  # one vote a warp says whether any row's maximum has moved, instead of an exchange in each quad
-    sums: bool = False  # row sums by tensor core: P times ones
     polynomial: int = 0  # of 16 exponentials, how many are polynomials
     early: bool = False  # P is packed before P V of the block before is done
-    persistent: bool = False
-    ctas: int = 1  # that share a multiprocessor
-    qreg: bool = False  # Q in registers
 
     @property
     def queries(self) -> int:
@@ -44,3 +41,37 @@ class Variant:
     key_mask: bool = False
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
+
+    ``cu_seqlens``: INT32, where calls are packed; ``longest``: queries of the longest sequence; ``lower``, ``upper``:
+    bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
+    """
+
+    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D), contiguous
+    k: Any
+    v: Any  # 16 bit, any strides of whole 16 bytes but the last
+    o: Any  # written, as v
+    lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
+    row_max: Any  # written if not None: each query's largest score times log2(e)
+    q_scale: Any  # FP32, as lse
+    k_scale: (
+        Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
+    )
+    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    longest: Any
+    lower: Any
+    upper: Any
+    scale: Any
+
+
+# Measured on an H200 (docs/forward-sm90.md).
+TILES = {
+    64: Tile(warpgroups=3, keys=128, stages=2, vote=True),
+    96: Tile(warpgroups=2, keys=128, stages=2, vote=True, early=True),
+    128: Tile(warpgroups=2, keys=128, stages=2, vote=True, early=True),
+}

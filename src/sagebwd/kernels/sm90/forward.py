@@ -11,12 +11,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from sagebwd.kernels.sm90.config import REGISTERS, SCALE_BLOCK, Variant
+from sagebwd.kernels.sm90.config import REGISTERS, SCALE_BLOCK, Arguments, Variant
 
 ptx = cute.arch.inline_ptx
 PACK = {
@@ -69,7 +70,7 @@ class Forward:
         self.pack_text = PACK[variant.dtype]
         self.masks = variant.lower or variant.upper
         self.varlen = variant.varlen
-        self.registers = REGISTERS[tile.warpgroups, tile.ctas]
+        self.registers = REGISTERS[tile.warpgroups]
         self.turns = tile.warpgroups > 1 and tile.turns
 
     def rows(self, x: cute.Tensor, transposed: bool = False):
@@ -92,52 +93,43 @@ class Forward:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
-        cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, longest: Int32, lower: Int32, upper: Int32,
-        scale: Float32, programs: Int32, stream: cuda.CUstream,
+        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, longest: Int32, lower: Int32, upper: Int32,
+        scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         M, N, D = self.M, self.N, self.D
         heads, heads_k = q.shape[1], k.shape[1]
         batch = q.shape[0]
         if const_expr(self.varlen):
-            batch = cu_q.shape[0] - 1
+            batch = cu_seqlens_q.shape[0] - 1
         q, k, o = self.rows(q), self.rows(k), self.rows(o)
         v = self.rows(v, transposed=True)
         lse, q_scale = self.values(lse), self.values(q_scale)
         if const_expr(row_max is not None):
             row_max = self.values(row_max)
         major = OperandMajorMode.K
-        a_source = warpgroup.OperandSource.RMEM if const_expr(self.tile.qreg) else warpgroup.OperandSource.SMEM
+        source = warpgroup.OperandSource
         qk = cute.make_tiled_mma(
-            warpgroup.MmaI8Op(Int8, Int8, Int32, (64, N, 32), a_source, major, major), (self.groups, 1, 1)
+            warpgroup.MmaI8Op(Int8, Int8, Int32, (64, N, 32), source.SMEM, major, major), (self.groups, 1, 1)
         )
-        registers = warpgroup.OperandSource.RMEM
         pv = cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, D, 16), registers, major, OperandMajorMode.MN),
+            warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, D, 16), source.RMEM, major, OperandMajorMode.MN),
             (self.groups, 1, 1),
-        )
-        ones = cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, 8, 16), registers, major, major), (self.groups, 1, 1)
         )
         row = LayoutEnum.ROW_MAJOR
         lq = sm90.make_smem_layout_a(row, (M, N, D), Int8, 1)
         lk = sm90.make_smem_layout_b(row, (M, N, D), Int8, self.stages)
         lv = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
-        l1 = sm90.make_smem_layout_b(row, (M, 8, 64), self.dtype, 1)
         load = cpasync.CopyBulkTensorTileG2SOp()
         aq, tq = cpasync.make_tiled_tma_atom(load, q, cute.select(lq, mode=[0, 1]), (M, D))
         ak, tk = cpasync.make_tiled_tma_atom(load, k, cute.select(lk, mode=[0, 1]), (N, D))
         av, tv = cpasync.make_tiled_tma_atom(load, v, cute.select(lv, mode=[0, 1]), (D, N))
         blocks_q = cute.ceil_div(longest, M)
-        tiles = blocks_q * heads * batch
-        grid = tiles
-        if const_expr(self.tile.persistent):
-            grid = cutlass.min(tiles, programs)
         self.kernel(
-            aq, tq, ak, tk, av, tv, o, lse, row_max, q_scale, k_scale, key_mask, cu_q, cu_k, lower, upper,
-            scale * LOG2_E, blocks_q, heads, heads // heads_k, tiles, qk, pv, ones, lq, lk, lv, l1,
+            aq, tq, ak, tk, av, tv, o, lse, row_max, q_scale, k_scale, key_mask, cu_seqlens_q, cu_seqlens_k, lower, upper,
+            scale * LOG2_E, blocks_q, heads, heads // heads_k, qk, pv, lq, lk, lv,
         ).launch(
-            grid=[grid, 1, 1], block=[128 * (self.groups + 1), 1, 1], stream=stream,
-            min_blocks_per_mp=self.tile.ctas, preferred_smem_carveout=100 if self.tile.ctas > 1 else None,
+            grid=[blocks_q * heads * batch, 1, 1], block=[128 * (self.groups + 1), 1, 1], stream=stream,
+            min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -145,9 +137,9 @@ class Forward:
         self, aq: cute.CopyAtom, tq: cute.Tensor, ak: cute.CopyAtom, tk: cute.Tensor, av: cute.CopyAtom,
         tv: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor,
         k_scale: cute.Tensor, key_mask: cute.Tensor | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
-        lower: Int32, upper: Int32, scale_2: Float32, blocks_q: Int32, heads: Int32, group: Int32, tiles: Int32,
-        qk: cute.TiledMma, pv: cute.TiledMma, ones: cute.TiledMma, lq: cute.ComposedLayout, lk: cute.ComposedLayout,
-        lv: cute.ComposedLayout, l1: cute.ComposedLayout,
+        lower: Int32, upper: Int32, scale_2: Float32, blocks_q: Int32, heads: Int32, group: Int32,
+        qk: cute.TiledMma, pv: cute.TiledMma, lq: cute.ComposedLayout, lk: cute.ComposedLayout,
+        lv: cute.ComposedLayout,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -155,23 +147,14 @@ class Forward:
         sq = smem.allocate_tensor(Int8, lq.outer, 1024, swizzle=lq.inner)
         sk = smem.allocate_tensor(Int8, lk.outer, 1024, swizzle=lk.inner)
         sv = smem.allocate_tensor(self.dtype, lv.outer, 1024, swizzle=lv.inner)
-        s1 = sv
-        if const_expr(self.tile.sums):
-            s1 = smem.allocate_tensor(self.dtype, l1.outer, 1024, swizzle=l1.inner)
-            if tid < 128:
-                flat = cute.make_tensor(s1.iterator, cute.make_layout(512))
-                for i in cutlass.range_constexpr(4):
-                    flat[tid * 4 + i] = self.dtype(1.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
         words = SCALE_BLOCK // 32
         seen_keys = smem.allocate_tensor(Int32, cute.make_layout((words, self.stages)), 16)
-        bars = smem.allocate_array(cutlass.Int64, 2 + 4 * self.stages)
-        q_full, q_empty, k_full, v_full = bars, bars + 1, bars + 2, bars + 2 + self.stages
-        k_empty, v_empty = bars + 2 + 2 * self.stages, bars + 2 + 3 * self.stages
+        bars = smem.allocate_array(cutlass.Int64, 1 + 4 * self.stages)
+        q_full, k_full, v_full = bars, bars + 1, bars + 1 + self.stages
+        k_empty, v_empty = bars + 1 + 2 * self.stages, bars + 1 + 3 * self.stages
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(q_empty, 4 * self.groups)
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(k_full + i, 1)
                     cute.arch.mbarrier_init(v_full + i, 1)
@@ -179,23 +162,24 @@ class Forward:
                     cute.arch.mbarrier_init(v_empty + i, 4 * self.groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        bars = (q_full, q_empty, k_full, v_full, k_empty, v_empty)
+        bars = (q_full, k_full, v_full, k_empty, v_empty)
         call = (tq, tk, cu_q, cu_k, lower, upper, blocks_q, heads, group)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp == 0:
-                self.load(aq, ak, av, tv, sq, sk, sv, seen_keys, key_mask, bars, call, tiles)
+                self.load(aq, ak, av, tv, sq, sk, sv, seen_keys, key_mask, bars, call)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.attend(
-                qk, pv, ones, sq, sk, sv, s1, seen_keys, bars, call, tiles, tid - 128, warp // 4 - 1, o, lse, row_max,
+                qk, pv, sq, sk, sv, seen_keys, bars, call, tid - 128, warp // 4 - 1, o, lse, row_max,
                 q_scale, k_scale, scale_2,
             )  # fmt: skip
 
     @cute.jit
-    def place(self, tile: Int32, call):
-        """Of a tile: batch, head, head of K, first query, the sequences' first tokens and lengths, the band's bounds."""
+    def place(self, call):
+        """Of this program: batch, head, head of K, first query, the sequences' first tokens and lengths, the band's bounds."""
         tq, tk, cu_q, cu_k, lower, upper, blocks_q, heads, group = call
+        tile, _, _ = cute.arch.block_idx()
         batch_head = tile // blocks_q
         # the last queries see the most keys: they start first
         block_q = blocks_q - 1 - tile % blocks_q
@@ -232,65 +216,53 @@ class Forward:
             full_end = cutlass.min(cutlass.max(full_end // N, full_begin), end)
         return begin, full_begin, full_end, end
 
-    def head_tile(self, x: cute.Tensor, head, batch, start, shape, at):
-        x = self.of_head(x, head, batch)
-        if const_expr(self.varlen):
-            x = cute.domain_offset((start, 0) if at[1] == 0 else (0, start), x)
-        return cute.local_tile(x, shape, at)
-
     @cute.jit
-    def load(self, aq, ak, av, tv, sq, sk, sv, seen_keys, key_mask, bars, call, tiles: Int32):
+    def load(self, aq, ak, av, tv, sq, sk, sv, seen_keys, key_mask, bars, call):
         """The producer warp."""
         M, N, D, stages = self.M, self.N, self.D, self.stages
         tq, tk = call[0], call[1]
-        q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
+        q_full, k_full, v_full, k_empty, v_empty = bars
         one = cute.make_layout(1)
-        stage, phase, q_phase = Int32(0), Int32(1), Int32(1)
-        pid, _, _ = cute.arch.block_idx()
-        programs, _, _ = cute.arch.grid_dim()
+        stage, phase = Int32(0), Int32(1)
         lane = cute.arch.lane_idx()
-        for tile in cutlass.range(pid, tiles, programs, unroll=1):
-            batch, head, head_k, first_q, start_q, start_k, length_q, length_k, lower, upper = self.place(tile, call)
-            if first_q < length_q:
-                begin, full_begin, full_end, end = self.blocks(first_q, length_k, lower, upper)
-                gq = self.head_tile(tq, head, batch, start_q, (M, D), (first_q // M, 0))
-                x, y, z = self.of_head(tk, head_k, batch), self.of_head(tv, head_k, batch), self.of_head(tq, head, batch)
-                if const_expr(self.varlen):
-                    x, y = cute.domain_offset((start_k, 0), x), cute.domain_offset((0, start_k), y)
-                    z = cute.domain_offset((start_q, 0), z)
-                gq = cute.local_tile(z, (M, D), (first_q // M, 0))
-                gk = cute.local_tile(x, (N, D), (None, 0))
-                gv = cute.local_tile(y, (D, N), (0, None))
-                q_s, q_g = cpasync.tma_partition(aq, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
-                k_s, k_g = cpasync.tma_partition(ak, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2))
-                v_s, v_g = cpasync.tma_partition(av, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
-                cute.arch.mbarrier_wait(q_empty, q_phase)
-                q_phase ^= 1
+        batch, head, head_k, first_q, start_q, start_k, length_q, length_k, lower, upper = self.place(call)
+        if first_q < length_q:
+            begin, full_begin, full_end, end = self.blocks(first_q, length_k, lower, upper)
+            x, y, z = self.of_head(tk, head_k, batch), self.of_head(tv, head_k, batch), self.of_head(tq, head, batch)
+            if const_expr(self.varlen):
+                x, y = cute.domain_offset((start_k, 0), x), cute.domain_offset((0, start_k), y)
+                z = cute.domain_offset((start_q, 0), z)
+            gq = cute.local_tile(z, (M, D), (first_q // M, 0))
+            gk = cute.local_tile(x, (N, D), (None, 0))
+            gv = cute.local_tile(y, (D, N), (0, None))
+            q_s, q_g = cpasync.tma_partition(aq, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
+            k_s, k_g = cpasync.tma_partition(ak, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2))
+            v_s, v_g = cpasync.tma_partition(av, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full, M * D)
+            cute.copy(aq, q_g, q_s[None, 0], tma_bar_ptr=q_full)
+            for step in cutlass.range(end - begin, unroll=1):
+                block = end - 1 - step
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                if const_expr(self.variant.key_mask):
+                    for word in cutlass.range_constexpr(N // 32):
+                        key = block * N + word * 32 + lane
+                        keep = Int32(0)
+                        if key < length_k:
+                            keep = Int32(key_mask[batch, key])
+                        seen_keys[word, stage] = cute.arch.vote_ballot_sync(keep != 0)
+                    cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full, M * D)
-                cute.copy(aq, q_g, q_s[None, 0], tma_bar_ptr=q_full)
-                for step in cutlass.range(end - begin, unroll=1):
-                    block = end - 1 - step
-                    cute.arch.mbarrier_wait(k_empty + stage, phase)
-                    if const_expr(self.variant.key_mask):
-                        for word in cutlass.range_constexpr(N // 32):
-                            key = block * N + word * 32 + lane
-                            keep = Int32(0)
-                            if key < length_k:
-                                keep = Int32(key_mask[batch, key])
-                            seen_keys[word, stage] = cute.arch.vote_ballot_sync(keep != 0)
-                        cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, N * D)
-                    cute.copy(ak, k_g[None, block], k_s[None, stage], tma_bar_ptr=k_full + stage)
-                    cute.arch.mbarrier_wait(v_empty + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, N * D * 2)
-                    cute.copy(av, v_g[None, block], v_s[None, stage], tma_bar_ptr=v_full + stage)
-                    stage += 1
-                    if stage == stages:
-                        stage = Int32(0)
-                        phase ^= 1
+                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, N * D)
+                cute.copy(ak, k_g[None, block], k_s[None, stage], tma_bar_ptr=k_full + stage)
+                cute.arch.mbarrier_wait(v_empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, N * D * 2)
+                cute.copy(av, v_g[None, block], v_s[None, stage], tma_bar_ptr=v_full + stage)
+                stage += 1
+                if stage == stages:
+                    stage = Int32(0)
+                    phase ^= 1
 
     def wait_turn(self, warpgroup_index):
         if const_expr(self.turns):
@@ -314,25 +286,16 @@ class Forward:
         atom = cute.make_mma_atom(qk.op)
         for k in cutlass.range_constexpr(self.D // 32):
             atom.set(warpgroup.Field.ACCUMULATE, k > 0)
-            if const_expr(self.tile.qreg):
-                cute.gemm(atom, acc, rq[None, None, k], rk[None, None, k, stage], acc)
-            else:
-                cute.gemm(atom, acc, rq[None, None, k, 0], rk[None, None, k, stage], acc)
+            cute.gemm(atom, acc, rq[None, None, k, 0], rk[None, None, k, stage], acc)
         warpgroup.commit_group()
 
     @cute.jit
-    def queue_o(self, pv: cute.TiledMma, acc: cute.Tensor, rp: cute.Tensor, rv: cute.Tensor, stage: Int32,
-                ones: cute.TiledMma, acc_sum: cute.Tensor, r1: cute.Tensor):  # fmt: skip
-        """O += P V of the block in ``stage``, and row sums where tensor cores add them."""
+    def queue_o(self, pv: cute.TiledMma, acc: cute.Tensor, rp: cute.Tensor, rv: cute.Tensor, stage: Int32):
+        """O += P V of the block in ``stage``."""
         atom = cute.make_mma_atom(pv.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         for k in cutlass.range_constexpr(self.N // 16):
             cute.gemm(atom, acc, rp[None, None, k], rv[None, None, k, stage], acc)
-        if const_expr(self.tile.sums):
-            atom1 = cute.make_mma_atom(ones.op)
-            atom1.set(warpgroup.Field.ACCUMULATE, True)
-            for k in cutlass.range_constexpr(self.N // 16):
-                cute.gemm(atom1, acc_sum, rp[None, None, k], r1[None, None, 0, 0], acc_sum)
         warpgroup.commit_group()
 
     @cute.jit
@@ -379,9 +342,7 @@ class Forward:
             for r in cutlass.range_constexpr(2):
                 top[r] = self.reference(tops[r])
         elif const_expr(self.tile.vote):
-            moved = cute.arch.vote_any_sync(
-                (tops[0] > top[0] + OCTAVES) | (tops[1] > top[1] + OCTAVES)
-            )
+            moved = cute.arch.vote_any_sync((tops[0] > top[0] + OCTAVES) | (tops[1] > top[1] + OCTAVES))
             if moved:
                 for r in cutlass.range_constexpr(2):
                     m = cute.arch.fmax(tops[r], cute.arch.shuffle_sync_bfly(tops[r], offset=1))
@@ -409,10 +370,8 @@ class Forward:
                     x[i] = exp2_polynomial(s, factors[r], shift + ROUND)
                 else:
                     x[i] = exp2(s * factors[r] + shift)
-                if const_expr(not self.tile.sums):
-                    part = part + x[i]
-            if const_expr(not self.tile.sums):
-                total[r] = total[r] + part
+                part = part + x[i]
+            total[r] = total[r] + part
         return moved
 
     def reference(self, m):
@@ -436,13 +395,10 @@ class Forward:
         ptx("{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p nanosleep.u32 0; }", read_only_args=[word])
 
     @cute.jit
-    def rescale(self, acc: cute.Tensor, acc_sum: cute.Tensor, decay: cute.Tensor, moved: Boolean):
+    def rescale(self, acc: cute.Tensor, decay: cute.Tensor, moved: Boolean):
         if moved:
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] * decay[i // 2 % 2]
-            if const_expr(self.tile.sums):
-                for i in cutlass.range_constexpr(4):
-                    acc_sum[i] = acc_sum[i] * decay[i // 2 % 2]
 
     @cute.jit
     def bounds(self, block: Int32, rows: cute.Tensor, length_k: Int32, lower: Int32, upper: Int32):
@@ -483,10 +439,10 @@ class Forward:
         source: cutlass.Constexpr = 0, target: cutlass.Constexpr = 0,
     ):  # fmt: skip
         """S of ``block`` and P V of the block before it; the stage and phase of this one."""
-        qk, pv, ones = mma
-        rq, rk, rv, r1, acc_s, acc_o, acc_sum, rps, x = fragments
+        qk, pv = mma
+        rq, rk, rv, acc_s, acc_o, rps, x = fragments
         rp, rp_next = rps[source], rps[target]
-        q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
+        q_full, k_full, v_full, k_empty, v_empty = bars
         seen, top, total, decay = state
         length_k, lower, upper = limits
         stage_v = stage
@@ -497,26 +453,31 @@ class Forward:
         cute.arch.mbarrier_wait(k_full + stage, phase)
         self.wait_turn(index)
         self.queue_s(qk, acc_s, rq, rk, stage)
-        self.queue_o(pv, acc_o, rp, rv, stage_v, ones, acc_sum, r1)
+        self.queue_o(pv, acc_o, rp, rv, stage_v)
         self.pass_turn(index)
         bounds, words = ((), ()), ()
         if const_expr(masked):
             bounds = self.bounds(block, rows, length_k, lower, upper)
             words = self.words(memory, stage)
         warpgroup.wait_group(1)
-        self.release(k_empty + stage)
+        # which keys the mask keeps is read from the stage itself: it is released once that has been used
+        held = const_expr(masked and self.variant.key_mask)
+        if const_expr(not held):
+            self.release(k_empty + stage)
         moved = self.softmax(acc_s, x, seen, top, total, decay, scale, k_scale, bounds, words, False, masked)
+        if const_expr(held):
+            self.release(k_empty + stage)
         early = const_expr(source != target)
         if const_expr(early):
             self.pack(x, rp_next)
         # V of this block, for the next step
         cute.arch.mbarrier_wait(v_full + stage, phase)
-        self.pin(cute.recast_tensor(rp_next if early else x if const_expr(self.tile.sums) else total, Int32))
+        self.pin(cute.recast_tensor(rp_next if early else total, Int32))
         warpgroup.wait_group(0)
         self.release(v_empty + stage_v)
         if const_expr(not early):
             self.pack(x, rp_next)
-        self.rescale(acc_o, acc_sum, decay, moved)
+        self.rescale(acc_o, decay, moved)
         return stage, phase
 
     @cute.jit
@@ -547,131 +508,159 @@ class Forward:
 
     @cute.jit
     def attend(
-        self, qk: cute.TiledMma, pv: cute.TiledMma, ones: cute.TiledMma, sq, sk, sv, s1, seen_keys, bars, call,
-        tiles: Int32, tid: Int32, index: Int32, o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None,
+        self, qk: cute.TiledMma, pv: cute.TiledMma, sq, sk, sv, seen_keys, bars, call,
+        tid: Int32, index: Int32, o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None,
         q_scale: cute.Tensor, k_scale: cute.Tensor, scale_2: Float32,
     ):  # fmt: skip
         """A computing warpgroup: O and lse of 64 queries of each tile."""
         M, N, D, stages = self.M, self.N, self.D, self.stages
-        q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
+        q_full, k_full, v_full, k_empty, v_empty = bars
         index = cute.arch.make_warp_uniform(index)
         tq = qk.get_slice(index * 128)
         tp = pv.get_slice(index * 128)
         rq = tq.make_fragment_A(tq.partition_A(sq))
-        q_part = qk.get_slice(tid).partition_A(sq)
-        if const_expr(self.tile.qreg):
-            rq = qk.get_slice(tid).make_fragment_A(tq.partition_shape_A((M, D)))
         rk = tq.make_fragment_B(tq.partition_B(sk))
         rv = tp.make_fragment_B(tp.partition_B(sv))
-        r1 = rv
-        if const_expr(self.tile.sums):
-            t1 = ones.get_slice(index * 128)
-            r1 = t1.make_fragment_B(t1.partition_B(s1))
         acc_s = cute.make_rmem_tensor(tq.partition_shape_C((M, N)), Int32)
         acc_o = cute.make_rmem_tensor(tp.partition_shape_C((M, D)), Float32)
-        acc_sum = cute.make_rmem_tensor(ones.get_slice(index * 128).partition_shape_C((M, 8)), Float32)
         rps = [tp.make_fragment_A(tp.partition_shape_A((M, N))) for _ in range(2 if self.tile.early else 1)]
         x = cute.make_rmem_tensor(cute.size(acc_s), Float32)
         seen, top, total, decay, scale = [cute.make_rmem_tensor(2, Float32) for _ in range(5)]
         rows = cute.make_rmem_tensor(2, Int32)
         state = (seen, top, total, decay)
-        mma = (qk, pv, ones)
-        fragments = (rq, rk, rv, r1, acc_s, acc_o, acc_sum, rps, x)
+        mma = (qk, pv)
+        fragments = (rq, rk, rv, acc_s, acc_o, rps, x)
         lane = tid % 32
         if const_expr(self.turns):
             if index == 0:
                 cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
-        # of the stage that is taken next; the ring turns on from tile to tile
-        stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
-        pid, _, _ = cute.arch.block_idx()
-        programs, _, _ = cute.arch.grid_dim()
-        for tile in cutlass.range(pid, tiles, programs, unroll=1):
-            batch, head, head_k, first_q, start_q, start_k, length_q, length_k, lower, upper = self.place(tile, call)
-            if first_q < length_q:
-                begin, full_begin, full_end, end = self.blocks(first_q, length_k, lower, upper)
-                limits = (length_k, lower, upper)
-                scales = self.of_head_values(q_scale, head, batch)
-                z, padded = batch * (call[7] // call[8]) + head_k, Int32(0)
-                if const_expr(self.varlen):
-                    z, padded = head_k, start_k // SCALE_BLOCK + batch
-                row = first_q + index * 64 + (tid % 128) // 32 * 16 + lane // 4
-                for r in cutlass.range_constexpr(2):
-                    rows[r] = row + 8 * r
-                    total[r] = Float32(0)
-                    scale[r] = Float32(0)
-                    if rows[r] < length_q:
-                        scale[r] = scales[start_q + rows[r]] * scale_2
-                    # false of NaN, which stays
-                    scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
-                    if const_expr(self.variant.negative):
-                        scale[r] = -scale[r]
-                acc_o.fill(0)
-                acc_sum.fill(0)
-                block = end - 1
-                s_k = k_scale[z, padded + block * N // SCALE_BLOCK, lane % 4]
-                cute.arch.mbarrier_wait(q_full, q_phase)
-                q_phase ^= 1
-                if const_expr(self.tile.qreg):
-                    cute.autovec_copy(q_part[None, None, None, 0], rq)
-                    self.release(q_empty)
-                cute.arch.mbarrier_wait(k_full + stage, phase)
-                self.queue_s(qk, acc_s, rq, rk, stage)
-                bounds, words = self.bounds(block, rows, length_k, lower, upper), self.words(seen_keys, stage)
-                warpgroup.wait_group(0)
-                self.release(k_empty + stage)
-                self.softmax(acc_s, x, seen, top, total, decay, scale, s_k, bounds, words, True, True)
-                self.pack(x, rps[0])
-                cute.arch.mbarrier_wait(v_full + stage, phase)
-                if const_expr(self.varlen):
-                    self.clear_end(sv, stage, length_k - block * N, tid % 128, index)
-                step = (mma, fragments, seen_keys, bars, state, scale, k_scale, z, padded, lane, rows, limits, index)
-                if const_expr(self.variant.upper or self.variant.key_mask):
-                    stage, phase = self.steps(step, end - 2, end - 1 - full_end, stage, phase, True)
-                top_block = cutlass.min(full_end, end - 1)
-                stage, phase = self.steps(step, top_block - 1, top_block - full_begin, stage, phase, False)
-                if const_expr(self.variant.lower or self.variant.key_mask):
-                    low_block = cutlass.min(full_begin, end - 1)
-                    stage, phase = self.steps(step, low_block - 1, low_block - begin, stage, phase, True)
-                if const_expr(not self.tile.qreg):
-                    self.release(q_empty)
-                warpgroup.fence()
-                self.queue_o(pv, acc_o, rps[0], rv, stage, ones, acc_sum, r1)
-                warpgroup.wait_group(0)
-                self.release(v_empty + stage)
-                stage += 1
-                if stage == stages:
-                    stage = Int32(0)
-                    phase ^= 1
-                self.write(acc_o, acc_sum, seen, top, total, rows, length_q, start_q, lane, self.of_head(o, head, batch),
-                           self.of_head_values(lse, head, batch),
-                           None if const_expr(row_max is None) else self.of_head_values(row_max, head, batch))
+        stage, phase = Int32(0), Int32(0)
+        batch, head, head_k, first_q, start_q, start_k, length_q, length_k, lower, upper = self.place(call)
+        if first_q < length_q:
+            begin, full_begin, full_end, end = self.blocks(first_q, length_k, lower, upper)
+            limits = (length_k, lower, upper)
+            scales = self.of_head_values(q_scale, head, batch)
+            z, padded = batch * (call[7] // call[8]) + head_k, Int32(0)
+            if const_expr(self.varlen):
+                z, padded = head_k, start_k // SCALE_BLOCK + batch
+            row = first_q + index * 64 + (tid % 128) // 32 * 16 + lane // 4
+            for r in cutlass.range_constexpr(2):
+                rows[r] = row + 8 * r
+                total[r] = Float32(0)
+                scale[r] = Float32(0)
+                if rows[r] < length_q:
+                    scale[r] = scales[start_q + rows[r]] * scale_2
+                # false of NaN, which stays
+                scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
+                if const_expr(self.variant.negative):
+                    scale[r] = -scale[r]
+            acc_o.fill(0)
+            block = end - 1
+            s_k = k_scale[z, padded + block * N // SCALE_BLOCK, lane % 4]
+            cute.arch.mbarrier_wait(q_full, 0)
+            cute.arch.mbarrier_wait(k_full + stage, phase)
+            self.queue_s(qk, acc_s, rq, rk, stage)
+            bounds, words = self.bounds(block, rows, length_k, lower, upper), self.words(seen_keys, stage)
+            warpgroup.wait_group(0)
+            self.softmax(acc_s, x, seen, top, total, decay, scale, s_k, bounds, words, True, True)
+            self.release(k_empty + stage)
+            self.pack(x, rps[0])
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            if const_expr(self.varlen):
+                self.clear_end(sv, stage, length_k - block * N, tid % 128, index)
+            step = (mma, fragments, seen_keys, bars, state, scale, k_scale, z, padded, lane, rows, limits, index)
+            if const_expr(self.variant.upper or self.variant.key_mask):
+                stage, phase = self.steps(step, end - 2, end - 1 - full_end, stage, phase, True)
+            top_block = cutlass.min(full_end, end - 1)
+            stage, phase = self.steps(step, top_block - 1, top_block - full_begin, stage, phase, False)
+            if const_expr(self.variant.lower or self.variant.key_mask):
+                low_block = cutlass.min(full_begin, end - 1)
+                stage, phase = self.steps(step, low_block - 1, low_block - begin, stage, phase, True)
+            warpgroup.fence()
+            self.queue_o(pv, acc_o, rps[0], rv, stage)
+            warpgroup.wait_group(0)
+            self.write(
+                acc_o,
+                seen,
+                top,
+                total,
+                rows,
+                length_q,
+                start_q,
+                lane,
+                self.of_head(o, head, batch),
+                self.of_head_values(lse, head, batch),
+                None if const_expr(row_max is None) else self.of_head_values(row_max, head, batch),
+            )
         if const_expr(self.turns):
             if index == 0:  # the arrival that nobody waits for
                 cute.arch.barrier(barrier_id=1, number_of_threads=256)
 
     @cute.jit
-    def write(self, acc_o, acc_sum, seen, top, total, rows, length_q: Int32, start_q: Int32, lane: Int32,
+    def write(self, acc_o, seen, top, total, rows, length_q: Int32, start_q: Int32, lane: Int32,
               o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None):  # fmt: skip
         for r in cutlass.range_constexpr(2):
-            if const_expr(self.tile.sums):
-                total[r] = acc_sum[2 * r]
-            else:
-                total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
-                total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=2)
+            total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
+            total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=2)
             seen[r] = cute.arch.fmax(seen[r], cute.arch.shuffle_sync_bfly(seen[r], offset=1))
             seen[r] = cute.arch.fmax(seen[r], cute.arch.shuffle_sync_bfly(seen[r], offset=2))
-            inverse = Float32(0) if total[r] == 0.0 else 1.0 / total[r]
+            unseen = total[r] == 0.0
+            inverse = 1.0 / total[r]
             if rows[r] < length_q:
                 at = start_q + rows[r]
                 if lane % 4 == 0:
                     value = (top[r] + log2(total[r])) * LN_2
-                    lse[at] = -Float32.inf if total[r] == 0.0 else value
+                    lse[at] = -Float32.inf if unseen else value
                     if const_expr(row_max is not None):
                         row_max[at] = seen[r]
                 pairs = cute.recast_tensor(o[at, None], Int32)
                 for i in cutlass.range_constexpr(self.D // 8):
                     j = 4 * i + 2 * r
-                    pairs[4 * i + lane % 4] = ptx(
+                    pair = ptx(
                         self.pack_text, write_only_types=[Int32],
                         read_only_args=[acc_o[j] * inverse, acc_o[j + 1] * inverse],
                     )  # fmt: skip
+                    pairs[4 * i + lane % 4] = Int32(0) if unseen else pair
+
+    def placeholders(self) -> list:
+        """Arguments of the call's types, shapes unknown, to compile for."""
+        variant, D = self.variant, self.D
+        size = cute.sym_int
+        batch, heads, heads_k, tokens_q, tokens_k = (size() for _ in range(5))
+
+        def compact(dtype, *shape):
+            order = tuple(reversed(range(len(shape))))
+            aligned = 16 if dtype is Int8 else dtype.width // 8
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=aligned)
+
+        def strided(*shape):
+            strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
+            return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
+
+        if variant.varlen:
+            q, k, v, o = (tokens_q, heads, D), (tokens_k, heads_k, D), (tokens_k, heads_k, D), (tokens_q, heads, D)
+            per_query = heads, tokens_q
+        else:
+            q, k, o = (batch, heads, tokens_q, D), (batch, heads_k, tokens_k, D), (batch, heads, tokens_q, D)
+            v, per_query = k, (batch, heads, tokens_q)
+        values = [compact(Float32, *per_query) for _ in range(3)]
+        sequences = [compact(Int32, size()) if variant.varlen else None for _ in range(2)]
+        return list(
+            Arguments(
+                q=compact(Int8, *q),
+                k=compact(Int8, *k),
+                v=strided(*v),
+                o=strided(*o),
+                lse=values[0],
+                row_max=values[1] if variant.row_max else None,
+                q_scale=values[2],
+                k_scale=compact(Float32, size(), size(), 4),
+                key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
+                cu_seqlens_q=sequences[0],
+                cu_seqlens_k=sequences[1],
+                longest=Int32(0),
+                lower=Int32(0),
+                upper=Int32(0),
+                scale=Float32(0),
+            )
+        ) + [make_fake_stream()]
