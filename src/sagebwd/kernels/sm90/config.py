@@ -18,7 +18,8 @@ class Tile:
     warpgroups: int
     keys: int
     stages: int
-    turns: bool = True  # warpgroups queue their products in turn
+    turns: int = 1  # warpgroups queue their products in turn
+    pin: bool = False
     vote: bool = False  # one vote a warp says whether any row's maximum has moved, instead of an exchange in each quad
     polynomial: int = 0  # of 16 exponentials, how many are polynomials
     early: bool = False  # P is packed before P V of the block before is done
@@ -71,7 +72,7 @@ class Arguments(NamedTuple):
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {
-    64: Tile(warpgroups=3, keys=128, stages=2, vote=True),
-    96: Tile(warpgroups=2, keys=128, stages=2, vote=True, early=True),
-    128: Tile(warpgroups=2, keys=128, stages=2, vote=True, early=True),
+    64: Tile(warpgroups=3, keys=128, stages=2, turns=0, vote=True),
+    96: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
+    128: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
 }

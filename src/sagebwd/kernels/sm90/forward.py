@@ -299,10 +299,10 @@ class Forward:
         warpgroup.commit_group()
 
     @cute.jit
-    def softmax(self, acc: cute.Tensor, x: cute.Tensor, seen: cute.Tensor, top: cute.Tensor, total: cute.Tensor,
+    def maxima(self, acc: cute.Tensor, x: cute.Tensor, seen: cute.Tensor, top: cute.Tensor, total: cute.Tensor,
                 decay: cute.Tensor, scale: cute.Tensor, k_scale: Float32, bounds, words, first: cutlass.Constexpr,
                 masked: cutlass.Constexpr):  # fmt: skip
-        """P into x, of scores acc; whether O must be rescaled by decay. Register i: row i // 2 % 2, keys in pairs."""
+        """What exponents are relative to; whether O must be rescaled by decay. Register i: row i // 2 % 2, keys in pairs."""
         negative = const_expr(self.variant.negative)
         unseen = Float32.inf if negative else -Float32.inf
         size = cute.size(acc)
@@ -358,6 +358,13 @@ class Forward:
                 total[r] = total[r] * decay[r]
                 top[r] = m
             moved = cute.arch.vote_any_sync(decay[0] + decay[1] < 2.0)
+        return moved, factors
+
+    @cute.jit
+    def exponentials(self, acc: cute.Tensor, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor, factors,
+                     masked: cutlass.Constexpr):  # fmt: skip
+        """P into x, of scores acc, or x where masked."""
+        size = cute.size(acc)
         for r in cutlass.range_constexpr(2):
             at = [i for i in range(size) if i // 2 % 2 == r]
             shift = -top[r]
@@ -372,7 +379,6 @@ class Forward:
                     x[i] = exp2(s * factors[r] + shift)
                 part = part + x[i]
             total[r] = total[r] + part
-        return moved
 
     def reference(self, m):
         """What exponents are relative to where the largest is m."""
@@ -445,36 +451,52 @@ class Forward:
         q_full, k_full, v_full, k_empty, v_empty = bars
         seen, top, total, decay = state
         length_k, lower, upper = limits
-        stage_v = stage
+        stage_v, phase_v = stage, phase
         stage += 1
         if stage == self.stages:
             stage = Int32(0)
             phase ^= 1
+        turns, pin, early = const_expr(self.tile.turns), const_expr(self.tile.pin), const_expr(source != target)
         cute.arch.mbarrier_wait(k_full + stage, phase)
         self.wait_turn(index)
         self.queue_s(qk, acc_s, rq, rk, stage)
+        if const_expr(not pin):
+            cute.arch.mbarrier_wait(v_full + stage_v, phase_v)
         self.queue_o(pv, acc_o, rp, rv, stage_v)
-        self.pass_turn(index)
+        if const_expr(turns == 1):
+            self.pass_turn(index)
         bounds, words = ((), ()), ()
         if const_expr(masked):
             bounds = self.bounds(block, rows, length_k, lower, upper)
             words = self.words(memory, stage)
         warpgroup.wait_group(1)
+        if const_expr(turns == 2):
+            self.pass_turn(index)
         # which keys the mask keeps is read from the stage itself: it is released once that has been used
         held = const_expr(masked and self.variant.key_mask)
         if const_expr(not held):
             self.release(k_empty + stage)
-        moved = self.softmax(acc_s, x, seen, top, total, decay, scale, k_scale, bounds, words, False, masked)
+        if const_expr(turns == 3):
+            warpgroup.wait_group(0)
+            self.pass_turn(index)
+            self.release(v_empty + stage_v)
+        moved, factors = self.maxima(acc_s, x, seen, top, total, decay, scale, k_scale, bounds, words, False, masked)
         if const_expr(held):
             self.release(k_empty + stage)
-        early = const_expr(source != target)
+        if const_expr(turns == 4):
+            warpgroup.wait_group(0)
+            self.pass_turn(index)
+            self.release(v_empty + stage_v)
+        self.exponentials(acc_s, x, top, total, factors, masked)
         if const_expr(early):
             self.pack(x, rp_next)
-        # V of this block, for the next step
-        cute.arch.mbarrier_wait(v_full + stage, phase)
-        self.pin(cute.recast_tensor(rp_next if early else total, Int32))
-        warpgroup.wait_group(0)
-        self.release(v_empty + stage_v)
+        if const_expr(pin):
+            # V of this block, for the next step
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            self.pin(cute.recast_tensor(rp_next if early else total, Int32))
+        if const_expr(turns < 3):
+            warpgroup.wait_group(0)
+            self.release(v_empty + stage_v)
         if const_expr(not early):
             self.pack(x, rp_next)
         self.rescale(acc_o, decay, moved)
@@ -562,7 +584,8 @@ class Forward:
             self.queue_s(qk, acc_s, rq, rk, stage)
             bounds, words = self.bounds(block, rows, length_k, lower, upper), self.words(seen_keys, stage)
             warpgroup.wait_group(0)
-            self.softmax(acc_s, x, seen, top, total, decay, scale, s_k, bounds, words, True, True)
+            _, factors = self.maxima(acc_s, x, seen, top, total, decay, scale, s_k, bounds, words, True, True)
+            self.exponentials(acc_s, x, top, total, factors, True)
             self.release(k_empty + stage)
             self.pack(x, rps[0])
             cute.arch.mbarrier_wait(v_full + stage, phase)
@@ -576,6 +599,7 @@ class Forward:
             if const_expr(self.variant.lower or self.variant.key_mask):
                 low_block = cutlass.min(full_begin, end - 1)
                 stage, phase = self.steps(step, low_block - 1, low_block - begin, stage, phase, True)
+            cute.arch.mbarrier_wait(v_full + stage, phase)
             warpgroup.fence()
             self.queue_o(pv, acc_o, rps[0], rv, stage)
             warpgroup.wait_group(0)
