@@ -1,0 +1,78 @@
+"""What one compilation of the forward fixes: the tile, the pipeline, and which masks a call has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
+REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
+# Keys of a block that has four scales, one for each lane of a quad.
+SCALE_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile and pipeline: queries by ``warpgroups`` of 64, ``keys`` a step, ``stages`` of K and V in shared memory."""
+
+    warpgroups: int
+    keys: int
+    stages: int
+    turns: int = 1  # warpgroups queue their products in turn
+    pin: bool = False
+    vote: bool = False  # one vote a warp says whether any row's maximum has moved, instead of an exchange in each quad
+    polynomial: int = 0  # of 16 exponentials, how many are polynomials
+    early: bool = False  # P is packed before P V of the block before is done
+
+    @property
+    def queries(self) -> int:
+        return 64 * self.warpgroups
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation."""
+
+    head_dim: int
+    dtype: str  # bfloat16 or float16
+    tile: Tile
+    lower: bool = False  # keys before a bound are masked: a window
+    upper: bool = False  # keys after a bound are masked: causal, a window
+    varlen: bool = False
+    key_mask: bool = False
+    negative: bool = False  # a negative softmax scale
+    row_max: bool = False  # row maxima are written
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
+
+    ``cu_seqlens``: INT32, where calls are packed; ``longest``: queries of the longest sequence; ``lower``, ``upper``:
+    bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
+    """
+
+    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D), contiguous
+    k: Any
+    v: Any  # 16 bit, any strides of whole 16 bytes but the last
+    o: Any  # written, as v
+    lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
+    row_max: Any  # written if not None: each query's largest score times log2(e)
+    q_scale: Any  # FP32, as lse
+    k_scale: (
+        Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
+    )
+    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    longest: Any
+    lower: Any
+    upper: Any
+    scale: Any
+
+
+# Measured on an H200 (docs/forward-sm90.md).
+TILES = {
+    64: Tile(warpgroups=3, keys=128, stages=2, turns=0, vote=True),
+    96: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
+    128: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
+}

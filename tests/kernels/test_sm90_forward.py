@@ -1,0 +1,240 @@
+"""The sm_90a forward against softmax attention in FP32 on the codes and scales that it reads, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagebwd.band import Band
+from sagebwd.kernels.call import Packing, capability
+from sagebwd.kernels.preprocess import Codes, launch_codes
+from sagebwd.kernels.sm90 import compile as sm90
+from sagebwd.kernels.sm90.launch import launch_forward
+
+# Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call; lengths make it a packed one."""
+
+    name: str
+    head_dim: int = 64
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    tokens: int = 300
+    kv_tokens: int = 300
+    lengths: tuple[tuple[int, int], ...] = ()
+    is_causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    masked: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    factor: float = 1.0  # of q and k
+    strided: bool = False
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        tokens, kv_tokens = self.tokens, self.kv_tokens
+        if self.lengths:
+            tokens, kv_tokens = (sum(x) for x in zip(*self.lengths))
+
+        def draw(heads: int, count: int) -> Tensor:
+            shape = (count, heads, self.head_dim) if self.lengths else (self.batch, heads, count, self.head_dim)
+            if self.strided and not self.lengths:
+                shape = (self.batch, count, heads, self.head_dim)
+            x = torch.randn(shape, generator=generator, device="cuda").to(self.dtype)
+            return x.transpose(1, 2) if self.strided and not self.lengths else x
+
+        q, k, v = draw(self.heads, tokens), draw(self.kv_heads, kv_tokens), draw(self.kv_heads, kv_tokens)
+        key_mask = None
+        if self.masked:
+            key_mask = torch.rand(self.batch, kv_tokens, generator=generator, device="cuda") < 0.5
+            key_mask[-1, : kv_tokens // 2] = False
+        return q * self.factor, k * self.factor, v, key_mask
+
+    def packings(self) -> tuple[Packing, Packing]:
+        def of(side: int, heads: int, tokens: int) -> Packing:
+            if not self.lengths:
+                return Packing(self.batch, heads, tokens, tokens, None)
+            lengths = [x[side] for x in self.lengths]
+            ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+            return Packing(len(lengths), heads, max(lengths), sum(lengths), ends)
+
+        return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
+
+    def run(self, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_forward(
+            codes.q, codes.q_scale, codes.k, codes.lane_scale, v, *self.packings(), key_mask, self.is_causal,
+            *self.window, self.softmax_scale(), True,
+        )  # fmt: skip
+
+    def softmax_scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    def expected(self, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """o, lse and row maxima, sequence by sequence."""
+        parts = []
+        begin_q = begin_k = 0
+        for length_q, length_k in self.lengths or [(self.tokens, self.kv_tokens)]:
+            rows, columns = slice(begin_q, begin_q + length_q), slice(begin_k, begin_k + length_k)
+            begin_q, begin_k = begin_q + length_q, begin_k + length_k
+            if self.lengths:
+                q, k, values = (
+                    x[at].transpose(0, 1)[None].float()
+                    for x, at in ((codes.q, rows), (codes.k, columns), (v, columns))
+                )
+                q, k = q * codes.q_scale[:, rows, None], k * codes.k_scale[:, columns, None]
+            else:
+                q, k, values = codes.q.float(), codes.k.float(), v.float()
+                q, k = q * codes.q_scale[..., None], k * codes.k_scale[..., None]
+            k, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, values))
+            s = q.double() @ k.double().mT * self.softmax_scale()
+            offset = length_k - length_q if self.lengths else 0
+            band = Band.of(self.is_causal, *self.window, offset)
+            keep = band.mask(torch.arange(length_q, device="cuda"), torch.arange(length_k, device="cuda"))
+            if keep is not None:
+                s = s.masked_fill(~keep, -math.inf)
+            if key_mask is not None:
+                s = s.masked_fill(~key_mask[:, None, None], -math.inf)
+            top = s.amax(-1) if length_k else s.new_full(s.shape[:-1], -math.inf)
+            p = torch.exp(s - top.clamp(min=-1e300)[..., None])
+            total = p.sum(-1, keepdim=True)
+            o = torch.where(total == 0, 0, p @ values.double() / total)
+            parts.append((o, top + total.squeeze(-1).log(), top * LOG2_E))
+        o, lse, top = (torch.cat(x, 2) for x in zip(*parts))
+        return (o[0].transpose(0, 1), lse[0], top[0]) if self.lengths else (o, lse, top)
+
+    def check(self, seed: int = 0) -> float:
+        """The error of O, having asserted it and those of lse and the row maxima."""
+        q, k, v, key_mask = self.inputs(seed)
+        codes = launch_codes(q, k, *self.packings(), key_mask, 128)
+        o, lse, row_max = self.run(codes, v, key_mask)
+        expected = self.expected(codes, v, key_mask)
+        unseen = torch.isneginf(expected[1])
+        assert torch.equal(torch.isneginf(lse), unseen)
+        assert torch.equal(torch.isneginf(row_max), unseen)
+        o_rows, o_expected = (x.transpose(0, 1) if self.lengths else x for x in (o.double(), expected[0]))
+        assert not o_rows[unseen].any()
+        seen = ~unseen
+        if not seen.any():
+            return 0.0
+        error = ((o_rows - o_expected).norm() / o_expected.norm()).item()
+        assert error < LIMITS[self.dtype], f"{self.name}: O is off by {error}"
+        torch.testing.assert_close(lse[seen].double(), expected[1][seen], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(row_max[seen].double(), expected[2][seen], rtol=1e-5, atol=1e-4)
+        return error
+
+
+CASES = [
+    Case("one query", tokens=1),
+    Case("one key", tokens=65, kv_tokens=1),
+    Case("odd", tokens=1000, kv_tokens=17, batch=2),
+    Case("head_dim 128, odd", head_dim=128, tokens=63, kv_tokens=129),
+    Case("head_dim 128", head_dim=128, tokens=1000, kv_tokens=1000, batch=2, kv_heads=1),
+    Case("head_dim 96", head_dim=96, tokens=257, kv_tokens=385),
+    Case("causal", tokens=1000, kv_tokens=1000, is_causal=True),
+    Case("causal, more queries", tokens=700, kv_tokens=300, is_causal=True),
+    Case("causal, more keys", head_dim=128, tokens=130, kv_tokens=900, is_causal=True),
+    Case("head_dim 96, causal", head_dim=96, tokens=513, kv_tokens=513, is_causal=True),
+    Case("window", tokens=900, kv_tokens=900, window=(100, 30)),
+    Case("window, head_dim 128", head_dim=128, tokens=900, kv_tokens=700, window=(200, 0)),
+    Case("window left", tokens=900, kv_tokens=900, window=(129, -1)),
+    Case("window right", tokens=900, kv_tokens=900, window=(-1, 5)),
+    Case("window past the keys", tokens=900, kv_tokens=200, window=(64, 64)),
+    Case("causal window", head_dim=128, tokens=1000, kv_tokens=1000, is_causal=True, window=(300, -1)),
+    Case("grouped heads", head_dim=128, batch=2, heads=8, kv_heads=2, tokens=400, kv_tokens=400, is_causal=True),
+    Case("key mask", batch=3, tokens=333, kv_tokens=777, masked=True),
+    Case("key mask, causal", head_dim=128, batch=2, tokens=333, kv_tokens=333, masked=True, is_causal=True),
+    Case("packed", lengths=((1, 1), (130, 257), (300, 64), (64, 128)), heads=4),
+    Case("packed, causal", lengths=((100, 300), (300, 100), (1, 77), (513, 513)), is_causal=True),
+    Case("packed, window", head_dim=128, lengths=((100, 300), (300, 100), (65, 65)), window=(64, 16), kv_heads=1),
+    Case("negative scale", tokens=500, kv_tokens=500, scale=-0.2, is_causal=True),
+    Case("scale 0", tokens=100, kv_tokens=500, scale=0.0),
+    Case("float16", tokens=700, kv_tokens=700, dtype=torch.float16, is_causal=True),
+    Case("float16, head_dim 128", head_dim=128, tokens=700, kv_tokens=700, dtype=torch.float16, factor=4),
+    Case("sharp", tokens=2000, kv_tokens=2000, factor=10),
+    Case("sharp, head_dim 128", head_dim=128, tokens=2000, kv_tokens=2000, factor=6),
+    Case("strided", head_dim=128, batch=2, tokens=500, kv_tokens=500, heads=4, kv_heads=4, strided=True),
+]  # fmt: skip
+
+
+def _why_not() -> str | None:
+    if not torch.cuda.is_available() or capability(torch.device("cuda")) != 90:
+        return "needs a GPU of compute capability 9.0"
+    return sm90.unavailable()
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_is_attention_on_its_codes(case):
+    case.check()
+
+
+def test_a_rising_maximum_rescales_what_was_added_up():
+    # key blocks are taken from the last to the first: each has larger scores than those before it
+    case = Case("rising", tokens=200, kv_tokens=1024, factor=1)
+    q, k, v, _ = case.inputs(1)
+    q[...] = q[:, :, :1]
+    k += torch.linspace(3, 0, 1024, device="cuda", dtype=k.dtype)[:, None] * q[:, :1, :1]
+    codes = launch_codes(q, k, *case.packings(), None, 128)
+    o, lse, row_max = case.run(codes, v, None)
+    expected = case.expected(codes, v, None)
+    assert expected[2].max() > 30
+    assert (o.double() - expected[0]).norm() / expected[0].norm() < LIMITS[torch.bfloat16]
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(row_max.double(), expected[2], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim):
+    case = Case("nan", head_dim=head_dim, tokens=500, kv_tokens=500, is_causal=True)
+    q, k, v, _ = case.inputs(2)
+    q[0, 1, 321, 5] = math.nan
+    o, lse, _ = case.run(launch_codes(q, k, *case.packings(), None, 128), v, None)
+    wrong = torch.isnan(o.float()).any(-1)
+    assert wrong[0, 1, 321]
+    assert torch.isnan(lse[0, 1, 321])
+    assert wrong.sum() == 1
+
+
+def test_a_packed_neighbours_nan_stays_there():
+    case = Case("packed nan", lengths=((70, 70), (90, 90)))
+    q, k, v, _ = case.inputs(3)
+    v[70:] = math.nan
+    o, _, _ = case.run(launch_codes(q, k, *case.packings(), None, 128), v, None)
+    assert torch.isfinite(o[:70].float()).all()
+    assert torch.isnan(o[70:].float()).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeat_runs_are_identical(head_dim):
+    case = Case("repeat", head_dim=head_dim, heads=16, kv_heads=16, tokens=2048, kv_tokens=2048, is_causal=True)
+    q, k, v, _ = case.inputs(4)
+    codes = launch_codes(q, k, *case.packings(), None, 128)
+    first = case.run(codes, v, None)
+    for _ in range(5):
+        assert all(map(torch.equal, case.run(codes, v, None), first))
+
+
+def test_runs_in_a_cuda_graph():
+    case = Case("graph", tokens=500, kv_tokens=500)
+    q, k, v, _ = case.inputs(5)
+    codes = launch_codes(q, k, *case.packings(), None, 128)
+    expected = case.run(codes, v, None)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = case.run(codes, v, None)[0]
+    o.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(o, expected)
