@@ -11,7 +11,8 @@ Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seq
 What forward saves for backward: o, v, lse and, where a backward product reads them, the INT8 codes of q and k, in
 their shape, with one FP32 scale a token, shaped as lse. q and k themselves are kept only where a product needs them
 in 16 bit. Where a gradient product is FP8, kernels also save ``row_max``, the largest score of each query times
-log2(e), shaped as lse, and ``v_scale`` (B, Hkv, D), psi's scale of each of V's channels. ``lse`` is the natural
+log2(e), shaped as lse, and, where V is quantised or smoothed, ``v_scale`` (B, Hkv, D), psi's scale of each of V's
+channels. ``lse`` is the natural
 log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean taken off.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
@@ -175,6 +176,8 @@ def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe:
     k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (parsed.s, parsed.dq))
     batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
     fp8 = saves and FP8 in (parsed.dv, parsed.dq, parsed.dk)
+    # found in backward where forward reads V once, as it lies
+    v_scale = fp8 and (parsed.o == INT8 or parsed.smooth_v)
     v_scale_shape = (batch, k.shape[1], k.shape[-1])
     return (
         q.new_empty(q.shape),
@@ -182,7 +185,7 @@ def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe:
         *q_saved,
         *k_saved,
         q.new_empty(_token_shape(q, packed) if fp8 else (0,), dtype=torch.float32),
-        k.new_empty(v_scale_shape if fp8 else (0,), dtype=torch.float32),
+        k.new_empty(v_scale_shape if v_scale else (0,), dtype=torch.float32),
         k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
     )
 

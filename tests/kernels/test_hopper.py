@@ -32,6 +32,8 @@ CHANGES = {
     "fp8-deterministic": {"recipe": "token_fp8", "deterministic": True},
     "16bit-o": {"recipe": "token(o=16bit)"},
     "fp8-16bit-o": {"recipe": "token_fp8(o=16bit)"},
+    "mixed": {"recipe": "mixed"},
+    "mixed-deterministic": {"recipe": "mixed", "deterministic": True},
     "paper-16bit-o": {"recipe": "paper(o=16bit)"},
 }
 # nothing but whole blocks: dK and dV leave by TMA
@@ -89,7 +91,7 @@ class TestOnHopper:
         actual = call.check(hopper)
         assert (actual["o"][:, :, 12:] == 0).all()
 
-    @pytest.mark.parametrize("recipe", ["token", "token(o=16bit)", "token_fp8", "token_fp8(o=16bit)"])
+    @pytest.mark.parametrize("recipe", ["token", "token(o=16bit)", "token_fp8", "mixed"])
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_a_nan_stays_in_its_sequence(self, recipe, head_dim):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
@@ -109,7 +111,7 @@ class TestOnHopper:
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (1, 2048 // head_dim, 8192, head_dim)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-        for recipe in ("token", "token(o=16bit)"):
+        for recipe in ("token", "token(o=16bit)", "mixed"):
             first, *others = [sage_attention(*inputs, recipe=recipe, impl="hopper", return_lse=True) for _ in range(5)]
             for other in others:
                 assert all(torch.equal(a, b) for a, b in zip(first, other))
@@ -141,7 +143,7 @@ class TestOnHopper:
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
 
     # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's
-    @pytest.mark.parametrize("kind", ["", "fp8-"])
+    @pytest.mark.parametrize("kind", ["", "fp8-", "mixed-"])
     @pytest.mark.parametrize("name", [name for name in VARIED if name != "one-token"])
     def test_calls_made_again(self, name, kind):
         """With other tensors, and beside calls of other shapes."""
@@ -153,7 +155,7 @@ class TestOnHopper:
         dataclasses.replace(call, seed=4).check(hopper)
 
     @pytest.mark.parametrize(("name", "names"), UNALIGNED)
-    @pytest.mark.parametrize("kind", ["", "fp8-deterministic-", "16bit-o-"])
+    @pytest.mark.parametrize("kind", ["", "fp8-deterministic-", "16bit-o-", "mixed-deterministic-"])
     def test_tensors_that_begin_at_an_odd_element(self, name, kind, names):
         """Issue 22: TMA takes no address that is no multiple of 16 bytes."""
         dataclasses.replace(CALLS[kind + name], device="cuda").check_addresses(hopper, names)

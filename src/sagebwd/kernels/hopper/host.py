@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels import triton
-from sagebwd.kernels.call import P_LEVELS, Call, Packing, aligned_rows, capability, contiguous
+from sagebwd.kernels.call import P_LEVELS, Call, Packing, aligned_rows, capability, contiguous, fits_tma
 from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.hopper.forward import forward_kernel
 from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
@@ -15,6 +15,10 @@ from sagebwd.kernels.hopper.launch import FORWARD, FORWARD_16BIT
 from sagebwd.kernels.hopper.tile import ROWS
 from sagebwd.kernels.launches import Launch, repeat
 from sagebwd.kernels.passes import launch_quantize
+from sagebwd.kernels.preprocess import launch_channel_scale, launch_codes
+from sagebwd.kernels.sm90.compile import unavailable
+from sagebwd.kernels.sm90.config import SCALE_BLOCK
+from sagebwd.kernels.sm90.launch import launch_forward
 from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -27,6 +31,10 @@ BLOCK_SIZES = (64, 128)
 INT8_BACKWARD = {
     **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "do_scale": "block", "p_scale_dv": "key", "ds_scale_dq": "query",
     "ds_scale_dk": "key", "block_q": 64,
+}  # fmt: skip
+# Whose forward runs in CuTe DSL where that is installed.
+LANE_FORWARD = {
+    "s": INT8, "o": SIXTEEN_BIT, "q_scale": "token", "k_scale": "lane", "block_k": SCALE_BLOCK, "smooth_k": True,
 }  # fmt: skip
 FLOAT8_BACKWARD = {"s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "v_scale": "sequence", "block_q": 64}
 
@@ -107,7 +115,18 @@ def _forward(
     queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
     head_dim, block_k = q.shape[-1], recipe.block_k
     o_int8, float8 = recipe.o == INT8, recipe.dv == FP8
-    sequence = recipe.v_scale == "sequence" and (o_int8 or float8)
+    nothing, no_scale = (torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2))
+    if not o_int8 and key_mask is not None:  # a masked key's V may be anything, NaN too
+        v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True, launch=launch).smoothed
+    if _has(recipe, LANE_FORWARD) and unavailable() is None:
+        codes = launch_codes(q, k, queries, keys, key_mask, block_k, launch)
+        o, lse, row_max = launch_forward(
+            codes.q, codes.q_scale, codes.k, codes.lane_scale, v if fits_tma(v) else v.contiguous(), queries, keys,
+            key_mask, is_causal, window_left, window_right, scale, float8, launch,
+        )  # fmt: skip
+        row_max = row_max if float8 else nothing
+        return o, lse, codes.q, codes.q_scale, codes.k, codes.k_scale, row_max, no_scale, codes.k_mean
+    sequence = recipe.v_scale == "sequence" and (o_int8 or (float8 and recipe.smooth_v))
     first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
     k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v and (o_int8 or float8),
@@ -173,8 +192,6 @@ def _forward(
             **options,
         )
     else:
-        if key_mask is not None:  # a masked key's V may be anything, NaN too
-            v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True, launch=launch).smoothed
         v_rows = Rows.of(v, keys)
         launch(
             forward_16bit_kernel,
@@ -192,7 +209,7 @@ def _forward(
             GROUP_K=block_k,
             **options,
         )
-    bounds = (row_max, v_scale) if float8 else (lse.new_empty(0), lse.new_empty(0))
+    bounds = row_max if float8 else nothing, v_scale if float8 and sequence else no_scale
     return o, lse, q_pass.codes, q_pass.token_scale, k_pass.codes, k_pass.token_scale, *bounds, k_mean
 
 
@@ -269,6 +286,8 @@ def _backward(
         capability(o.device), launch,
     )  # fmt: skip
     if recipe.dv == FP8:
+        if v_scale.numel() == 0:
+            v_scale = launch_channel_scale(v, keys, key_mask, launch)
         return float8_gradients(
             call, do, dlse, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, deterministic
         )
