@@ -137,6 +137,8 @@ def main(arguments: list[str]) -> int:
     mine = table.setdefault(triton.__version__, {})
     differ = 0
     for family, calls in CALLS.items():
+        if triton.__version__ == TIMED_VERSION and family == "portable":
+            continue  # of cards that were not timed
         known, mine[family] = mine.get(family, {}), {}
         for call in calls:
             mine[family][name_of(call)] = found = facts(call)
