@@ -178,23 +178,23 @@ def test_nothing_of_size_queries_times_keys_is_kept():
 
 
 def test_import_loads_no_kernel_and_no_extra():
-    """`import sagebwd` needs torch and triton alone, loads no kernels, of the integrations SDPA's, and is quick."""
+    """`import sagebwd` needs torch and triton alone; nothing else is loaded, no kernel, of integrations SDPA's."""
     program = """
-import sys, time, torch
+import sys, torch
 blocked = {"transformers", "diffusers", "typer", "rich", "matplotlib", "yaml", "datasets", "accelerate"}
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in blocked:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
-start = time.process_time()
+before = set(sys.modules)
 import sagebwd
-elapsed = time.process_time() - start
+packages = {name.split(".")[0] for name in set(sys.modules) - before}
+assert packages - sys.stdlib_module_names == {"sagebwd"}, packages
 x = torch.randn(1, 1, 4, 8, requires_grad=True)
 sagebwd.sage_attention(x, x, x).sum().backward()
 assert not [name for name in sys.modules if name.startswith("sagebwd.kernels")]
 assert not [name for name in sys.modules if name.startswith("sagebwd.integrations.") and not name.endswith(".sdpa")]
-assert elapsed < 2, elapsed
 """
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr

@@ -263,7 +263,7 @@ def test_lora_trains_adapters_alone_and_saves_them(answers, tmp_path):
     folder = tmp_path / "out" / "token-seed-0"
     assert 0 < json.loads((folder / RESULT).read_text())["trained_weights"] < 8000
     losses = [json.loads(line).get("loss") for line in (folder / METRICS).read_text().splitlines()]
-    assert losses[3] < losses[0]
+    assert sum(losses[4:8]) / 4 < losses[0] - 0.1  # by 0.3 to 0.6 over four seeds; batches differ by less than a tenth
     assert (folder / "model" / "adapter_model.safetensors").exists()
 
 

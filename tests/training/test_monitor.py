@@ -254,21 +254,21 @@ def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(wat
         return real(self, model, *args, **kwargs)
 
     monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
-    overrides = {"monitor.precision": "auto", "monitor.checks": 2}
+    overrides = {"monitor.precision": "auto", "monitor.checks": 1}
     pretrain.run(watched.replace({**overrides, "optimisation.steps": 12}), tmp_path / "run")
     events = result(tmp_path / "run")["monitor"]["events"]
-    events = [event for event in events if event["layer"] is not None]
-    # what comes after is training's, and differs between processors
-    assert [(event["step"], event["layer"]) for event in events[:2]] == [(4, 1), (6, 1)]
-    assert "the layer moves if that lasts" in events[0]["message"]
-    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ \d", events[1]["message"]).group(1)
+    # layer 0 may have events too; and what comes after is training's, and differs between seeds and processors
+    warned, moved, *_ = (event for event in events if event["layer"] == 1)
+    assert (warned["step"], moved["step"]) == (4, 4)
+    assert "the layer moves if that lasts" in warned["message"]
+    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ \d", moved["message"]).group(1)
     steps = [str(step) for step in ladder(Recipe.named("token"))]
     assert recipe in steps[1:]
     rungs = [[line[f"monitor/layer_{layer}/rung"] for line in checks(tmp_path / "run")] for layer in (0, 1)]
-    assert rungs[1][:4] == [0, 0, *[float(steps.index(recipe))] * 2]
+    assert rungs[1][:2] == [0, float(steps.index(recipe))]
     saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    moved = {str(layer): {"recipe": steps[int(rungs[layer][-1])]} for layer in (0, 1) if rungs[layer][-1]}
-    assert saved["sagebwd"]["layers"] == moved
+    layers = {"0": {"recipe": "token"}} | saved["sagebwd"]["layers"]
+    assert layers == {str(layer): {"recipe": steps[int(rungs[layer][-1])]} for layer in (0, 1)}
     losses = [line["loss"] for line in pretrain.read_metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 12
     assert all(map(math.isfinite, losses))
