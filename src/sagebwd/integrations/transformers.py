@@ -22,21 +22,20 @@ torch's scaled_dot_product_attention: a warning says so once.
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
-from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask, offsets_of
+from sagebwd.integrations.transformers_settings import NAME, check_model, settings
 
-NAME = "sagebwd"
-_SETTINGS = ("recipe", "impl")
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
@@ -53,9 +52,26 @@ _COMPILED_PACKING = (
 
 
 def register() -> None:
-    """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs."""
+    """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs.
+
+    From then on a model that is asked for it and computes attention itself, without a call that could be taken over,
+    raises NotImplementedError, and a model of several parts hands its ``config.sagebwd`` to those without their own.
+    """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    original = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
+    ) -> str:
+        if requested_attention == NAME:
+            check_model(self)
+        return original(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
 def add_qk_norm(model: nn.Module) -> nn.Module:
@@ -123,20 +139,6 @@ def _normalise_heads(
     norm: nn.Module, head_dim: int, projection: nn.Module, inputs: tuple, projected: Tensor
 ) -> Tensor:
     return norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
-
-
-def settings(config: object, layer: int | None) -> dict[str, object]:
-    """The recipe and impl of one layer, from ``config.sagebwd``.
-
-    Raises ValueError for a key that is not one of recipe, impl and layers.
-    """
-    chosen = dict(getattr(config, NAME, None) or {})
-    layers = chosen.pop("layers", None) or {}
-    chosen |= layers.get(str(layer), {})
-    unknown = sorted(set(chosen) - set(_SETTINGS))
-    if unknown:
-        raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, layers")
-    return {"recipe": chosen.get("recipe", "token"), "impl": chosen.get("impl")}
 
 
 def attention(
@@ -253,12 +255,10 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype that the layer computes in: autocast's, or else that of the layer's weights."""
     dtypes = {tensor.dtype for tensor in tensors}
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    elif len(dtypes) == 1:
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None and len(dtypes) == 1:
         return tensors
-    else:
+    if dtype is None:
         dtype = next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
     return tuple(tensor.to(dtype) for tensor in tensors)
 
@@ -296,7 +296,7 @@ def _unpadded(
     In self-attention with a band padding comes back as zeros. Otherwise the queries may be another sequence, even
     where the lengths are the same (cross-attention), and only keys are unpadded.
     """
-    batch, heads, tokens_q, head_dim = query.shape
+    batch, tokens_q = query.shape[0], query.shape[2]
     if mask.padding.shape[0] != batch:
         mask = Mask(mask.shape, mask.visible, mask.padding.expand(batch, -1))
     real, offsets_k = (x.to(query.device) for x in mask.real)
@@ -305,7 +305,7 @@ def _unpadded(
     packed = (query[real] if itself else query, key[real], value[real])
     out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, mask.padding.shape[1], **shared)
     if itself:
-        out = out.new_zeros(batch * tokens_q, heads, head_dim).index_copy(0, real, out)
+        out = out.new_zeros(batch * tokens_q, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, tokens_q))
 
 
