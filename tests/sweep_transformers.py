@@ -193,6 +193,8 @@ def sweep_one(model_type):
             model_class = models_of(config)
             if model_class is None:
                 return "not built", "no bare or causal model"
+            if "CausalLM" in model_class.__name__ or "LMHead" in model_class.__name__:
+                config.is_decoder = True  # a BERT that generates, say
             torch.manual_seed(0)
             try:
                 models[implementation] = model_class._from_config(config, attn_implementation=implementation).eval()

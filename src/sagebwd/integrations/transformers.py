@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
 from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
-from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask, offsets_of
+from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask
 from sagebwd.integrations.transformers_settings import NAME, check_model, settings
 
 _UNSUPPORTED = {
@@ -320,28 +320,21 @@ def _packed_offsets(
                 "attn_implementation='sagebwd'; accepted: one of the two"
             )
         return tuple(kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-    ids, positions = mask.visible.documents, mask.visible.positions
-    if ids is None:  # with a KV cache, also one to be filled, Transformers' masks leave documents out
-        positions = kwargs.get("position_ids")
-        whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
-        if (
-            not whole
-            or positions is None
-            or positions.shape not in ((query.shape[0], key.shape[2]), (1, key.shape[2]))
-        ):
-            return None
-        positions = positions.expand(query.shape[0], -1)
-        ids = find_packed_sequence_indices(positions)
-        if ids is None:
-            return None
-    if is_tracing(ids):
-        alone = (ids == ids[:, :1]).all()
-        torch._assert_async(alone, "attn_implementation='sagebwd': " + _COMPILED_PACKING)
+    ids, positions = mask.visible.documents, kwargs.get("position_ids")
+    # with a KV cache, also one to be filled, Transformers' masks leave documents out
+    whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
+    if not whole or positions is None or positions.shape[1:] != key.shape[2:3]:
+        positions = None
+    if is_tracing(query):
+        given = (x for x in (mask.visible.positions, positions) if x is not None)
+        alone = [(x.diff(dim=1) == 1).all() for x in given] + ([] if ids is None else [(ids == ids[:, :1]).all()])
+        for is_alone in alone:
+            torch._assert_async(is_alone, f"attn_implementation='sagebwd': {_COMPILED_PACKING}")
         return None
-    if mask.padding is not None:
+    if ids is not None and mask.padding is not None:
         raise NotImplementedError(f"packed documents beside padding are not supported; {USE_INSTEAD}")
-    offsets, longest = offsets_of(ids) if mask.visible.documents is None else mask.documents
-    return offsets, offsets, longest, longest
+    found = mask.documents if ids is not None else None if positions is None else mask.documents_of(positions)
+    return None if found is None else (found[0], found[0], found[1], found[1])
 
 
 def _packed(

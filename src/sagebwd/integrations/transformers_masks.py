@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
@@ -254,6 +254,7 @@ class Mask(BlockMask):
         dense: Tensor | None = None,
     ) -> None:
         self._shape, self.visible, self.padding, self.dense = shape, visible, padding, dense
+        self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -273,8 +274,15 @@ class Mask(BlockMask):
 
     @cached_property
     def documents(self) -> tuple[Tensor, int]:
-        """See `offsets_of`."""
-        return offsets_of(self.visible.documents)
+        """See `_offsets_of`."""
+        return _offsets_of(self.visible.documents)
+
+    def documents_of(self, position_ids: Tensor) -> tuple[Tensor, int] | None:
+        """`documents` by (batch or 1, tokens) position_ids that start again, read once; None where none do."""
+        if self._read is None or self._read[0] is not position_ids:
+            ids = find_packed_sequence_indices(position_ids.expand(self._shape[0], -1))
+            self._read = position_ids, None if ids is None else _offsets_of(ids)
+        return self._read[1]
 
     @property
     def ndim(self) -> int:
@@ -324,7 +332,7 @@ for _name in _OPERATORS:
     setattr(Mask, f"__{_name}__", _refusal_of(_name))
 
 
-def offsets_of(documents: Tensor) -> tuple[Tensor, int]:
+def _offsets_of(documents: Tensor) -> tuple[Tensor, int]:
     """Offsets in (batch * tokens) of documents that are numbered by token, and the longest one's tokens."""
     starts = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
     offsets = F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
@@ -343,13 +351,11 @@ def mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
     **kwargs: object,
-) -> Mask | None:
+) -> Mask:
     """The mask function that Transformers calls, once a forward and kind of layer, with the arguments of `sdpa_mask`.
 
-    Returns: a `Mask`; None, as `sdpa_mask` does, where the attention's own ``is_causal`` says all.
+    It never leaves a mask out, as `sdpa_mask` may: not every attention knows whether it is causal.
     """
     shape = (batch_size, 1, q_length, kv_length)
     try:
@@ -358,24 +364,16 @@ def mask(
         visible = str(error)
     everything = isinstance(visible, Visible) and not visible.is_banded
     if not everything and not _start_together(q_offset, kv_offset):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, **kwargs,
-        )  # fmt: skip
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
         return Mask(shape, visible, dense=dense)
     if isinstance(visible, str):
         return Mask(shape, visible)
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
-    padding = _padding(attention_mask, kv_offset, kv_length)
-    skip = (
-        allow_is_bidirectional_skip
-        if everything
-        else allow_is_causal_skip and (visible.lower, visible.upper) == (None, 0)
-    )
-    if skip and padding is None and visible.documents is None and shape[3] == kv_length:
-        return None
-    return Mask(shape, visible, padding)
+    return Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length))
 
 
 def _start_together(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:

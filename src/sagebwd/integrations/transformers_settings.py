@@ -77,14 +77,15 @@ def check_model(model: PreTrainedModel) -> None:
 
 @cache
 def _calls_attention(model_class: type) -> bool:
-    """False where a model's module has attentions and none of them asks for an attention function."""
+    """False where a model's module has attentions and none asks for a function, or chooses from a table."""
     names = [base.__module__ for base in model_class.__mro__ if ".modeling_" in base.__module__]
     try:
         source = inspect.getsource(sys.modules[names[0]])
     except (IndexError, KeyError, OSError, TypeError):
         return True
     has_attentions = re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE)
-    return "ALL_ATTENTION_FUNCTIONS" in source or not has_attentions
+    own_table = re.search(r"ATTENTION_CLASSES\[[\w.]*config\._attn_implementation\]", source)
+    return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not has_attentions)
 
 
 def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
