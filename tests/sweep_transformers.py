@@ -33,12 +33,16 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
 )
+from transformers.models.auto import modeling_auto
 
 from sagebwd.integrations import transformers as integration
 
 NEAR = 1e-3
-SECONDS = 90
+SECONDS = 150
 BATCH, TOKENS, REAL, VOCABULARY, PIXELS = 2, 12, 7, 99, 32
+
+OTHERS = [mapping for name, mapping in vars(modeling_auto).items() if name.startswith("MODEL_FOR_")]
+OTHERS = [mapping for mapping in OTHERS if isinstance(mapping, type(MODEL_MAPPING))]
 
 # what default configs are made small by, where they have the attribute
 SMALL = {
@@ -63,7 +67,7 @@ SMALL = {
         "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner moe_intermediate_size "
         "shared_expert_intermediate_size intermediate_size_mlp"
     ),
-    VOCABULARY: "vocab_size text_vocab_size",
+    VOCABULARY: "vocab_size text_vocab_size vocab_size_per_layer_input",
     128: "max_position_embeddings n_positions max_source_positions max_target_positions",
 }  # fmt: skip
 SIZES = {name: value for value, names in SMALL.items() for name in names.split()}
@@ -104,8 +108,8 @@ def shrunk(config):
 
 
 def models_of(config):
-    """The class to build: a causal language model where there is one, else the bare model."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+    """The class to build: a causal language model where there is one, else the bare model, else any."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_MAPPING, *OTHERS):
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, (list, tuple)) else found
@@ -192,7 +196,7 @@ def sweep_one(model_type):
             config = shrunk(CONFIG_MAPPING[model_type]())
             model_class = models_of(config)
             if model_class is None:
-                return "not built", "no bare or causal model"
+                return "no model", ""
             if "CausalLM" in model_class.__name__ or "LMHead" in model_class.__name__:
                 config.is_decoder = True  # a BERT that generates, say
             torch.manual_seed(0)
@@ -308,6 +312,7 @@ def table(rows):
         "refused": "An error names what is not supported.",
         "no call": "The model does not ask for an attention function in what was run.",
         "different": "", "crash": "",
+        "no model": "A config that no auto class builds a model of: part of another, or the same by another name.",
         "not built": "Not built small from its default config, or SDPA does not run it with random inputs: "
         "nothing is known of it.",
     }  # fmt: skip
@@ -316,7 +321,7 @@ def table(rows):
         if not chosen:
             continue
         lines += [f"## {status.capitalize()} ({len(chosen)})", "", *([meaning, ""] if meaning else [])]
-        if status in ("same", "no call", "not built"):
+        if status in ("same", "no call", "no model", "not built"):
             lines += [", ".join(f"`{name}`" for name in chosen) + ".", ""]
             continue
         lines += ["| model type | words |", "| --- | --- |"]

@@ -171,6 +171,11 @@ def attention(
     if mask is None or mask.dense is not None:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
     key, value, visible = _fitting(mask, query, key, value)
+    if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
+        raise NotImplementedError(
+            f"the attention's is_causal={is_causal} contradicts the model's attention mask, and Transformers' own "
+            "'sdpa' and 'eager' differ; not supported by attn_implementation='sagebwd'"
+        )
     causal = visible.upper == 0
     window = (
         -1 if visible.lower is None else -visible.lower,

@@ -158,7 +158,7 @@ class _Index:
 
     def _at_least_zero(self) -> Visible:
         if self.positions is not None and 0 in (self.q, self.k):
-            raise Unreadable("it asks a tensor which tokens are special")
+            return self._of_every_token()
         if self.start is None and (self.q, self.k) == (-1, 1):
             return Visible(lower=-self.shift, positions=self.positions)
         if self.start is None and (self.q, self.k) == (1, -1):
@@ -166,6 +166,14 @@ class _Index:
         if self.start is None and min(self.q, self.k, self.shift) >= 0:
             return Visible()  # indices count from zero
         raise Unreadable("it compares indices with something else than each other")
+
+    def _of_every_token(self) -> Visible:
+        """What a tensor says of each token, where it says the same of all: no image in a batch of text, say."""
+        if self.start is None and not is_tracing(self.positions) and self.positions.device.type != "meta":
+            holds = (self.q + self.k) * self.positions + self.shift >= 0
+            if holds.all() or not holds.any():
+                return Visible(nothing=not holds.any())
+        raise Unreadable("it asks a tensor which tokens are special")
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +262,7 @@ class Mask(BlockMask):
         dense: Tensor | None = None,
     ) -> None:
         self._shape, self.visible, self.padding, self.dense = shape, visible, padding, dense
+        self.is_left_out = False
         self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
 
     @property
@@ -351,11 +360,13 @@ def mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     **kwargs: object,
 ) -> Mask:
     """The mask function that Transformers calls, once a forward and kind of layer, with the arguments of `sdpa_mask`.
 
-    It never leaves a mask out, as `sdpa_mask` may: not every attention knows whether it is causal.
+    Where `sdpa_mask` leaves the mask out, and trusts the attention's ``is_causal``, it says so in `Mask.is_left_out`.
     """
     shape = (batch_size, 1, q_length, kv_length)
     try:
@@ -364,16 +375,19 @@ def mask(
         visible = str(error)
     everything = isinstance(visible, Visible) and not visible.is_banded
     if not everything and not _start_together(q_offset, kv_offset):
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
-        )
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, **kwargs,
+        )  # fmt: skip
         return Mask(shape, visible, dense=dense)
     if isinstance(visible, str):
         return Mask(shape, visible)
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
-    return Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length))
+    made = Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length))
+    may_be = allow_is_bidirectional_skip if everything else allow_is_causal_skip and visible.lower is None
+    made.is_left_out = may_be and made.padding is None and visible.documents is None
+    return made
 
 
 def _start_together(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:
