@@ -8,11 +8,22 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
+    AutoModel,
+    BloomConfig,
+    CLIPConfig,
+    CLIPModel,
     DataCollatorWithFlattening,
+    DebertaV2Config,
+    FalconConfig,
+    GPTJConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LongformerConfig,
+    MptConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    ViTConfig,
+    ViTModel,
 )
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -248,12 +259,123 @@ def test_unknown_setting_raises():
 
 
 @pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"2": {}}, r"layers has '2', which is no layer of the model; accepted: 0 to 1"),
+        ({-1: {}}, "layers has -1"),
+        ({"first": {}}, "layers has 'first'"),
+        ({True: {}}, "layers has True"),
+        ({0: {}, "0": {}}, "layers has 0 twice"),
+        ({"0": {"recip": "full"}}, "'recip' is not known"),
+    ],
+)
+def test_layers_that_there_are_not(layers, message):
+    model = build("llama", "token")
+    model.config.sagebwd = {"layers": layers}
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=tokens(1, 8))
+
+
+def test_layers_are_numbers_too():
+    """Regression: only texts were looked up, and a number was ignored."""
+    model, ids = build("llama", "token"), tokens(1, 20)
+    outcomes = []
+    for key in ("1", 1):
+        model.config.sagebwd = {"layers": {key: {"recipe": "full"}}}
+        outcomes.append(model(input_ids=ids).logits)
+    model.config.sagebwd = {}
+    assert torch.equal(*outcomes)
+    assert not torch.equal(outcomes[0], model(input_ids=ids).logits)
+
+
+def test_layers_of_attentions_that_do_not_know_theirs():
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
+    config.sagebwd = {"recipe": "full", "layers": {"0": {"recipe": "token"}}}
+    model = ViTModel._from_config(config, attn_implementation="sagebwd")
+    with pytest.raises(NotImplementedError, match="attentions have no layer_idx"):
+        model(pixel_values=torch.zeros(1, 3, 16, 16))
+
+
+def clip(**changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return CLIPConfig(
+        text_config=sizes | {"vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 63} | changes,
+        vision_config=sizes | {"image_size": 16, "patch_size": 8}, projection_dim=16,
+    )  # fmt: skip
+
+
+def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
+    """Regression: only a part's own config was read."""
+    seen = []
+
+    def spy(module, *arguments, **options):
+        seen.append(integration.settings(module.config, None)["recipe"])
+        return integration.attention(module, *arguments, **options)
+
+    inputs = {"input_ids": tokens(1, 8), "pixel_values": torch.rand(1, 3, 16, 16)}
+    AttentionInterface.register("sagebwd", spy)
+    try:
+        config = clip(sagebwd={"recipe": "paper"})
+        config.sagebwd = {"recipe": "full"}
+        model = CLIPModel._from_config(config, attn_implementation="sagebwd")
+        model(**inputs)
+        assert set(seen) == {"full", "paper"}  # the text part has its own
+        model.save_pretrained(tmp_path)
+        model = CLIPModel.from_pretrained(tmp_path, attn_implementation="sagebwd")
+        model.config.text_config.sagebwd, model.config.sagebwd = None, {"recipe": "token"}  # and on a running model
+        seen.clear()
+        model(**inputs)
+        assert set(seen) == {"token"}
+        model.config.sagebwd = {"layers": {"0": {}}}
+        with pytest.raises(ValueError, match=r"as in config\.\w+\.sagebwd"):
+            model(**inputs)
+    finally:
+        integration.register()
+
+
+SELF_MADE = {
+    "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
+    "deberta-v2": DebertaV2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+    "gptj": GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=4),
+    "falcon": FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+    "mpt": MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2),
+    "longformer": LongformerConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", SELF_MADE)
+def test_models_that_make_no_call_are_refused(name):
+    """Regression: a KeyError, or a model that ran as ever."""
+    config = SELF_MADE[name]
+    with pytest.raises(NotImplementedError, match=r"computes its attention itself.*use attn_implementation='sdpa'"):
+        AutoModel.from_config(config, attn_implementation="sagebwd")
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    model.set_attn_implementation("sagebwd")  # Transformers itself warns
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_of_ones_own_are_not_refused():
+    class OwnAttention(torch.nn.Module):
+        pass
+
+    class Own(LlamaForCausalLM):
+        pass
+
+    config = build("llama").config
+    assert Own._from_config(config, attn_implementation="sagebwd").config._attn_implementation == "sagebwd"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, r"attention dropout 0\.1"),
         ({"softcap": 30.0}, "softcap"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"indices": torch.zeros(1)}, "indices: attention to chosen keys"),
+        ({"cache": object()}, "cache: a paged cache"),
+        ({"sliding_window": 7}, "sliding_window=7 without an attention_mask"),
+        ({"attention_mask": torch.ones(1, 8)}, r"attention_mask of shape \(1, 8\)"),
         ({"attention_mask": torch.zeros(1, 1, 8, 8)}, r"attention_mask of shape \(1, 1, 8, 8\)"),
     ],
 )

@@ -208,9 +208,8 @@ def test_blocks_of_image_tokens_are_refused():
     """What Gemma 3 and PaliGemma make of images and prefixes."""
     model = pair(DECODERS["llama"]())[1]
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    made = masking_utils.create_causal_mask(
-        model.config, torch.zeros(1, 6, 32), None, past_key_values=None, block_sequence_ids=blocks
-    )
+    function = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks))
+    made = mask(1, 6, 6, mask_function=function)
     with pytest.raises(NotImplementedError, match="asks a tensor which tokens are special"):
         model(input_ids=tokens(1, 6), attention_mask=made)
 
@@ -226,6 +225,17 @@ def test_packed_documents_of_every_row(rows):
             models[0].config.use_cache = False  # with one, SDPA's mask leaves documents out
             models[1].config.use_cache = cache
             assert_same(models, input_ids=ids, position_ids=positions)
+
+
+def test_an_attention_that_contradicts_its_mask_is_refused():
+    """SDPA goes by the one and eager by the other: PaliGemma without token types, BigBird-Pegasus' decoder."""
+    model = pair(DECODERS["llama"]())[1]
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(NotImplementedError, match="is_causal=False contradicts the model's attention mask"):
+        model(input_ids=tokens(2, 6))
+    ids, attention_mask = padded("right")
+    model(input_ids=ids, attention_mask=attention_mask)  # the mask is there under both
 
 
 def test_masks_that_a_caller_makes_are_refused():
@@ -288,6 +298,9 @@ READABLE = {
     "positions": packed(masking_utils.sliding_window_causal_mask_function(3), POSITIONS, DOCUMENTS),
     "one-chunk": masking_utils.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long)),
     "a user's": lambda b, h, q, k: (k - q <= 1) & (q < k + 4),
+    "no image": masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.full((2, 9), -1))
+    ),
     "nothing-or": masking_utils.or_masks(masking_utils.causal_mask_function),
 }
 
@@ -313,7 +326,8 @@ UNREADABLE = {
         masking_utils.packed_sequence_mask_function(DOCUMENTS), masking_utils.packed_sequence_mask_function(POSITIONS)
     ),
     "a row's start": lambda b, h, q, k: k >= torch.tensor([1, 2])[b],
-    "ids": lambda b, h, q, k: DOCUMENTS[b, k] >= 0,
+    "ids": lambda b, h, q, k: DOCUMENTS[b, k] >= 1,
+    "no id": lambda b, h, q, k: DOCUMENTS[b, k] < 0,
 }
 
 

@@ -22,21 +22,20 @@ torch's scaled_dot_product_attention: a warning says so once.
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
-from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask, offsets_of
+from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
+from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask
+from sagebwd.integrations.transformers_settings import NAME, check_model, settings
 
-NAME = "sagebwd"
-_SETTINGS = ("recipe", "impl")
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
@@ -53,9 +52,26 @@ _COMPILED_PACKING = (
 
 
 def register() -> None:
-    """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs."""
+    """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs.
+
+    From then on a model that is asked for it and computes attention itself, without a call that could be taken over,
+    raises NotImplementedError, and a model of several parts hands its ``config.sagebwd`` to those without their own.
+    """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    original = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
+    ) -> str:
+        if requested_attention == NAME:
+            check_model(self)
+        return original(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
 def add_qk_norm(model: nn.Module) -> nn.Module:
@@ -125,20 +141,6 @@ def _normalise_heads(
     return norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
 
 
-def settings(config: object, layer: int | None) -> dict[str, object]:
-    """The recipe and impl of one layer, from ``config.sagebwd``.
-
-    Raises ValueError for a key that is not one of recipe, impl and layers.
-    """
-    chosen = dict(getattr(config, NAME, None) or {})
-    layers = chosen.pop("layers", None) or {}
-    chosen |= layers.get(str(layer), {})
-    unknown = sorted(set(chosen) - set(_SETTINGS))
-    if unknown:
-        raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, layers")
-    return {"recipe": chosen.get("recipe", "token"), "impl": chosen.get("impl")}
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -169,6 +171,11 @@ def attention(
     if mask is None or mask.dense is not None:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
     key, value, visible = _fitting(mask, query, key, value)
+    if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
+        raise NotImplementedError(
+            f"the attention's is_causal={is_causal} contradicts the model's attention mask, and Transformers' own "
+            "'sdpa' and 'eager' differ; not supported by attn_implementation='sagebwd'"
+        )
     causal = visible.upper == 0
     window = (
         -1 if visible.lower is None else -visible.lower,
@@ -253,12 +260,10 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype that the layer computes in: autocast's, or else that of the layer's weights."""
     dtypes = {tensor.dtype for tensor in tensors}
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    elif len(dtypes) == 1:
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None and len(dtypes) == 1:
         return tensors
-    else:
+    if dtype is None:
         dtype = next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
     return tuple(tensor.to(dtype) for tensor in tensors)
 
@@ -296,7 +301,7 @@ def _unpadded(
     In self-attention with a band padding comes back as zeros. Otherwise the queries may be another sequence, even
     where the lengths are the same (cross-attention), and only keys are unpadded.
     """
-    batch, heads, tokens_q, head_dim = query.shape
+    batch, tokens_q = query.shape[0], query.shape[2]
     if mask.padding.shape[0] != batch:
         mask = Mask(mask.shape, mask.visible, mask.padding.expand(batch, -1))
     real, offsets_k = (x.to(query.device) for x in mask.real)
@@ -305,7 +310,7 @@ def _unpadded(
     packed = (query[real] if itself else query, key[real], value[real])
     out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, mask.padding.shape[1], **shared)
     if itself:
-        out = out.new_zeros(batch * tokens_q, heads, head_dim).index_copy(0, real, out)
+        out = out.new_zeros(batch * tokens_q, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, tokens_q))
 
 
@@ -320,28 +325,21 @@ def _packed_offsets(
                 "attn_implementation='sagebwd'; accepted: one of the two"
             )
         return tuple(kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-    ids, positions = mask.visible.documents, mask.visible.positions
-    if ids is None:  # with a KV cache, also one to be filled, Transformers' masks leave documents out
-        positions = kwargs.get("position_ids")
-        whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
-        if (
-            not whole
-            or positions is None
-            or positions.shape not in ((query.shape[0], key.shape[2]), (1, key.shape[2]))
-        ):
-            return None
-        positions = positions.expand(query.shape[0], -1)
-        ids = find_packed_sequence_indices(positions)
-        if ids is None:
-            return None
-    if is_tracing(ids):
-        alone = (ids == ids[:, :1]).all()
-        torch._assert_async(alone, "attn_implementation='sagebwd': " + _COMPILED_PACKING)
+    ids, positions = mask.visible.documents, kwargs.get("position_ids")
+    # with a KV cache, also one to be filled, Transformers' masks leave documents out
+    whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
+    if not whole or positions is None or positions.shape[1:] != key.shape[2:3]:
+        positions = None
+    if is_tracing(query):
+        given = (x for x in (mask.visible.positions, positions) if x is not None)
+        alone = [(x.diff(dim=1) == 1).all() for x in given] + ([] if ids is None else [(ids == ids[:, :1]).all()])
+        for is_alone in alone:
+            torch._assert_async(is_alone, f"attn_implementation='sagebwd': {_COMPILED_PACKING}")
         return None
-    if mask.padding is not None:
+    if ids is not None and mask.padding is not None:
         raise NotImplementedError(f"packed documents beside padding are not supported; {USE_INSTEAD}")
-    offsets, longest = offsets_of(ids) if mask.visible.documents is None else mask.documents
-    return offsets, offsets, longest, longest
+    found = mask.documents if ids is not None else None if positions is None else mask.documents_of(positions)
+    return None if found is None else (found[0], found[0], found[1], found[1])
 
 
 def _packed(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
@@ -158,7 +158,7 @@ class _Index:
 
     def _at_least_zero(self) -> Visible:
         if self.positions is not None and 0 in (self.q, self.k):
-            raise Unreadable("it asks a tensor which tokens are special")
+            return self._of_every_token()
         if self.start is None and (self.q, self.k) == (-1, 1):
             return Visible(lower=-self.shift, positions=self.positions)
         if self.start is None and (self.q, self.k) == (1, -1):
@@ -166,6 +166,14 @@ class _Index:
         if self.start is None and min(self.q, self.k, self.shift) >= 0:
             return Visible()  # indices count from zero
         raise Unreadable("it compares indices with something else than each other")
+
+    def _of_every_token(self) -> Visible:
+        """What a tensor says of each token, where it says the same of all: no image in a batch of text, say."""
+        if self.start is None and not is_tracing(self.positions) and self.positions.device.type != "meta":
+            holds = (self.q + self.k) * self.positions + self.shift >= 0
+            if holds.all() or not holds.any():
+                return Visible(nothing=not holds.any())
+        raise Unreadable("it asks a tensor which tokens are special")
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +262,8 @@ class Mask(BlockMask):
         dense: Tensor | None = None,
     ) -> None:
         self._shape, self.visible, self.padding, self.dense = shape, visible, padding, dense
+        self.is_left_out = False
+        self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -273,8 +283,15 @@ class Mask(BlockMask):
 
     @cached_property
     def documents(self) -> tuple[Tensor, int]:
-        """See `offsets_of`."""
-        return offsets_of(self.visible.documents)
+        """See `_offsets_of`."""
+        return _offsets_of(self.visible.documents)
+
+    def documents_of(self, position_ids: Tensor) -> tuple[Tensor, int] | None:
+        """`documents` by (batch or 1, tokens) position_ids that start again, read once; None where none do."""
+        if self._read is None or self._read[0] is not position_ids:
+            ids = find_packed_sequence_indices(position_ids.expand(self._shape[0], -1))
+            self._read = position_ids, None if ids is None else _offsets_of(ids)
+        return self._read[1]
 
     @property
     def ndim(self) -> int:
@@ -324,7 +341,7 @@ for _name in _OPERATORS:
     setattr(Mask, f"__{_name}__", _refusal_of(_name))
 
 
-def offsets_of(documents: Tensor) -> tuple[Tensor, int]:
+def _offsets_of(documents: Tensor) -> tuple[Tensor, int]:
     """Offsets in (batch * tokens) of documents that are numbered by token, and the longest one's tokens."""
     starts = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
     offsets = F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
@@ -346,10 +363,10 @@ def mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **kwargs: object,
-) -> Mask | None:
+) -> Mask:
     """The mask function that Transformers calls, once a forward and kind of layer, with the arguments of `sdpa_mask`.
 
-    Returns: a `Mask`; None, as `sdpa_mask` does, where the attention's own ``is_causal`` says all.
+    Where `sdpa_mask` leaves the mask out, and trusts the attention's ``is_causal``, it says so in `Mask.is_left_out`.
     """
     shape = (batch_size, 1, q_length, kv_length)
     try:
@@ -367,15 +384,10 @@ def mask(
         return Mask(shape, visible)
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
-    padding = _padding(attention_mask, kv_offset, kv_length)
-    skip = (
-        allow_is_bidirectional_skip
-        if everything
-        else allow_is_causal_skip and (visible.lower, visible.upper) == (None, 0)
-    )
-    if skip and padding is None and visible.documents is None and shape[3] == kv_length:
-        return None
-    return Mask(shape, visible, padding)
+    made = Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length))
+    may_be = allow_is_bidirectional_skip if everything else allow_is_causal_skip and visible.lower is None
+    made.is_left_out = may_be and made.padding is None and visible.documents is None
+    return made
 
 
 def _start_together(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:

@@ -1,0 +1,105 @@
+"""Which recipe a layer of a Transformers model runs, by ``config.sagebwd``, and which models can have one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from functools import cache
+
+from transformers import PreTrainedModel
+
+from sagebwd.integrations.transformers_masks import USE_INSTEAD
+
+NAME = "sagebwd"
+_SETTINGS = ("recipe", "impl")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
+
+
+def settings(config: object, layer: int | None) -> dict[str, object]:
+    """The recipe and impl of one layer, from ``config.sagebwd``.
+
+    Raises ValueError for a key that is not one of recipe, impl and layers, and for layers that the model does not
+    have; NotImplementedError for layers where an attention does not know its own.
+    """
+    given = getattr(config, NAME, None) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"config.sagebwd: got a {type(given).__name__}; accepted: a dictionary")
+    chosen = {key: value for key, value in given.items() if key != "layers"}
+    layers = given.get("layers")
+    if layers:
+        chosen |= _layer(layers, layer, _layers_of(config))
+    unknown = sorted(set(chosen) - set(_SETTINGS))
+    if unknown:
+        raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, layers")
+    return {"recipe": chosen.get("recipe", "token"), "impl": chosen.get("impl")}
+
+
+def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:
+    """One layer's own settings, of keys that are numbers or, as JSON has them, texts."""
+    numbered = {}
+    for key, value in layers.items():
+        number = int(key) if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()) else -1
+        if isinstance(key, bool) or number < 0 or (count is not None and number >= count):
+            known = "a layer's index" if count is None else f"0 to {count - 1}"
+            raise ValueError(f"config.sagebwd: layers has {key!r}, which is no layer of the model; accepted: {known}")
+        if number in numbered:
+            raise ValueError(f"config.sagebwd: layers has {number} twice, as a number and as a text")
+        numbered[number] = value
+    if layer is None:
+        raise NotImplementedError(
+            "config.sagebwd: layers is not supported for this model, whose attentions have no layer_idx; "
+            "give one recipe and impl for all"
+        )
+    return numbered.get(layer, {})
+
+
+def _layers_of(config: object) -> int | None:
+    counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
+    return max((count for count in counts if isinstance(count, int)), default=None)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Have a model of several parts hand its settings down at every forward.
+
+    Raises NotImplementedError for a model that computes attention itself, and so would make no call.
+    """
+    if not _calls_attention(type(model)):
+        raise NotImplementedError(
+            f"{type(model).__name__} computes its attention itself and cannot run under "
+            f"attn_implementation='sagebwd'; {USE_INSTEAD}, for one part of a model as in "
+            "attn_implementation={'': 'sagebwd', 'vision_config': 'eager'}"
+        )
+    if model.config.sub_configs and _hand_down not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_hand_down)
+        _hand_down(model)
+
+
+@cache
+def _calls_attention(model_class: type) -> bool:
+    """False where a model's module has attentions and none asks for a function, or chooses from a table."""
+    names = [base.__module__ for base in model_class.__mro__ if ".modeling_" in base.__module__]
+    try:
+        source = inspect.getsource(sys.modules[names[0]])
+    except (IndexError, KeyError, OSError, TypeError):
+        return True
+    has_attentions = re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE)
+    own_table = re.search(r"ATTENTION_CLASSES\[[\w.]*config\._attn_implementation\]", source)
+    return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not has_attentions)
+
+
+def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
+    """Give ``config.sagebwd`` of a model of several parts to those parts that have none of their own."""
+    given, before = getattr(model.config, NAME, None), model.__dict__.get("_handed_down")
+    if given == before:
+        return
+    if "layers" in (given or {}):
+        raise ValueError(
+            "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
+            f"config.{next(iter(model.config.sub_configs))}.sagebwd"
+        )
+    for name in model.config.sub_configs:
+        part = getattr(model.config, name, None)
+        if part is not None and getattr(part, NAME, None) in (None, before):
+            setattr(part, NAME, given)
+    model._handed_down = given
