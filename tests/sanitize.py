@@ -7,7 +7,7 @@ anything that is not triton's own hand-over, or a case fails.
 Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
 `tests.kernels.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
-`def` or its `gl.warp_specialize`; docs/log/kernels.md has the proof from machine code that those are ordered.
+`def` or its `gl.warp_specialize`; docs/log/2026-11-22-correctness.md has the proof from machine code.
 """
 
 from __future__ import annotations

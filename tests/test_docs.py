@@ -98,7 +98,7 @@ def test_speeds_in_troubleshooting_are_those_of_the_file():
 
 def test_what_deterministic_costs_in_troubleshooting_is_the_files():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times as long.*?\[file\]\((.*?)\)"
+    pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times\s+as\s+long.*?\[file\]\((.*?)\)"
     ((least, most, link),) = re.findall(pattern, text, re.DOTALL)
     rows = json.loads((ROOT / "docs" / link).read_text(encoding="utf-8"))["rows"]
     times = {

@@ -14,12 +14,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import cli
+from sagebwd.benchmarks import plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import FULL_PRECISION, Config
 
 pytestmark = pytest.mark.rounding
 
 SOURCES = Path(__file__).parents[2] / "src"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
@@ -29,6 +31,20 @@ TINY = Config("tiny").replace(
 def measure(*names, **arguments):
     parsed = [bench.Contender.parse(name, "cpu") for name in names]
     return bench.measure(TINY, parsed, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
+
+
+def test_where_a_steps_time_goes_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = next(RESULTS.glob("training_h200_*_ae246a6.json"))
+    assert plot.plot_steps(file, tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["attention_ms"] = None
+    (tmp_path / "none.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match="no step with a profile"):
+        plot.plot_steps(tmp_path / "none.json")
+    with pytest.raises(SystemExit, match="benchmarks/results/FILE"):
+        plot.main(["steps"])
 
 
 def test_rows_of_full_precision_and_recipes():

@@ -1,14 +1,24 @@
-"""Plots of a benchmark's result file: TFLOPS over tokens, a panel for each head_dim and mask."""
+"""Plots of a benchmark's result file.
+
+    python -m sagebwd.benchmarks.plot attention benchmarks/results/FILE.json docs/figures/speed.png
+    python -m sagebwd.benchmarks.plot steps benchmarks/results/FILE.json docs/figures/steps.png
+
+The first draws a file of `sagebwd bench`, the second one of `sagebwd bench-training`.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+NAMES = {"cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16", "fa4": "FlashAttention-4, BF16"}
 
-def plot_attention(results: Path, direction: str = "fwd+bwd") -> Path:
-    """Draw a result file of `sagebwd bench` as PNG next to it and return the picture's path.
 
+def plot_attention(results: Path, picture: Path | None = None, direction: str = "fwd+bwd") -> Path:
+    """Draw TFLOPS over tokens of a result file of `sagebwd bench`, a panel for each head_dim and mask.
+
+    Args: picture, a PNG next to the file unless given. Returns the picture's path.
     Raises ValueError where the file holds nothing to draw.
     """
     import matplotlib
@@ -21,7 +31,9 @@ def plot_attention(results: Path, direction: str = "fwd+bwd") -> Path:
     panels = sorted({(row["head_dim"], row["causal"]) for row in rows})
     if not panels:
         raise ValueError(f"{results}: no measurement of the standard grid in direction {direction!r} to draw")
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.9), sharey=True, squeeze=False, layout="constrained"
+    )
     lines = sorted({(row["recipe"] == "bf16", row["impl"], row["recipe"]) for row in rows})
     for axis, (head_dim, causal) in zip(axes[0], panels):
         for is_peer, impl, recipe in lines:
@@ -31,21 +43,82 @@ def plot_attention(results: Path, direction: str = "fwd+bwd") -> Path:
                 if (row["head_dim"], row["causal"], row["impl"], row["recipe"]) == (head_dim, causal, impl, recipe)
             )
             style = "--" if is_peer else "-"
-            axis.plot(*zip(*points), style, marker="o", markersize=3, label=impl if is_peer else f"{recipe} ({impl})")
+            axis.plot(
+                *zip(*points),
+                style,
+                marker="o",
+                markersize=3,
+                label=NAMES.get(impl, impl) if is_peer else f"{recipe}, {impl}",
+            )
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
         axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'no mask'}")
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"TFLOPS, {direction}, end to end")
     axes[0][0].set_ylim(bottom=0)
-    axes[0][-1].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), frameon=False)
     figure.suptitle(f"{content['gpu']}, torch {content['torch']}, triton {content['triton']}, {content['date']}")
-    figure.tight_layout()
-    picture = results.with_suffix(".png")
+    picture = picture or results.with_suffix(".png")
     figure.savefig(picture, dpi=130)
     plt.close(figure)
     return picture
 
 
+def plot_steps(results: Path, picture: Path | None = None) -> Path:
+    """Draw where a training step's time goes, of a result file of `sagebwd bench-training`: a bar an attention.
+
+    Args: picture, a PNG next to the file unless given. Returns the picture's path.
+    Raises ValueError where no step was profiled.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    content = json.loads(results.read_text(encoding="utf-8"))
+    rows = [row for row in content["rows"] if row["step_ms"] and row["attention_ms"]]
+    contexts = sorted({row["context"] for row in rows})
+    if not contexts:
+        raise ValueError(f"{results}: no step with a profile to draw")
+    figure, axes = plt.subplots(
+        1, len(contexts), figsize=(4.5 * len(contexts), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, context in zip(axes[0], contexts):
+        bars = [row for row in rows if row["context"] == context][::-1]
+        names = [NAMES.get(row["attention"], row["attention"].replace("@", ", ")) for row in bars]
+        left = [0.0] * len(bars)
+        parts = {
+            "attention": [row["attention_ms"] for row in bars],
+            "other kernels": [row["busy_ms"] - row["attention_ms"] for row in bars],
+            "no kernel": [max(0.0, row["step_ms"] - row["busy_ms"]) for row in bars],
+        }
+        for (label, widths), color in zip(parts.items(), ("C0", "#bbbbbb", "#eeeeee")):
+            axis.barh(names, widths, left=left, color=color, label=label)
+            left = [start + width for start, width in zip(left, widths)]
+        axis.set_title(f"context {context}")
+        axis.set_xlabel("ms a step")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    processes = sorted({row["processes"] for row in rows})
+    gpus = "" if processes == [1] else f", {'/'.join(map(str, processes))} processes"
+    figure.suptitle(f"{content['gpu']}{gpus}, torch {content['torch']}, triton {content['triton']}, {content['date']}")
+    picture = picture or results.with_suffix(".png")
+    figure.savefig(picture, dpi=130)
+    plt.close(figure)
+    return picture
+
+
+def main(arguments: list[str]) -> None:
+    """Draw as ``arguments`` say; exits with the module's text where they are something else."""
+    commands = {"attention": plot_attention, "steps": plot_steps}
+    if len(arguments) != 3 or arguments[0] not in commands:
+        sys.exit(__doc__)
+    print(commands[arguments[0]](*map(Path, arguments[1:])))
+
+
 def _on_grid(row: dict) -> bool:
     return row["heads"] == row["kv_heads"] and row["heads"] * row["head_dim"] == 2048
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

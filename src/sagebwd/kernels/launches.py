@@ -1,9 +1,9 @@
-"""Calls made again without working out anew what they launch.
+"""Launches of a call, recorded once and replayed by later calls of its kind.
 
-Which kernels a call launches, on which pieces of memory and with which numbers follows from shapes, strides, types,
-alignment and settings. To find out takes longer than many a call runs (docs/log/kernels.md, Host). So the second call
-of its kind, alike in all but addresses, is watched, and those after it only allocate and launch. The first is not:
-watching takes longer still, and where lengths never repeat there is no second.
+Shapes, strides, types, alignment and settings determine which kernels a call launches, on which memory and with which
+numbers. Working that out takes longer than many a call runs (docs/log/2026-11-22-host.md). So the second call of a
+kind, equal in all but addresses, is watched; later ones allocate memory and launch. The first is not watched, since
+watching takes longer still and lengths that never repeat have no second call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Score tiles never leave their registers: V's copy holds its tokens in the order in which tensor cores hand scores out.
 A key block is taken in two halves, so that the tensor cores compute the second half's scores while the first half's
 are scaled, and P is made of half the rows at a time. Beyond that the programs of an SM hide each other's waits:
-docs/log/kernels.md has the deeper pipelines that were tried. Where the recipe keeps the first key apart, the loop
+docs/log/2026-11-21-hopper-forward.md has deeper pipelines. Where the recipe keeps the first key apart, the loop
 masks it, and O and lse get it afterwards, in FP32.
 """
 

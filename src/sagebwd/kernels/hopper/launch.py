@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels by head_dim, each measured on an H200 (docs/log/kernels.md)."""
+"""Launches of the Hopper kernels by head_dim, each measured on an H200 (docs/log)."""
 
 from __future__ import annotations
 
