@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.call import Packing, padded_head_dim, pass_warps
+from sagebwd.kernels.call import Packing, padded_head_dim
 from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
 LANES = 4
-# Tokens of a program that quantises queries.
-BLOCK_Q = 64
+# Tokens of a program that quantises queries, and of a step of one that sums up: on an H200 16384 x 2048 take 44 us with
+# 32, 47 with 64, 50 with 128; K's codes 35 us with 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
+BLOCK_Q = 32
+WARPS = 4
 # K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
 CHUNK, MOST_CHUNKS = 256, 32
 
@@ -217,7 +219,7 @@ def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None, laun
         (chunks * all_heads,),
         v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks, all_heads,
         head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK=BLOCK_Q, BLOCK_D=block_d,
-        num_warps=pass_warps(BLOCK_Q, head_dim),
+        num_warps=WARPS,
     )  # fmt: skip
     launch(
         channel_scale_kernel, (all_heads,), maxima, scale, chunks, all_heads, head_dim=head_dim, CHUNKS=MOST_CHUNKS,
@@ -252,13 +254,13 @@ def launch_codes(
         q, k, out.q, out.q_scale, sums, counts, key_mask, queries.cu_seqlens, keys.cu_seqlens, *queries.strides(q),
         *queries.strides(out.q), *keys.strides(k), chunks * all_heads, queries.heads, keys.heads, queries.tokens,
         keys.tokens, queries.total, queries.grid(BLOCK_Q), chunk, chunks, all_heads,
-        BLOCK=BLOCK_Q, BLOCK_K=BLOCK_Q, num_warps=pass_warps(BLOCK_Q, head_dim), **shape,
+        BLOCK=BLOCK_Q, BLOCK_K=BLOCK_Q, num_warps=WARPS, **shape,
     )  # fmt: skip
     launch(
         key_codes_kernel,
         (keys.grid(block_k), all_heads),
         k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, key_mask, keys.cu_seqlens, *keys.strides(k),
         *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks, all_heads,
-        BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=pass_warps(block_k, head_dim), **shape,
+        BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out
