@@ -19,8 +19,9 @@ from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
 LANES = 4
-# Tokens of a program that quantises queries, and of a step of one that sums up: on an H200 16384 x 2048 take 44 us with
-# 32, 47 with 64, 50 with 128; K's codes 35 us with 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
+# Tokens of a program that quantises queries, and of a step of one that sums up. On an H200, head_dim 128, 16384 tokens
+# x 2048 take 44 us with 32, 47 with 64, 50 with 128, and K's codes 33 us with 4 warps, 52 with 8
+# (benchmarks/results/passes_h200_2026-11-23.txt).
 BLOCK_Q = 32
 WARPS = 4
 # K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
