@@ -185,7 +185,7 @@ def test_a_rising_maximum_rescales_what_was_added_up():
     case = Case("rising", tokens=200, kv_tokens=1024, factor=1)
     q, k, v, _ = case.inputs(1)
     q[...] = q[:, :, :1]
-    k += torch.linspace(3, 0, 1024, device="cuda", dtype=k.dtype)[:, None] * q[:, :1, :1]
+    k += torch.linspace(8, 0, 1024, device="cuda", dtype=k.dtype)[:, None] * q[:, :1, :1]
     codes = launch_codes(q, k, *case.packings(), None, 128)
     o, lse, row_max = case.run(codes, v, None)
     expected = case.expected(codes, v, None)

@@ -1,7 +1,7 @@
 """Compiles the sm_90a kernels and keeps what was compiled on disk, by source, compiler and variant.
 
-Compiling takes seconds and NVIDIA's CuTe DSL. What is kept is a shared object of some 80 kB, host code included: a later
-process loads it by TVM-FFI without importing the compiler.
+Compiling takes seconds and NVIDIA's CuTe DSL. What is kept is a shared object of some 80 kB, host code included: a
+later process loads it by TVM-FFI without importing the compiler.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def forward_kernel(variant: Variant) -> TensorKernel:
 
 def object_path(variant: Variant) -> Path:
     """Where a variant's shared object is kept."""
-    here = Path(__file__).parent
-    text = [(here / name).read_text() for name in ("compile.py", "config.py", "forward.py")]
+    text = [source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))]
     text += [importlib.metadata.version(x) for x in (COMPILER, LOADER)]
     text += [ARCHITECTURE, repr(variant)]
     key = hashlib.sha256("\0".join(text).encode()).hexdigest()[:24]

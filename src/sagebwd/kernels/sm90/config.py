@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
-REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 # Keys of a block that has four scales, one for each lane of a quad.
 SCALE_BLOCK = 128
 
@@ -18,14 +18,10 @@ class Tile:
     warpgroups: int
     keys: int
     stages: int
-    turns: int = 1  # warpgroups queue their products in turn
-    pin: bool = False
-    vote: bool = False  # one vote a warp says whether any row's maximum has moved, instead of an exchange in each quad
-    polynomial: int = 0  # of 16 exponentials, how many are polynomials
-    early: bool = False  # P is packed before P V of the block before is done
 
     @property
     def queries(self) -> int:
+        """Queries of a tile."""
         return 64 * self.warpgroups
 
 
@@ -72,7 +68,7 @@ class Arguments(NamedTuple):
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {
-    64: Tile(warpgroups=3, keys=128, stages=2, turns=0, vote=True),
-    96: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
-    128: Tile(warpgroups=2, keys=128, stages=2, turns=1, vote=True),
+    64: Tile(warpgroups=3, keys=128, stages=2),
+    96: Tile(warpgroups=2, keys=128, stages=2),
+    128: Tile(warpgroups=2, keys=128, stages=2),
 }

@@ -1,0 +1,118 @@
+"""The producer warp: loads Q once, then K and V block by block, by TMA into a ring of stages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from sagebwd.kernels.sm90.config import SCALE_BLOCK, Variant
+from sagebwd.kernels.sm90.tiles import Tiles
+
+
+class Operands(NamedTuple):
+    """One thing of each that TMA loads: atoms, or tensors: Q and K (T, D, H[, B]), V (D, T, H[, B])."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: Q's tile, K's and V's stages, which keys a mask keeps, and barriers, one a stage but Q's."""
+
+    q: Any
+    k: Any
+    v: Any
+    keys_kept: Any  # a bit each, 32 a word
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+
+    @classmethod
+    def allocate(cls, variant: Variant, dtype, layouts) -> Memory:
+        """All of a program's."""
+        smem, stages = SmemAllocator(), variant.tile.stages
+        tiles = [
+            smem.allocate_tensor(kind, layout.outer, 1024, swizzle=layout.inner)
+            for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
+        ]
+        keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
+        barriers = smem.allocate_array(Int64, 1 + 4 * stages)
+        return cls(*tiles, keys_kept, barriers, *(barriers + 1 + n * stages for n in range(4)))
+
+    def begin(self, warpgroups: int, stages: int) -> None:
+        """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
+        cute.arch.mbarrier_init(self.q_full, 1)
+        for stage in range(stages):
+            for full in (self.k_full, self.v_full):
+                cute.arch.mbarrier_init(full + stage, 1)
+            for empty in (self.k_empty, self.v_empty):
+                cute.arch.mbarrier_init(empty + stage, 4 * warpgroups)
+
+
+class Producer:
+    """Loads of one variant."""
+
+    def __init__(self, variant: Variant, tiles: Tiles) -> None:
+        self.variant, self.tiles = variant, tiles
+        self.M, self.N, self.D = variant.tile.queries, variant.tile.keys, variant.head_dim
+
+    @cute.jit
+    def load(self, atoms, source, memory, key_mask: cute.Tensor | None, grid):
+        """All of a program's loads: its tile of Q and every block of K and V, from the last to the first."""
+        M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
+        place = self.tiles.place(grid)
+        if place.first_q < place.length_q:
+            begin, _, _, end = self.tiles.blocks(place)
+            q = self.tiles.of_head(source.q, place.head, place.batch)
+            k = self.tiles.of_head(source.k, place.head_k, place.batch)
+            v = self.tiles.of_head(source.v, place.head_k, place.batch)
+            if const_expr(self.variant.varlen):
+                q, k = cute.domain_offset((place.start_q, 0), q), cute.domain_offset((place.start_k, 0), k)
+                v = cute.domain_offset((0, place.start_k), v)
+            q_to, q_from = self.partition(atoms.q, memory.q, cute.local_tile(q, (M, D), (place.first_q // M, 0)))
+            k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
+            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
+            cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
+            stage, phase = Int32(0), Int32(1)
+            for step in cutlass.range(end - begin, unroll=1):
+                block = end - 1 - step
+                cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
+                if const_expr(self.variant.key_mask):
+                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
+                cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
+                cute.arch.mbarrier_wait(memory.v_empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * D * 2)
+                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
+                stage += 1
+                if stage == stages:
+                    stage = Int32(0)
+                    phase ^= 1
+
+    def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
+        """Where TMA writes to and reads from."""
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, one, cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2))
+
+    @cute.jit
+    def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, place):
+        """The mask's bytes of a block as bits, before the arrival that says that K is there."""
+        for word in cutlass.range_constexpr(self.N // 32):
+            key = block * self.N + word * 32 + cute.arch.lane_idx()
+            keep = Int32(0)
+            if key < place.length_k:
+                keep = Int32(key_mask[place.batch, key])
+            keys_kept[word, stage] = cute.arch.vote_ballot_sync(keep != 0)
+        cute.arch.sync_warp()

@@ -1,0 +1,144 @@
+"""Softmax of a warpgroup's score tile in registers: maxima, exponentials, and P packed as an operand.
+
+A thread holds two rows of 64, r and r + 8, as it gets them from a tensor core: register i is of row i // 2 % 2 and
+column i // 4 * 8 + i % 2, counted from the thread's own first, which is twice its place in its quad.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from sagebwd.kernels.sm90.config import Variant
+
+ptx = cute.arch.inline_ptx
+PACK = {
+    "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+    "float16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+}
+# A row's maximum may grow by this many octaves before O and its sum are rescaled: 16 bit have the range.
+OCTAVES = 8.0
+
+
+def exp2(x):
+    """2**x, results under 2**-126 flushed to 0."""
+    return ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def log2(x):
+    """log2(x); -inf of 0."""
+    return ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def row_of(size: int, r: int) -> list[int]:
+    """Registers of a tile of ``size`` that are of row ``r``."""
+    return [i for i in range(size) if i // 2 % 2 == r]
+
+
+class Softmax:
+    """Softmax of one variant; all state is two FP32 a thread, one a row.
+
+    seen: the thread's largest score so far; top: what exponents are relative to, the row's largest score or up to
+    OCTAVES less; total: the thread's sum of exponentials; decay: what O is multiplied by where `maxima` says so.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    @cute.jit
+    def maxima(
+        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, bounds, words,
+        first: cutlass.Constexpr, masked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Bring the state up to new scores, INT32, which ``factors`` scale; whether O must be rescaled.
+
+        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``bounds`` or not in
+        ``words`` (see `masks`).
+        """
+        seen, top, total, decay = state
+        size, negative = cute.size(scores), const_expr(self.variant.negative)
+        if const_expr(masked):
+            unseen = Float32.inf if negative else -Float32.inf
+            low, high = bounds
+            for i in cutlass.range_constexpr(size):
+                r, column = i // 2 % 2, i // 4 * 8 + i % 2
+                keep = column < high[r]
+                if const_expr(self.variant.lower):
+                    keep = keep & (column >= low[r])
+                if const_expr(self.variant.key_mask):
+                    keep = keep & ((words[column // 32] & (1 << (column % 32))) != 0)
+                x[i] = scores[i].to(Float32) if keep else unseen
+        tops = []
+        for r in cutlass.range_constexpr(2):
+            best = self.largest(x if const_expr(masked) else scores, r, masked)
+            tops.append(best * factors[r])
+        moved = Boolean(False)
+        if const_expr(first):
+            for r in cutlass.range_constexpr(2):
+                seen[r] = tops[r]
+                top[r] = quad_max(tops[r])
+        else:
+            for r in cutlass.range_constexpr(2):
+                seen[r] = cute.arch.fmax(seen[r], tops[r])
+            # a vote of the warp instead of an exchange in each quad, as hardly a row moves
+            moved = cute.arch.vote_any_sync((tops[0] > top[0] + OCTAVES) | (tops[1] > top[1] + OCTAVES))
+            if moved:
+                for r in cutlass.range_constexpr(2):
+                    m = quad_max(tops[r])
+                    m = m if m > top[r] + OCTAVES else top[r]
+                    decay[r] = exp2(top[r] - m) if m > top[r] else Float32(1)
+                    total[r] = total[r] * decay[r]
+                    top[r] = m
+        return moved
+
+    def largest(self, scores: cute.Tensor, r: int, masked: bool):
+        """The score of a thread's row that is largest once scaled, as FP32."""
+        negative = self.variant.negative
+        if masked:
+            best_of = cute.arch.fmin if negative else cute.arch.fmax
+        else:
+            best_of = cutlass.min if negative else cutlass.max
+        at = row_of(cute.size(scores), r)
+        best = scores[at[0]]
+        for i in at[1:]:
+            best = best_of(best, scores[i])
+        return best.to(Float32)
+
+    @cute.jit
+    def exponentials(self, scores: cute.Tensor, x: cute.Tensor, state, factors, masked: cutlass.Constexpr):
+        """P into x, of scores, or of x where masked, and its sum."""
+        _, top, total, _ = state
+        for r in cutlass.range_constexpr(2):
+            shift = -top[r]
+            if const_expr(masked):  # a row may have seen no key yet
+                shift = Float32(0) if top[r] == -Float32.inf else shift
+            part = Float32(0)
+            for i in row_of(cute.size(x), r):
+                s = x[i] if const_expr(masked) else scores[i].to(Float32)
+                x[i] = exp2(s * factors[r] + shift)
+                part = part + x[i]
+            total[r] = total[r] + part
+
+    @cute.jit
+    def pack(self, x: cute.Tensor, p: cute.Tensor):
+        """P in 16 bit, as the operand that a result's registers already are."""
+        pairs = cute.recast_tensor(p, Int32)
+        for j in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[j] = self.pair(x[2 * j], x[2 * j + 1])
+
+    def pair(self, low, high):
+        """Two FP32 rounded to 16 bit, in one word."""
+        return ptx(PACK[self.variant.dtype], write_only_types=[Int32], read_only_args=[low, high])
+
+
+def quad_max(x):
+    """The largest of a quad's four."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x):
+    """The sum of a quad's four."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)

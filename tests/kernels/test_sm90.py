@@ -1,0 +1,75 @@
+"""Every kind of sm_90a forward compiles without a GPU; its machine code is what it is meant to be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from sagebwd.kernels.sm90 import compile as sm90
+from sagebwd.kernels.sm90.config import TILES, Variant
+from tests.kernels.cross_compile import count, matrix_loops, sass
+
+pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))
+
+# Instructions of a step without masks, by element of the score tile that a thread holds; measured, and 3% more.
+MOST_INSTRUCTIONS = {64: 7.6, 96: 8.2, 128: 8.3}
+KINDS = {
+    "full": {},
+    "causal": {"upper": True},
+    "window": {"lower": True, "upper": True},
+    "key mask": {"key_mask": True},
+    "packed": {"varlen": True, "upper": True, "row_max": True},
+}
+
+
+@cache
+def loops(variant: Variant) -> list[Counter]:
+    """Instructions of each innermost loop with products."""
+    kernel = SimpleNamespace(asm={"cubin": sm90.compiled(variant, "--keep-cubin").artifacts.CUBIN})
+    bodies = [count(body) for body in matrix_loops(sass(kernel))]
+    # waits that last jump back from behind the program's end
+    return [body for body in bodies if not body["EXIT"]]
+
+
+@pytest.mark.parametrize("head_dim", sorted(TILES))
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_loops_have_their_products_and_spill_nothing(kind, head_dim):
+    variant = Variant(head_dim, "bfloat16", TILES[head_dim], **KINDS[kind])
+    found = loops(variant)
+    # whole blocks, and masked ones on either side of them
+    assert len(found) == (1 if variant.key_mask else 1 + variant.upper + variant.lower)
+    for body in found:
+        assert body["IGMMA"] == head_dim // 32
+        assert body["HGMMA"] == variant.tile.keys // 16
+        assert body["STL"] + body["LDL"] == 0
+
+
+@pytest.mark.parametrize("head_dim", sorted(TILES))
+def test_whole_blocks_take_few_instructions(head_dim):
+    variant = Variant(head_dim, "bfloat16", TILES[head_dim], upper=True)
+    least = min(sum(body.values()) for body in loops(variant))
+    assert least <= MOST_INSTRUCTIONS[head_dim] * variant.tile.keys / 2
+
+
+@pytest.mark.parametrize("head_dim", sorted(TILES))
+def test_products_of_a_step_are_queued_together(head_dim):
+    # ptxas waits for every one of them where it cannot keep their registers apart
+    for body in loops(Variant(head_dim, "float16", TILES[head_dim], upper=True)):
+        assert body["WARPGROUP"] <= 4
+
+
+def test_what_was_compiled_is_kept_and_depends_on_the_variant(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    variant = Variant(64, "bfloat16", TILES[64])
+    path = sm90.object_path(variant)
+    assert path.is_relative_to(tmp_path)
+    assert path != sm90.object_path(Variant(64, "float16", TILES[64]))
+    sm90.build(variant, path)
+    assert [x.name for x in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    kernel = sm90.forward_kernel.__wrapped__(variant)
+    with pytest.raises(TypeError, match="row_max"):  # TVM-FFI says what the call takes
+        kernel[()](1)
