@@ -25,7 +25,7 @@ from tests.inputs import KINDS, assert_is_recipe, draw, emulator_error
 RECIPES = (
     "token", "token", "token", "paper", "paper", "full", "token(smooth_v=False)", "token(smooth_k=False)",
     "token(s=16bit)", "token(o=16bit)", "token(dv=16bit)", "token(dq=16bit)", "token(dk=16bit)",
-    "token(smooth_q=True)", "paper(smooth_v=True)",
+    "token(smooth_q=True)", "paper(smooth_v=True)", "token(first_key=int8)", "paper(first_key=16bit)",
 )  # fmt: skip
 
 
@@ -95,9 +95,14 @@ class Case:
         batch = len(self.lengths_q)
         if self.layout == "packed":
             tokens_q, tokens_k, batch = sum(self.lengths_q), sum(self.lengths_k), 1
+        first_keys = [0]
+        if self.layout == "packed":
+            starts = [sum(self.lengths_k[:n]) for n in range(len(self.lengths_k))]
+            first_keys = [start for start, length in zip(starts, self.lengths_k) if length]
         drawn = draw(
-            self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, self.head_dim, self.seed, torch.float32
-        )
+            self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, self.head_dim, self.seed, torch.float32,
+            first_keys,
+        )  # fmt: skip
         if self.kind == "huge" and self.dtype == torch.float16:
             drawn = [x.clamp(-6e4, 6e4) for x in drawn]
         # tokens before heads in memory, as after a projection

@@ -1,17 +1,20 @@
 """Seeded inputs of the kinds of data that attention meets, drawn in BF16 and then promoted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from sagebwd.analysis.sinks import with_sinks
 from sagebwd.metrics import rms
 
 KINDS = (
     "normal",
     "mean-and-outliers",
     "near-one-hot",
+    "flat-and-sink",
     "sink",
+    "sinks",
     "zero-block",
     "huge",
     "tiny",
@@ -28,8 +31,14 @@ def draw(
     head_dim: int = 64,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    first_keys: Sequence[int] = (0,),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and do of one kind, (batch, heads, tokens, head_dim)."""
+    """q, k, v and do of one kind, (batch, heads, tokens, head_dim).
+
+    "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a first key 12 logits above N(0, 1)
+    with a tenth of its value; "sinks": with a mean in K and V, and a key in the middle 9 above, a delimiter.
+    first_keys: where sequences begin, if several are packed.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -44,7 +53,12 @@ def draw(
         v[..., 5] *= 8
     elif kind == "near-one-hot":
         q, k = 10 * q, 10 * k
-    elif kind == "sink":
+    elif kind in ("sink", "sinks"):
+        if kind == "sinks":
+            k, v = (x + 3 * normal(1, kv_heads, 1, head_dim) for x in (k, v))
+            q, k, v = with_sinks(q, k, v, 9, (kv_tokens // 2,), generator)
+        q, k, v = with_sinks(q, k, v, 12, first_keys, generator)
+    elif kind == "flat-and-sink":
         common = 2 * normal(1, heads, 1, head_dim)
         q, k = 0.3 * q + common, 0.3 * k
         sink = 5 * head_dim**0.5 * common / common.square().sum(-1, keepdim=True)  # logit 5 for every query

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import reference
+from sagebwd.analysis.sinks import with_sinks
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
 from tests.inputs import assert_is_recipe, emulator_error
 
@@ -51,6 +52,7 @@ class KernelCall:
     seed: int = 0
     deterministic: bool = False
     unaligned: tuple[str, ...] = ()
+    sink: float = 0  # logits that the first key of each sequence, or the first that counts, stands above the rest
 
     def _placed(self, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(
@@ -72,11 +74,23 @@ class KernelCall:
         tokens_q, tokens_k = sum(self.lengths_q) or self.tokens_q, sum(self.lengths_k) or self.tokens_k
         q, do = draw(self.heads, tokens_q), draw(self.heads, tokens_q)
         k, v = draw(self.kv_heads, tokens_k, mean=True), draw(self.kv_heads, tokens_k, mean=True)
+        if self.sink:
+            q, k, v = self._with_sinks(q, k, v, generator)
         dlse = None
         if self.with_dlse:
             shape = (self.heads, tokens_q) if self.lengths_q else (self.batch, self.heads, tokens_q)
             dlse = torch.randn(shape, generator=generator).to(self.device)
         return self._placed(TENSORS[:5], (q, k, v, do, dlse))
+
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        if self.lengths_q:
+            starts = [sum(self.lengths_k[:n]) for n, length in enumerate(self.lengths_k) if length]
+            packed = (x.float().cpu().transpose(0, 1)[None] for x in (q, k, v))
+            found = (x[0].transpose(0, 1) for x in with_sinks(*packed, self.sink, starts, generator))
+        else:
+            first = int(self.settings()[0][0].int().argmax()) if self.masked else 0
+            found = with_sinks(*(x.float().cpu() for x in (q, k, v)), self.sink, (first,), generator)
+        return tuple(x.bfloat16().to(self.dtype).to(self.device) for x in found)
 
     def settings(self) -> tuple:
         """The arguments of forward and backward that are no inputs."""

@@ -24,7 +24,7 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs c
 
 VARIED = (
     "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
-    "key-mask", "packed", "packed-causal-window", "fp16", "whole",
+    "key-mask", "packed", "packed-causal-window", "fp16", "whole", "sink",
 )  # fmt: skip
 # what these kernels have beside the recipes of the portable ones
 CHANGES = {

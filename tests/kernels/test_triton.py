@@ -13,6 +13,8 @@ from tests.kernels.calls import TENSORS, KernelCall
 triton_kernels = pytest.importorskip("sagebwd.kernels.triton")
 from sagebwd.kernels import launches  # noqa: E402
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
+from sagebwd.kernels.passes import launch_quantize  # noqa: E402
+from sagebwd.kernels.statistics import launch_statistics  # noqa: E402
 from sagebwd.kernels.triton import host, tune  # noqa: E402
 from sagebwd.kernels.triton.launch import choose  # noqa: E402
 
@@ -44,6 +46,11 @@ CALLS = {
     "paper-128-keys": KernelCall(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
     "paper-32-keys": KernelCall(recipe="paper(block_k=32)", tokens_q=200),
     "paper-channel-head-dim-128": KernelCall(recipe="paper(do_scale=channel)", tokens_q=200, head_dim=128),
+    "sink": KernelCall(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
+    "sink-mask": KernelCall(sink=12, masked=True),
+    "sink-packed": KernelCall(sink=12, **PACKED, is_causal=True),
+    "sink-window": KernelCall(sink=12, tokens_q=150, tokens_k=150, window=(60, 5)),
+    "sink-head-dim-256": KernelCall(sink=12, head_dim=256, is_causal=True),
     "paper-first-key": KernelCall(recipe="paper(first_key=16bit)", tokens_q=130, kv_heads=2, is_causal=True),
     "paper-first-key-window": KernelCall(recipe="paper(first_key=16bit)", tokens_q=200, window=(70, 5)),
     "first-key-int8": KernelCall(recipe="token(first_key=int8)", tokens_q=130, is_causal=True),
@@ -107,6 +114,34 @@ def test_codes_and_scales(recipe):
         assert off.max() <= 1, "a code is more than a tie away"
         assert (off > 0).float().mean() < 1e-3, "more codes differ than ties explain"
         torch.testing.assert_close(actual[f"{name}_scale"], scale[..., 0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_first_rows(masked):
+    """What K's and V's passes hand to a forward of the first key: of a mask, the first that it leaves."""
+    call = KernelCall(batch=2, masked=True, kv_heads=2, device=DEVICE)
+    _, k, v, _, _ = call.inputs()
+    mask = call.settings()[0] if masked else None
+    if masked:
+        mask[0, :70] = False
+    packing = Packing.of(k, None, 0)
+    means = launch_statistics(
+        k, v, packing, mask, smooth_k=True, smooth_v=False, v_scale=False, first_key=True
+    )  # fmt: skip
+    found = means[3]
+    first = mask.int().argmax(-1) if masked else torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    assert (found is None) == (not masked)
+    assert found is None or found.tolist() == first.tolist()
+    codes = launch_quantize(
+        k, packing, "token", 128, means[0], mask, codes=True, first_row=torch.int8, first_key=found
+    )
+    values = launch_quantize(
+        v, packing, "token", 128, None, mask, codes=True, first_row=torch.float32, first_key=found
+    )
+    for batch, key in enumerate(first.tolist()):
+        assert torch.equal(codes.first_row[batch], codes.codes[batch, :, key])
+        assert torch.equal(codes.first_scale[batch], codes.token_scale[batch, :, key])
+        assert torch.equal(values.first_row[batch], v[batch, :, key].float())
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slice", "step"])
