@@ -214,12 +214,28 @@ def _known_mask(
         if is_causal and shape[2] == 1 < shape[3]:
             return None
         return Mask(shape, Visible(upper=0 if is_causal else None))
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (*shape[:2], 1, shape[3]):
-        return Mask(shape, Visible(), mask[:, 0, 0])
+    padding = _key_padding(mask, key) if isinstance(mask, Tensor) else None
+    if padding is not None:
+        return Mask(shape, Visible(), padding)
     raise NotImplementedError(
         f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; "
         "accepted: (batch, tokens). Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
     )
+
+
+def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
+    """(batch, kv_tokens), True where a key counts, of a (batch or 1, 1, 1, kv_tokens) mask that says no more.
+
+    A sum's mask of older models is 0 where a key counts and a dtype's least number elsewhere; in all else, None.
+    """
+    if mask.shape[1:] != (1, 1, key.shape[2]) or mask.shape[0] not in (1, key.shape[0]):
+        return None
+    if mask.dtype == torch.bool:
+        return mask[:, 0, 0]
+    if not mask.is_floating_point() or is_tracing(mask) or mask.device.type == "meta":
+        return None
+    counts, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    return counts[:, 0, 0] if bool((counts | hidden).all() & counts.any(-1).all()) else None
 
 
 def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Visible]:
