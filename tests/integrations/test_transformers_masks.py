@@ -376,6 +376,28 @@ def test_what_kernels_do_not_have_is_kept_for_the_attention_to_refuse(function):
     assert isinstance(made.visible, str)
 
 
+def test_a_model_on_the_meta_device_has_shapes():
+    model = pair(DECODERS["mistral"]())[1].to("meta")
+    ids, attention_mask = (x.to("meta") for x in padded("left"))
+    out = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
+    out.sum().backward()
+    assert out.shape == (2, 11, 64)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_masks_pass_through_checkpointing(use_reentrant):
+    ids, attention_mask = padded("left")
+    outcomes = []
+    for recomputed in (False, True):
+        model = pair(DECODERS["mistral"]())[1].train()
+        model.config.use_cache = False
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        run(model, ids, attention_mask)
+        outcomes.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert torch.equal(*outcomes)
+
+
 # torch.compile
 
 
