@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    LayoutLMConfig,
+    LayoutLMModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -238,6 +240,29 @@ def test_an_attention_that_contradicts_its_mask_is_refused():
     model(input_ids=ids, attention_mask=attention_mask)  # the mask is there under both
 
 
+def layout():
+    return LayoutLMConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_2d_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_as_an_older_model_adds_it(side):
+    ids, attention_mask = padded(side)
+    assert_same(pair(layout(), LayoutLMModel), attention_mask, input_ids=ids)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5, float("nan"), torch.finfo(torch.float32).min])
+def test_what_is_added_beyond_padding_is_refused(value):
+    module = pair(DECODERS["llama"]())[1].model.layers[0].self_attn
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    added = torch.zeros(2, 1, 1, 6)
+    added[0] = value
+    with pytest.raises(NotImplementedError, match=r"attention_mask of shape \(2, 1, 1, 6\)"):
+        integration.attention(module, q, k, v, added)
+
+
 def test_masks_that_a_caller_makes_are_refused():
     model = pair(DECODERS["llama"]())[1]
     for made in (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(2, 1, 6, 6)):
@@ -349,6 +374,28 @@ def test_what_kernels_do_not_have_is_kept_for_the_attention_to_refuse(function):
     made = mask(1, 3, 3, mask_function=function)
     assert isinstance(made, Mask)
     assert isinstance(made.visible, str)
+
+
+def test_a_model_on_the_meta_device_has_shapes():
+    model = pair(DECODERS["mistral"]())[1].to("meta")
+    ids, attention_mask = (x.to("meta") for x in padded("left"))
+    out = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
+    out.sum().backward()
+    assert out.shape == (2, 11, 64)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_masks_pass_through_checkpointing(use_reentrant):
+    ids, attention_mask = padded("left")
+    outcomes = []
+    for recomputed in (False, True):
+        model = pair(DECODERS["mistral"]())[1].train()
+        model.config.use_cache = False
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        run(model, ids, attention_mask)
+        outcomes.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert torch.equal(*outcomes)
 
 
 # torch.compile
