@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     Aimv2TextConfig,
     Aimv2TextModel,
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -27,6 +30,7 @@ from transformers import (
     PhimoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
     masking_utils,
 )
 
@@ -420,6 +424,40 @@ def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side
     assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
     gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
     assert relative_l2(*gradients) < 1e-4
+
+
+def test_encoders_and_cross_attention_compile_without_a_graph_break():
+    ids, attention_mask = padded("left", (20, 12))
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    )  # fmt: skip
+    bert, bart = pair(config, BertModel), pair(BartConfig(**BART), BartForConditionalGeneration)
+    for (exact, model), options in ((bert, {}), (bart, {"decoder_input_ids": tokens(2, 9), "use_cache": False})):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        real = slice(None) if options else attention_mask == 1
+        actual, expected = (x(ids, attention_mask, **options)[0][real] for x in (compiled, exact))
+        assert relative_l2(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_compiled_decoding_with_a_static_cache_is_sdpas(padding):
+    torch._dynamo.reset()
+    outcomes = []
+    for model in pair(DECODERS["llama"]()):
+        ids, attention_mask = padded("left", (20, 12))
+        inputs, cache = {"attention_mask": attention_mask} if padding else {}, StaticCache(model.config, 32)
+        with torch.no_grad():
+            logits = [model(ids, past_key_values=cache, **inputs).logits[:, -1:]]
+            step = model
+            if model.config._attn_implementation == "sagebwd":
+                step = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for _ in range(3):
+                if padding:
+                    inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, 1), value=1)
+                logits.append(step(logits[-1].argmax(-1), past_key_values=cache, **inputs).logits)
+        outcomes.append(torch.cat(logits, 1))
+    assert relative_l2(*outcomes) < 1e-5
 
 
 def test_packing_that_a_compiled_model_cannot_see_is_an_error():

@@ -284,12 +284,17 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
+@torch.compiler.assume_constant_result  # a trace warns once and goes on
+def _warn_of_decoding() -> None:
     warnings.warn(
         "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
-        stacklevel=4,
+        stacklevel=5,
     )
+
+
+def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
+    _warn_of_decoding()
     grouped = query.shape[1] != key.shape[1]
     visible = None if visible is None else visible.to(query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
