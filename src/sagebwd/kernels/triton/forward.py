@@ -199,11 +199,11 @@ def forward_kernel(
             first = tl.load(first_key + batch)
         there = first < length_k
         seen = there & visible(first - (first_q + rows), lower, upper, HAS_LOWER, HAS_UPPER)
-        s = first_score(
+        score = first_score(
             q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_t, exact_t,
             head_dim,
         )  # fmt: skip
-        m = tl.where(seen, s, m)
+        m = tl.where(seen, score, m)
         l = tl.where(seen, 1.0, l)
         first_value += (batch * heads_k + head_k).to(tl.int64) * head_dim
         value = tl.load(first_value + columns, mask=(columns < head_dim) & there, other=0)
