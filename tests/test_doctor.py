@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,20 @@ def test_facts_name_the_interpreter(monkeypatch):
     assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET" not in doctor.facts()
+
+
+def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
+    compile_ = pytest.importorskip("sagebwd.kernels.sm90.compile")
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(compile_, "unavailable", lambda: "nvidia-cutlass-dsl is not installed")
+    assert "nvidia-cutlass-dsl is not installed (in a clone: pip" in doctor.facts()["mixed on Hopper"]
+    monkeypatch.setattr(compile_, "unavailable", lambda: None)
+    assert doctor.facts()["mixed on Hopper"] == "forward in CuTe DSL"
+    card.major = 8
+    assert "mixed on Hopper" not in doctor.facts()
 
 
 def test_answers_on_a_cpu(monkeypatch):

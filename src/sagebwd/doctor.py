@@ -58,7 +58,19 @@ def facts() -> dict[str, str]:
                 f"BF16 {rates.bf16_tflops:g} TFLOPS, INT8 {rates.int8_tops:g} TOPS, "
                 f"{rates.memory_tb_per_s:g} TB/s ({rates.source})"
             )
+        if (card.major, card.minor) == (9, 0):
+            found["mixed on Hopper"] = _forward_of_mixed()
     return found
+
+
+def _forward_of_mixed() -> str:
+    """Which kernel runs the forward of `mixed` on a Hopper GPU."""
+    from sagebwd.kernels.sm90.compile import unavailable
+
+    reason = unavailable()
+    if reason is None:
+        return "forward in CuTe DSL"
+    return f"forward in Gluon, some 1.4 times slower: {reason} (in a clone: pip install '.[hopper]')"
 
 
 def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> list[Answer]:
