@@ -172,7 +172,8 @@ def outcome(model, run, inputs, is_text):
     if is_text and not model.config.is_encoder_decoder and out.shape[:2] == mask.shape:
         out = out[mask == 1]
     model.zero_grad()
-    out.float().square().mean().backward()
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))  # a sum of squares may be constant
+    (out.float() * weights).mean().backward()
     gradients = torch.cat([weight.grad.flatten().float() for weight in model.parameters() if weight.grad is not None])
     return torch.cat([x / x.norm().clamp(min=1e-12) for x in (out.detach().flatten().float(), gradients)])
 

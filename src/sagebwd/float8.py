@@ -2,8 +2,9 @@
 
 An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
 before the loop, will do, and a product can add up in the tensor cores' accumulators without being rescaled. All scales
-are powers of two and exact. With m the largest score of query i, R the norm of V's largest magnitudes by channel and
-u = R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dP - delta::
+are powers of two and exact. With m the largest score of query i, P_max = exp(m - lse) its largest weight, R the norm
+of V's largest magnitudes by channel, r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a
+row of dS / P_max::
 
     e = floor(log2(448 exp(lse - m)))      b = ceil(log2 u)
     P'  = e4m3(2^e P)                      dO' = e4m3(2^-e dO 2^g)         dV = P'^T dO' 2^-g
@@ -13,6 +14,10 @@ u = R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dP - delta::
 Q and K are the dequantised INT8 operands of S. Each operand has its own g, the largest that leaves its magnitudes at
 most 448, over the tokens of a sequence and, for queries, over the heads that share a key head, as its sums run.
 What exceeds 448 all the same is 448.
+
+r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
+nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
+below e4m3's range. r is at least 2^-10.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
+LEAST_REST = 2.0**-10
 
 
 def e4m3(x: Tensor) -> Tensor:
@@ -83,7 +89,8 @@ class Float8Operands:
         # psi gives a channel without range the scale 1, which says nothing of V
         squares = torch.where(v_scale == 1, 0, v_scale.square()).sum(-1, keepdim=True)
         norm = 127 * torch.where(squares == 0, v_scale.shape[-1], squares).sqrt()
-        bound = norm * do.square().sum(-1, keepdim=True).sqrt()
+        rest = torch.expm1(torch.where(seen, lse - row_max, 1)).clamp(LEAST_REST, 1)
+        bound = norm * do.square().sum(-1, keepdim=True).sqrt() * rest
         if dlse is not None:
             bound = bound + dlse.abs()
         mantissa, b = torch.frexp(bound.clamp(min=2.0**-125))  # of 0 too: its Q' must not be the largest

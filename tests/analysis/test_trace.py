@@ -1,5 +1,6 @@
 """Errors inside a model: the same figures as on whole tensors, none for full precision, and each from its source."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from sagebwd import cli, reference
 from sagebwd.analysis import trace as study
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.gaussian import draw
+from sagebwd.analysis.sinks import with_sinks
 from sagebwd.metrics import cosine, relative_l2, rms
 from sagebwd.nn import largest_logit
 from sagebwd.recipe import Recipe
@@ -217,6 +219,24 @@ def test_means_over_heads():
     assert token.attribution["o"]["dq"].share == pytest.approx(share)
 
 
+@pytest.mark.parametrize("settings", [{"is_causal": True}, {"window": (300, 20)}])
+def test_sinks_are_seen(settings):
+    """A delimiter at key 100 of 400, heavier than the first key: weights and norms as of whole tensors, in pieces."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 400, 32, generator=generator) for _ in range(4))
+    q, k, v = with_sinks(q, k, v, 6, (0,), generator)
+    q, k, v = with_sinks(q, k, v, 14, (100,), generator)
+    (row,) = study.measure([call(q, k, v, do, **settings)], ["token"])
+    weights = trace(q, k, v, do, "full", **settings)["full"]["p"].mean((0, 1, 2))
+    assert row.first_weight == pytest.approx(weights[0].item(), rel=1e-6)
+    assert (row.sink, row.sink_weight) == (100, pytest.approx(weights[100].item(), rel=1e-6))
+    norms = v.norm(dim=-1)[0, 0]
+    assert row.first_value == pytest.approx((norms[0] / rms(norms)).item(), rel=1e-5)
+    assert row.sink_weight > row.first_weight > 0.01
+    mean = study.means([row, dataclasses.replace(row, sink=7, sink_weight=0.9, first_weight=0)])[0]
+    assert (mean.sink, mean.sink_weight, mean.first_weight) == (7, 0.9, row.first_weight / 2)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
 def test_tensors_that_are_not_finite_are_named(name):
     whole = random_call()
@@ -264,6 +284,7 @@ def test_command(command, run, tmp_path):
     assert code == 0
     assert "1 head 3 token" in out
     assert "0.2579" in out  # the paper's dQ
+    assert "weight of the first key" in out
     first = json.loads((tmp_path / "a.json").read_text())
     assert first["tokens"] == 64
     assert [(row["recipe"], row["layer"], row["head"]) for row in first["rows"]] == [

@@ -193,6 +193,13 @@ def test_recipes_that_the_implementation_lacks_run_on_the_original():
     assert reason in ("recipe is not in this implementation", "device cpu")
 
 
+def test_meta_tensors_have_shapes():
+    with replace_sdpa() as sdpa:
+        out = F.scaled_dot_product_attention(*(x.to("meta") for x in qkv()))
+    assert (out.shape, out.device.type) == (qkv()[0].shape, "meta")
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+
+
 def test_autocast_casts_as_it_does_for_the_original():
     q, k, v = qkv()
     with replace_sdpa(impl="reference") as sdpa, torch.autocast("cpu", torch.bfloat16):

@@ -2,16 +2,21 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     Aimv2TextConfig,
     Aimv2TextModel,
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    LayoutLMConfig,
+    LayoutLMModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -25,6 +30,7 @@ from transformers import (
     PhimoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
     masking_utils,
 )
 
@@ -238,6 +244,29 @@ def test_an_attention_that_contradicts_its_mask_is_refused():
     model(input_ids=ids, attention_mask=attention_mask)  # the mask is there under both
 
 
+def layout():
+    return LayoutLMConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_2d_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_as_an_older_model_adds_it(side):
+    ids, attention_mask = padded(side)
+    assert_same(pair(layout(), LayoutLMModel), attention_mask, input_ids=ids)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5, float("nan"), torch.finfo(torch.float32).min])
+def test_what_is_added_beyond_padding_is_refused(value):
+    module = pair(DECODERS["llama"]())[1].model.layers[0].self_attn
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    added = torch.zeros(2, 1, 1, 6)
+    added[0] = value
+    with pytest.raises(NotImplementedError, match=r"attention_mask of shape \(2, 1, 1, 6\)"):
+        integration.attention(module, q, k, v, added)
+
+
 def test_masks_that_a_caller_makes_are_refused():
     model = pair(DECODERS["llama"]())[1]
     for made in (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(2, 1, 6, 6)):
@@ -351,6 +380,28 @@ def test_what_kernels_do_not_have_is_kept_for_the_attention_to_refuse(function):
     assert isinstance(made.visible, str)
 
 
+def test_a_model_on_the_meta_device_has_shapes():
+    model = pair(DECODERS["mistral"]())[1].to("meta")
+    ids, attention_mask = (x.to("meta") for x in padded("left"))
+    out = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
+    out.sum().backward()
+    assert out.shape == (2, 11, 64)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_masks_pass_through_checkpointing(use_reentrant):
+    ids, attention_mask = padded("left")
+    outcomes = []
+    for recomputed in (False, True):
+        model = pair(DECODERS["mistral"]())[1].train()
+        model.config.use_cache = False
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        run(model, ids, attention_mask)
+        outcomes.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert torch.equal(*outcomes)
+
+
 # torch.compile
 
 
@@ -373,6 +424,40 @@ def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side
     assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
     gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
     assert relative_l2(*gradients) < 1e-4
+
+
+def test_encoders_and_cross_attention_compile_without_a_graph_break():
+    ids, attention_mask = padded("left", (20, 12))
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    )  # fmt: skip
+    bert, bart = pair(config, BertModel), pair(BartConfig(**BART), BartForConditionalGeneration)
+    for (exact, model), options in ((bert, {}), (bart, {"decoder_input_ids": tokens(2, 9), "use_cache": False})):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        real = slice(None) if options else attention_mask == 1
+        actual, expected = (x(ids, attention_mask, **options)[0][real] for x in (compiled, exact))
+        assert relative_l2(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_compiled_decoding_with_a_static_cache_is_sdpas(padding):
+    torch._dynamo.reset()
+    outcomes = []
+    for model in pair(DECODERS["llama"]()):
+        ids, attention_mask = padded("left", (20, 12))
+        inputs, cache = {"attention_mask": attention_mask} if padding else {}, StaticCache(model.config, 32)
+        with torch.no_grad():
+            logits = [model(ids, past_key_values=cache, **inputs).logits[:, -1:]]
+            step = model
+            if model.config._attn_implementation == "sagebwd":
+                step = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for _ in range(3):
+                if padding:
+                    inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, 1), value=1)
+                logits.append(step(logits[-1].argmax(-1), past_key_values=cache, **inputs).logits)
+        outcomes.append(torch.cat(logits, 1))
+    assert relative_l2(*outcomes) < 1e-5
 
 
 def test_packing_that_a_compiled_model_cannot_see_is_an_error():

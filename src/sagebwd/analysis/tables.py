@@ -16,7 +16,7 @@ def trace(rows: Sequence[Row], subject: str) -> list[Table]:
 
     Args: rows of `sagebwd.analysis.trace.measure` and `means`; subject, what was traced, for the title.
     """
-    tables = [_errors(rows, subject), _magnitudes(rows)]
+    tables = [_errors(rows, subject), _magnitudes(rows), _sinks(rows)]
     if any(row.attribution for row in rows):
         tables.append(_attribution(rows))
     return tables
@@ -42,6 +42,21 @@ def _magnitudes(rows: Sequence[Row]) -> Table:
             table.add_row(
                 _where(row), *sizes, f"{row.ds_bound:.2e}", loose, f"{row.ds_peak_to_rms:.0f}",
                 f"{row.largest_logit:.1f}",
+            )  # fmt: skip
+    return table
+
+
+def _sinks(rows: Sequence[Row]) -> Table:
+    """Weights in full precision; of a layer's heads the mean for the first key, the largest for the heaviest."""
+    table = _table(
+        "attention sinks: mean weight over queries; a value's norm over all values' root mean square", "layer",
+        "weight of the first key", "norm of its value", "heaviest key", "its weight",
+    )  # fmt: skip
+    for row in rows:
+        if row.recipe == rows[0].recipe:
+            table.add_row(
+                _where(row), f"{row.first_weight:.3f}", f"{row.first_value:.2f}", str(row.sink),
+                f"{row.sink_weight:.3f}",
             )  # fmt: skip
     return table
 

@@ -70,7 +70,10 @@ class Row:
 
     cosine and relative_l2 by tensor of `TENSORS`. Of full precision: rms by tensor of `PAIRS`, ds_bound, at least
     rms["ds"], largest_logit, the largest |scale q . k| (over a layer's heads the largest, no mean), and
-    ds_peak_to_rms, max |dS| / RMS(dS). attribution by source and tensor of `OUTPUTS`, empty unless asked for.
+    ds_peak_to_rms, max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the
+    norm of its value over the root mean square of all values' norms; sink and sink_weight, the key with the largest
+    mean weight (over a layer's heads that of the largest). attribution by source and tensor of `OUTPUTS`, empty unless
+    asked for.
     With grouped heads dK and dV are one query head's part of the sum over its group.
     """
 
@@ -83,6 +86,10 @@ class Row:
     ds_bound: float
     largest_logit: float
     ds_peak_to_rms: float
+    first_weight: float = 0.0
+    first_value: float = 0.0
+    sink: int = 0
+    sink_weight: float = 0.0
     attribution: dict[str, dict[str, Source]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -173,6 +180,7 @@ class _Watch:
         self.exact = exact
         self.errors = {name: Comparison() for name in PAIRS}
         self.largest_logit = self.largest_distance = 0.0
+        self.weights = exact.k.new_zeros(exact.k.shape[2])  # of each key, the sum of P over queries
 
     def __call__(self, name: str, rows: slice, keys: slice, value: Tensor) -> None:
         rows = slice(rows.start, min(rows.stop, self.exact.q.shape[2]))
@@ -180,6 +188,7 @@ class _Watch:
         if name == "p":  # comes first of the three
             self.expected, logits, distance = self.exact.pairs(rows, keys)
             self.hidden = logits == -math.inf
+            self.weights[keys] += self.expected["p"].sum((0, 1, 2))
             self.largest_logit = max(self.largest_logit, logits.masked_fill(self.hidden, 0).abs().max().item())
             self.largest_distance = max(self.largest_distance, distance.abs().max().item())
         value = value[..., : rows.stop - rows.start, : keys.stop - keys.start].flatten(1, 2)
@@ -196,6 +205,8 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
     tokens_k = tensors[1].shape[2]
     pairs = math.prod(tensors[0].shape[:3]) * tokens_k
     rms = {name: errors[name].rms(pairs) for name in PAIRS}
+    weights = watch.weights / math.prod(tensors[0].shape[:3])
+    norms = exact.v.square().sum(-1)
     return Row(
         str(recipe), layer, head,
         cosine={name: errors[name].cosine() for name in TENSORS},
@@ -204,6 +215,10 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
         ds_bound=watch.largest_distance / math.sqrt(tokens_k),
         largest_logit=watch.largest_logit,
         ds_peak_to_rms=errors["ds"].peak / rms["ds"] if rms["ds"] else 0.0,
+        first_weight=weights[0].item(),
+        first_value=(norms[..., 0].mean() / norms.mean()).sqrt().item() if norms.any() else 0.0,
+        sink=int(weights.argmax()),
+        sink_weight=weights.max().item(),
         attribution=_attribution(tensors, recipe, exact, actual) if attribute else {},
     )  # fmt: skip
 
@@ -245,7 +260,7 @@ def _mean_row(rows: list[Row]) -> Row:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(rows)
 
-    first = rows[0]
+    first, heaviest = rows[0], max(rows, key=lambda row: row.sink_weight)
     return Row(
         first.recipe, first.layer, None,
         cosine={name: mean(row.cosine[name] for row in rows) for name in TENSORS},
@@ -254,6 +269,10 @@ def _mean_row(rows: list[Row]) -> Row:
         ds_bound=mean(row.ds_bound for row in rows),
         largest_logit=max(row.largest_logit for row in rows),
         ds_peak_to_rms=mean(row.ds_peak_to_rms for row in rows),
+        first_weight=mean(row.first_weight for row in rows),
+        first_value=mean(row.first_value for row in rows),
+        sink=heaviest.sink,
+        sink_weight=heaviest.sink_weight,
         attribution={
             source: {
                 name: Source(

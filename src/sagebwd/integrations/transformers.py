@@ -33,7 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
 from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
-from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, mask
+from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_settings import NAME, check_model, settings
 
 _UNSUPPORTED = {
@@ -193,7 +193,7 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys
     itself = visible.is_banded
-    if is_tracing(query) or (shared["window"] is not None and mask.has_holes):
+    if not has_values(query) or (shared["window"] is not None and mask.has_holes):
         return _masked(query, key, value, mask.padding, itself, shared), None
     return _unpadded(query, key, value, mask, itself, shared), None
 
@@ -214,12 +214,28 @@ def _known_mask(
         if is_causal and shape[2] == 1 < shape[3]:
             return None
         return Mask(shape, Visible(upper=0 if is_causal else None))
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (*shape[:2], 1, shape[3]):
-        return Mask(shape, Visible(), mask[:, 0, 0])
+    padding = _key_padding(mask, key) if isinstance(mask, Tensor) else None
+    if padding is not None:
+        return Mask(shape, Visible(), padding)
     raise NotImplementedError(
         f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; "
         "accepted: (batch, tokens). Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
     )
+
+
+def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
+    """(batch, kv_tokens), True where a key counts, of a (batch or 1, 1, 1, kv_tokens) mask that says no more.
+
+    A sum's mask of older models is 0 where a key counts and a dtype's least number elsewhere; in all else, None.
+    """
+    if mask.shape[1:] != (1, 1, key.shape[2]) or mask.shape[0] not in (1, key.shape[0]):
+        return None
+    if mask.dtype == torch.bool:
+        return mask[:, 0, 0]
+    if not mask.is_floating_point() or not has_values(mask):
+        return None
+    counts, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    return counts[:, 0, 0] if bool((counts | hidden).all() & counts.any(-1).all()) else None
 
 
 def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Visible]:
@@ -268,12 +284,17 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
+@torch.compiler.assume_constant_result  # a trace warns once and goes on
+def _warn_of_decoding() -> None:
     warnings.warn(
         "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
-        stacklevel=4,
+        stacklevel=5,
     )
+
+
+def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
+    _warn_of_decoding()
     grouped = query.shape[1] != key.shape[1]
     visible = None if visible is None else visible.to(query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
@@ -330,6 +351,8 @@ def _packed_offsets(
     whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
     if not whole or positions is None or positions.shape[1:] != key.shape[2:3]:
         positions = None
+    if query.device.type == "meta":
+        return None
     if is_tracing(query):
         given = (x for x in (mask.visible.positions, positions) if x is not None)
         alone = [(x.diff(dim=1) == 1).all() for x in given] + ([] if ids is None else [(ids == ids[:, :1]).all()])

@@ -26,6 +26,11 @@ from transformers.utils.import_utils import is_tracing
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read: not in a trace, nor on the meta device."""
+    return not is_tracing(tensor) and tensor.device.type != "meta"
+
+
 class Unreadable(Exception):
     """A mask that is not a band of distances within documents; says why."""
 
@@ -169,7 +174,7 @@ class _Index:
 
     def _of_every_token(self) -> Visible:
         """What a tensor says of each token, where it says the same of all: no image in a batch of text, say."""
-        if self.start is None and not is_tracing(self.positions) and self.positions.device.type != "meta":
+        if self.start is None and has_values(self.positions):
             holds = (self.q + self.k) * self.positions + self.shift >= 0
             if holds.all() or not holds.any():
                 return Visible(nothing=not holds.any())
@@ -229,7 +234,9 @@ def read(mask_function: Callable, tokens: int) -> Visible:
     try:
         with _Gather():
             visible = mask_function(_Batch(), _Index(tokens), _Index(tokens, q=1), _Index(tokens, k=1))
-    except (TypeError, AttributeError, RuntimeError) as error:  # what symbols do not have
+    except Unreadable:
+        raise
+    except Exception as error:  # whatever a function does that symbols cannot
         raise Unreadable(f"it computes with its indices: {error}") from error
     if not isinstance(visible, Visible) or visible.nothing:
         raise Unreadable(f"it gives a {type(visible).__name__} whatever the indices")
@@ -392,7 +399,7 @@ def mask(
 
 def _start_together(q_offset: int | Tensor, kv_offset: int | Tensor) -> bool:
     """Whether the first query is the first key; the offset of a static cache is a tensor, which traces do not read."""
-    if isinstance(q_offset, Tensor) and is_tracing(q_offset):
+    if isinstance(q_offset, Tensor) and not has_values(q_offset):
         return False
     return int(q_offset) == int(kv_offset)
 
@@ -402,8 +409,7 @@ def _padding(attention_mask: Tensor | None, start: int, tokens: int) -> Tensor |
     if attention_mask is None:
         return None
     padding = F.pad(attention_mask, (0, max(0, start + tokens - attention_mask.shape[1])))[:, start : start + tokens]
-    known = not is_tracing(padding) and padding.device.type != "meta"
-    return None if known and bool(padding.all()) else padding.bool()
+    return None if has_values(padding) and bool(padding.all()) else padding.bool()
 
 
 def _limit(visible: Visible, tokens: int) -> Visible:
@@ -424,7 +430,7 @@ def _limit(visible: Visible, tokens: int) -> Visible:
         return visible
     if ids is None:
         raise Unreadable("it measures distances between position_ids")
-    if is_tracing(ids) or ids.device.type == "meta":
+    if not has_values(ids):
         return visible
     new = ids.diff(dim=1) != 0
     rising = (ids.diff(dim=1) >= 0).all()

@@ -64,13 +64,15 @@ def check_model(model: PreTrainedModel) -> None:
 
     Raises NotImplementedError for a model that computes attention itself, and so would make no call.
     """
-    if not _calls_attention(type(model)):
+    parts = model.config.sub_configs
+    attends = not parts or hasattr(model.config, "num_attention_heads")  # and not its parts alone
+    if attends and not _calls_attention(type(model)):
         raise NotImplementedError(
             f"{type(model).__name__} computes its attention itself and cannot run under "
             f"attn_implementation='sagebwd'; {USE_INSTEAD}, for one part of a model as in "
-            "attn_implementation={'': 'sagebwd', 'vision_config': 'eager'}"
+            "attn_implementation={'text_config': 'sagebwd', 'vision_config': 'eager'}"
         )
-    if model.config.sub_configs and _hand_down not in model._forward_pre_hooks.values():
+    if parts and _hand_down not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_hand_down)
         _hand_down(model)
 

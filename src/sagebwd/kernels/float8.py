@@ -8,12 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sagebwd import float8
 from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
 
 # Zeros that a program writes at a time.
 CLEARED = tl.constexpr(1024)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
+LEAST_REST = tl.constexpr(float8.LEAST_REST)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
 # The same of queries and keys.
@@ -85,18 +87,24 @@ def row_values(
 
         row = z * total + start + first + local
         delta = tl.sum(tile * out, 1)
-        bound = norm * tl.sqrt(tl.sum(tile * tile, 1))
-        if dlse is not None:
-            change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
-            delta -= change
-            bound += tl.abs(change)
         row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
         top = tl.load(row_max + row, mask=inside, other=float("-inf"))
         seen = row_lse != float("-inf")
         # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
         row_lse = row_lse * LOG2_E + delta * 0
+        above = tl.where(seen, row_lse - top, 0.0)
+        rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
+        if do.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
+            rest = tl.maximum(rest, (2.0**-14) / norm)
+        rest = tl.minimum(rest, 1.0)
+        bound = norm * tl.sqrt(tl.sum(tile * tile, 1)) * rest
+        if dlse is not None:
+            change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+            delta -= change
+            bound += tl.abs(change)
+            row_lse += delta * 0
         # never negative, so that cutting off is rounding down
-        e = (tl.where(seen, row_lse - top, 0.0) + LOG2_E4M3_MAX).to(tl.int32).to(tl.float32)
+        e = (above + LOG2_E4M3_MAX).to(tl.int32).to(tl.float32)
         weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
         b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, -125).to(tl.float32)
         inverse = power_of_2(-b)

@@ -44,7 +44,7 @@ from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.trace import Row, measure
 from sagebwd.attention import choose_implementation
 from sagebwd.integrations.transformers import NAME, settings
-from sagebwd.recipe import SIXTEEN_BIT, Recipe
+from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
 from sagebwd.training.config import Monitor
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
@@ -59,16 +59,19 @@ def ladder(base: Recipe) -> list[Recipe]:
     """The recipes that a layer which began with ``base`` may move along, in order of what they cost.
 
     dS = P (dP - delta) goes wrong in two ways. Where it is small beside dP, through delta, which is a sum over O: one
-    product in 16 bit, O, mends that. Where logits are large, through P: S in 16 bit, in forward and again in backward.
-    Then both, and full precision. Relative L2 of dQ:
+    product in 16 bit, O, mends that; where it is so because a first key has most of the weight, that key apart from
+    O's product, which `token` has anyway. A sink elsewhere wants O in 16 bit (docs/sinks.md). Where logits are large,
+    through P: S in 16 bit, in forward and again in backward. Then both, and full precision. Relative L2 of dQ:
 
     - Gaussian inputs of standard deviation 5 and 10 (`sagebwd gaussian --tokens 2048`), large logits: token .150 and
       .557; token(o=16bit, dq=16bit, dk=16bit) .145 and .553; token(s=16bit) .038 and .072; with O in 16 bit too, .007.
     - The model of this module's tests after 8 steps at a high learning rate, dS 11 times below dP, logits at most 4:
       token .185; token(s=16bit) .185; token(o=16bit) .007.
     """
-    output, scores = base.replace(o=SIXTEEN_BIT), base.replace(s=SIXTEEN_BIT)
-    return list(dict.fromkeys([base, output, scores, scores.replace(o=SIXTEEN_BIT), Recipe.named("full")]))
+    first = base.replace(first_key=SIXTEEN_BIT) if base.o == INT8 else base
+    output = base.replace(o=SIXTEEN_BIT)
+    scores = base.replace(s=SIXTEEN_BIT)
+    return list(dict.fromkeys([base, first, output, scores, scores.replace(o=SIXTEEN_BIT), Recipe.named("full")]))
 
 
 @dataclass
