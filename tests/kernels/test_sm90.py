@@ -15,7 +15,7 @@ from tests.kernels.cross_compile import count, matrix_loops, sass
 pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))
 
 # Instructions of a step without masks, by element of the score tile that a thread holds; measured, and 3% more.
-MOST_INSTRUCTIONS = {64: 7.6, 96: 8.2, 128: 8.3}
+MOST_INSTRUCTIONS = {64: 7.7, 96: 7.85, 128: 8.4}
 KINDS = {
     "full": {},
     "causal": {"upper": True},
