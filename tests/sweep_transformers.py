@@ -18,6 +18,7 @@ import collections
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -58,10 +59,10 @@ SMALL = {
         "patch_size head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim sliding_window attention_chunk_size "
         "local_attention"
     ),
-    16: "q_lora_rank kv_lora_rank num_mel_bins index_head_dim",
+    16: "q_lora_rank kv_lora_rank index_head_dim",
     32: (
         "hidden_size d_model n_embd dim embed_dim embedding_size hidden_dim encoder_hidden_size image_size "
-        "projection_dim model_dim out_hidden_size"
+        "projection_dim model_dim out_hidden_size projection_size cross_attention_hidden_size"
     ),
     64: (
         "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner moe_intermediate_size "
@@ -99,6 +100,12 @@ def shrunk(config):
     ):
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), value))
+    rope = getattr(config, "rope_parameters", None) or {}
+    known = getattr(type(config), "ignore_keys_at_rope_validation", None) or ()
+    if isinstance(rope, dict) and "mrope_section" in {*rope, *known} and hasattr(config, "num_attention_heads"):
+        heads = config.hidden_size // config.num_attention_heads
+        half = (getattr(config, "head_dim", None) or heads) // 2
+        rope["mrope_section"] = [half // 2, half // 4, half - half // 2 - half // 4]
     layers = getattr(config, "num_hidden_layers", None)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_types", "layers_block_type"):
         value = getattr(config, name, None)
@@ -116,20 +123,27 @@ def models_of(config):
     return None
 
 
+def anywhere(config, name, default):
+    """An attribute of a config or of one of its parts."""
+    places = (config, *(getattr(config, part, None) for part in config.sub_configs))
+    return next((found for place in places if (found := getattr(place, name, None)) is not None), default)
+
+
 def inputs_of(model):
     """Random inputs by the name of the model's main one, and whether they are tokens."""
     generator = torch.Generator().manual_seed(0)
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
-        size = getattr(config, "image_size", PIXELS) or PIXELS
+        size = anywhere(config, "image_size", PIXELS)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
+        channels = anywhere(config, "num_channels", 3)
         return {name: torch.rand(BATCH, channels, height, width, generator=generator)}, False
     if name == "input_values":
         return {name: torch.randn(BATCH, 4000, generator=generator)}, False
     if name == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 64)
-        return {name: torch.randn(BATCH, getattr(config, "num_mel_bins", 80), frames, generator=generator)}, False
+        bins, frames = anywhere(config, "num_mel_bins", 80), 2 * anywhere(config, "max_source_positions", 64)
+        shape = (BATCH, bins, frames) if hasattr(config, "max_source_positions") else (BATCH, frames, bins)
+        return {name: torch.randn(shape, generator=generator)}, False
     ids = {"input_ids": torch.randint(3, 60, (BATCH, TOKENS), generator=generator)}
     if model.config.is_encoder_decoder:
         ids["decoder_input_ids"] = torch.randint(3, 60, (BATCH, TOKENS), generator=generator)
@@ -217,9 +231,15 @@ def sweep_one(model_type):
         inputs, is_text = inputs_of(models["sdpa"])
         try:
             outcome(models["sdpa"], "plain", inputs, is_text)
-        except Exception:
-            inputs = with_an_image(models["sdpa"], inputs, is_text)
-            outcome(models["sdpa"], "plain", inputs, is_text)
+        except Exception as error:
+            seen = with_an_image(models["sdpa"], inputs, is_text)
+            if seen is inputs:
+                raise
+            inputs = seen
+            try:
+                outcome(models["sdpa"], "plain", inputs, is_text)
+            except Exception:
+                raise error from None
     except Exception as error:
         return "not built", f"{type(error).__name__}: {str(error)[:100]}"
     runs = ["plain", *(("right", "left") if is_text else ())]
@@ -298,6 +318,14 @@ def sweep(names, jobs, report):
     return rows
 
 
+def reason(words):
+    """A refusal's own words, without what differs from model to model."""
+    words = " ".join(words.split()).replace("|", "/")
+    words = re.sub(r" \(same: .*\)$", "", words)
+    words = re.sub(r"\(\d+(, \d+)*\)", "(...)", re.sub(r"^\w+ computes its", "the model computes its", words))
+    return re.split(r",? (?:and cannot run|which is|is|which has|\bnot) (?:under|not|supported|causal)", words)[0]
+
+
 def table(rows):
     """The page of the documentation."""
     count = collections.Counter(status for status, _ in rows.values())
@@ -325,10 +353,11 @@ def table(rows):
         if status in ("same", "no call", "no model", "not built"):
             lines += [", ".join(f"`{name}`" for name in chosen) + ".", ""]
             continue
-        lines += ["| model type | words |", "| --- | --- |"]
-        lines += [f"| `{name}` | {' '.join(words.split()).replace('|', '/')} |" for name, words in chosen.items()] + [
-            ""
-        ]
+        grouped = collections.defaultdict(list)
+        for name, words in chosen.items():
+            grouped[reason(words)].append(f"`{name}`")
+        lines += ["| why | model types |", "| --- | --- |"]
+        lines += [f"| {why} | {', '.join(names)} |" for why, names in sorted(grouped.items())] + [""]
     return "\n".join(lines)
 
 
