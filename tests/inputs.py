@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sagebwd.analysis.sinks import with_sinks
+from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.metrics import rms
 
 KINDS = (

@@ -115,10 +115,12 @@ def gaussian(
     sigma: Annotated[
         list[float] | None, typer.Option(help="Standard deviation of Q and K; repeat for several.")
     ] = None,
-    kind: Annotated[str, typer.Option(help="Inputs: plain (the paper's Table 1) or bias-and-sink.")] = "plain",
-    tokens: Annotated[int | None, typer.Option(help="Tokens [default: 4096; bias-and-sink 2048].")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head dimension [default: 128; bias-and-sink 64].")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1; bias-and-sink 8].")] = None,
+    kind: Annotated[
+        str, typer.Option(help="Inputs: plain (the paper's Table 1), bias-and-sink or sink (docs/sinks.md).")
+    ] = "plain",
+    tokens: Annotated[int | None, typer.Option(help="Tokens [default: 4096; but for plain 2048].")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension [default: 128; but for plain 64].")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1; but for plain 8].")] = None,
     causal: Annotated[bool, typer.Option(help="Mask the future.")] = False,
     impl: Annotated[str, typer.Option(help="reference (the emulator) or a kernel family.")] = "reference",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -131,13 +133,13 @@ def gaussian(
 
     check_device(device)
     check_known(impl)
-    biased = kind == "bias-and-sink"
+    plain, biased = kind == "plain", kind == "bias-and-sink"
     recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token"])
-    sigmas = sigma or ([1.0, 3.0] if biased else list(study.PAPER_TABLE_1))
+    sigmas = sigma or (list(study.PAPER_TABLE_1) if plain else [1.0, 3.0])
     with progress() as tell:
         rows = study.measure(
-            recipes, sigmas, kind=kind, tokens=tokens or (2048 if biased else 4096),
-            head_dim=head_dim or (64 if biased else 128), seeds=seeds or (8 if biased else 1), is_causal=causal,
+            recipes, sigmas, kind=kind, tokens=tokens or (4096 if plain else 2048),
+            head_dim=head_dim or (128 if plain else 64), seeds=seeds or (1 if plain else 8), is_causal=causal,
             impl=impl, device=device, progress=tell,
         )  # fmt: skip
     published = "first simulation" if biased else "published"

@@ -52,6 +52,13 @@ def test_drawn_inputs():
     assert rms(biased_v.float().mean(-2)) == pytest.approx(3, rel=0.3)
 
 
+def test_sink_takes_most_of_the_weight():
+    q, k, v, _ = (x.float() for x in draw("sink", 1.0, 512, 64, seed=0))
+    weights = (q @ k.mT / 8).softmax(-1)[..., 0]
+    assert weights.mean() > 0.8
+    assert rms(v[:, :, 0]) < 0.2 * rms(v)
+
+
 def test_rows_average_seeds():
     one, two = (measure(["token"], [1], tokens=128, head_dim=16, seeds=n) for n in (1, 2))
     assert len(one) == len(two) == 4

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sagebwd.analysis import sinks
+from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.recipe import Recipe
 
 pytestmark = pytest.mark.rounding
@@ -60,7 +61,7 @@ def test_drawn_sinks():
 
 def test_queries_of_a_group_share_their_sink():
     q, k, v = (torch.zeros(1, heads, 8, 16) for heads in (4, 2, 2))
-    q, k, _ = sinks.with_sinks(q, k, v, 12, (0,), torch.Generator().manual_seed(0))
+    q, k, _ = with_sinks(q, k, v, 12, (0,), torch.Generator().manual_seed(0))
     logits = (q.unflatten(1, (2, 2)) @ k[:, :, None].mT)[..., 0] / 4
     assert torch.allclose(logits, torch.full_like(logits, 12))
 

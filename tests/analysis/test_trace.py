@@ -11,8 +11,7 @@ import torch
 from sagebwd import cli, reference
 from sagebwd.analysis import trace as study
 from sagebwd.analysis.capture import Captured, capture
-from sagebwd.analysis.gaussian import draw
-from sagebwd.analysis.sinks import with_sinks
+from sagebwd.analysis.gaussian import draw, with_sinks
 from sagebwd.metrics import cosine, relative_l2, rms
 from sagebwd.nn import largest_logit
 from sagebwd.recipe import Recipe

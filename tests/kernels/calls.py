@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import reference
-from sagebwd.analysis.sinks import with_sinks
+from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
 from tests.inputs import assert_is_recipe, emulator_error
 

@@ -1,10 +1,11 @@
-"""Error of a recipe on random inputs: the paper's Table 1, and inputs with bias and sink.
+"""Error of a recipe on random inputs: the paper's Table 1, inputs with bias and sink, and inputs with a strong sink.
 
-Two kinds of input, both Gaussian, standard deviation sigma_QK for Q and K and 1 for V and dO:
+Three kinds of input, all Gaussian, standard deviation sigma_QK for Q and K and 1 for V and dO:
 
 - ``plain``: independent entries, as in the paper's Table 1.
 - ``bias-and-sink``: K and V get a channel mean of 3 sigma, Q a common direction of 2 sigma, one draw a head, as
   trained heads have. With a mean in V, a delta from a quantised O no longer cancels dP, and dS leaks into every key.
+- ``sink``: the first key stands 12 logits above the rest and has a tenth of their value (`sagebwd.analysis.sinks`).
 
 The error is against full precision in FP64 on the same inputs, which are drawn in BF16 and then promoted.
 
@@ -13,7 +14,8 @@ Source: arXiv 2603.02170, Table 1; the bias-and-sink figures are this project's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -24,7 +26,10 @@ from sagebwd.metrics import cosine, relative_l2
 from sagebwd.recipe import Recipe
 
 TENSORS = ("o", "dq", "dk", "dv")
-KINDS = ("plain", "bias-and-sink")
+KINDS = ("plain", "bias-and-sink", "sink")
+SINK_LOGITS = 12.0
+# What all queries have along a sink's direction.
+COMMON = 9.0
 
 # cosine and relative L2 of O, dQ, dK, dV by sigma_QK: Table 1 of the paper.
 PAPER_TABLE_1: dict[float, dict[str, tuple[float, float]]] = {
@@ -81,7 +86,26 @@ def draw(kind: str, sigma: float, tokens: int, head_dim: int, seed: int) -> tupl
     if kind == "bias-and-sink":
         k_mean, v_mean, q_common = (torch.randn(1, 1, 1, head_dim, generator=generator) for _ in range(3))
         k, v, q = k + 3 * k_mean, v + 3 * v_mean, q + 2 * q_common
+    elif kind == "sink":
+        q, k, v = with_sinks(q, k, v, SINK_LOGITS, (0,), generator)
     return tuple(x.bfloat16() for x in (q, k, v, do))
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, logits: float, keys: Sequence[int], generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with sinks: keys that stand ``logits`` above what N(0, 1) gives them, with a tenth of their value.
+
+    Args: q (B, Hq, N, D); k, v (B, Hkv, M, D); keys, which. Queries of heads that share a key head share a direction.
+    """
+    direction = torch.randn(1, k.shape[1], 1, k.shape[-1], generator=generator)
+    direction = direction / direction.norm(dim=-1, keepdim=True)
+    q = q + COMMON * direction.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    k, v = k.clone(), v.clone()
+    for key in keys:
+        k[:, :, key] += logits * math.sqrt(k.shape[-1]) / COMMON * direction[:, :, 0]
+        v[:, :, key] *= 0.1
+    return q, k, v
 
 
 def gradients(inputs: Iterable[Tensor], recipe: Recipe | str, impl: str | None, is_causal: bool) -> dict[str, Tensor]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.analysis.trace import OUTPUTS, emulate, sources, without
 from sagebwd.band import Band
 from sagebwd.metrics import relative_l2
@@ -30,25 +30,6 @@ KINDS = ("first", "first and mean", "four", "delimiter")
 RECIPES = ("token", "token(first_key=int8)", "paper", "paper(first_key=16bit)", "token_fp8", "mixed")
 STRENGTHS = (0, 2, 4, 6, 8, 10, 12, 14)
 CAUSAL = Band.of(True)
-# What all queries have along the sink's direction.
-COMMON = 9.0
-
-
-def with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, logits: float, keys: Sequence[int], generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with sinks: keys that stand ``logits`` above what N(0, 1) gives them, with a tenth of their value.
-
-    Args: q (B, Hq, N, D); k, v (B, Hkv, M, D); keys, which. Queries of heads that share a key head share a direction.
-    """
-    direction = torch.randn(1, k.shape[1], 1, k.shape[-1], generator=generator)
-    direction = direction / direction.norm(dim=-1, keepdim=True)
-    q = q + COMMON * direction.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    k, v = k.clone(), v.clone()
-    for key in keys:
-        k[:, :, key] += logits * math.sqrt(k.shape[-1]) / COMMON * direction[:, :, 0]
-        v[:, :, key] *= 0.1
-    return q, k, v
 
 
 def draw(kind: str, logits: float, tokens: int, head_dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
