@@ -323,7 +323,9 @@ def reason(words):
     words = " ".join(words.split()).replace("|", "/")
     words = re.sub(r" \(same: .*\)$", "", words)
     words = re.sub(r"\(\d+(, \d+)*\)", "(...)", re.sub(r"^\w+ computes its", "the model computes its", words))
-    return re.split(r",? (?:and cannot run|which is|is|which has|\bnot) (?:under|not|supported|causal)", words)[0]
+    if "packed documents: " in words:
+        return "the model's attention mask: " + words.split("packed documents: ")[1].split(";")[0]
+    return re.split(r"[,;]? (?:and cannot run|which is|is|which has|\bnot) (?:under|not|supported|causal)", words)[0]
 
 
 def table(rows):
