@@ -115,17 +115,13 @@ def read() -> dict:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def _write(table: dict) -> None:
-    """One kernel a line, so that a change shows as the kernels that changed."""
-    text = json.dumps(table, indent=1)
-    compact = []
-    for line in text.splitlines():
-        depth = len(line) - len(line.lstrip())
-        if depth > 5 or (depth == 5 and line.strip().startswith("}")):
-            compact[-1] += line.strip() if compact[-1].endswith(("{", "[")) else " " + line.strip()
-        else:
-            compact.append(line)
-    TABLE.write_text("\n".join(compact) + "\n", encoding="utf-8")
+def _text(value: object, depth: int = 0) -> str:
+    """JSON with one kernel a line, so that a change shows as the kernels that changed."""
+    if depth == 4 or not isinstance(value, dict):
+        return json.dumps(value)
+    inside = " " * (depth + 1)
+    lines = [f"{inside}{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}"
 
 
 def main(arguments: list[str]) -> int:
@@ -147,7 +143,7 @@ def main(arguments: list[str]) -> int:
             print(f"triton {triton.__version__}, {name_of(call)}: {len(lines)} differences", flush=True)
             print("".join(f"    {line}\n" for line in lines), end="")
     if arguments:
-        _write(table)
+        TABLE.write_text(_text(table) + "\n", encoding="utf-8")
         print(f"wrote {TABLE}")
     return int(bool(differ))
 

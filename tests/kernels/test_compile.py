@@ -60,11 +60,11 @@ def test_hopper_forward(recipe, head_dim):
     # two halves of S and of O, in the loop over whole blocks and in the loop over masked ones
     assert (row["int8_products"], row["float_products"]) == (8, 0), row
     assert row["opcodes"].keys() == {"IGMMA"}, row
-    # triton 3.6 leaves 25 at head_dim 64 with `token`, 3.7 two
-    allowed = 32 if triton.__version__.startswith("3.6.") else 2
-    assert row["spills"] <= (allowed if head_dim == 64 else 0), row
+    # beside the loop the first key's share of O is added, at the cost of some
+    whole = row["loops"][0]
+    assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
     assert row["shared_bytes"] <= SHARED_BYTES[90] // (3 if head_dim == 64 else 2), "programs that share an SM"
-    instructions, cycles = row["loops"][0]["instructions"], row["loops"][0]["stall_cycles"]
+    instructions, cycles = whole["instructions"], whole["stall_cycles"]
     assert instructions <= cycles <= 2.2 * instructions, "what ptxas waits for in the loop over whole blocks"
 
 

@@ -20,18 +20,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import ops
 from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.switches import apply_to
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 _LEFT = "after the context was left"
 _SHORT = "fewer keys than min_tokens"
@@ -187,7 +189,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         enable_gqa: bool = False,
     ) -> Tensor:
         window = None
-        if isinstance(attn_mask, CausalBias):  # asks whether it is F.scaled_dot_product_attention that was called
+        if _is_causal_bias(attn_mask):  # which asks whether it is F.scaled_dot_product_attention that was called
             if is_causal:
                 raise ValueError("CausalBias should not be used with causal=True")
             attn_mask, is_causal, window = _of_bias(attn_mask, query, key)
@@ -216,8 +218,19 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
     return scaled_dot_product_attention
 
 
+def _is_causal_bias(mask: Tensor | None) -> bool:
+    """Whether a mask is torch's CausalBias, whose module takes seconds to import: imported where a mask may be one."""
+    if mask is None or type(mask) is Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
+
+
 def _of_bias(bias: CausalBias, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, tuple[int, int] | None]:
     """(attn_mask, is_causal, window) that mean a CausalBias."""
+    from torch.nn.attention.bias import CausalVariant
+
     tokens_q, tokens_k = bias.seq_len_q, bias.seq_len_kv
     if bias.variant == CausalVariant.UPPER_LEFT or tokens_q == tokens_k:
         return None, True, None
