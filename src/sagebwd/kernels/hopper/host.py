@@ -120,9 +120,11 @@ def _forward(
         v = launch_quantize(v, keys, "token", block_k, None, key_mask, smoothed=True, launch=launch).smoothed
     if _has(recipe, LANE_FORWARD) and unavailable() is None:
         codes = launch_codes(q, k, queries, keys, key_mask, block_k, launch)
+        # an expanded V too: TMA takes no stride of 0
+        v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
         o, lse, row_max = launch_forward(
-            codes.q, codes.q_scale, codes.k, codes.lane_scale, v if fits_tma(v) else v.contiguous(), queries, keys,
-            key_mask, is_causal, window_left, window_right, scale, float8, launch,
+            codes.q, codes.q_scale, codes.k, codes.lane_scale, v, queries, keys, key_mask, is_causal, window_left,
+            window_right, scale, float8, launch,
         )  # fmt: skip
         row_max = row_max if float8 else nothing
         return o, lse, codes.q, codes.q_scale, codes.k, codes.k_scale, row_max, no_scale, codes.k_mean
