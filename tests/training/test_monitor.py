@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from sagebwd.analysis.capture import capture
 from sagebwd.analysis.trace import measure
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.training import monitor as monitoring
 from sagebwd.training import pretrain, report
 from sagebwd.training.config import Monitor
@@ -376,6 +376,15 @@ def test_an_error_that_is_not_a_number_is_above(judged):
     layer, check = judged(threshold=0.1)
     check(token=math.nan, output=0.01)
     assert layer.warned
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_run_every_rung(name, head_dim):
+    kernels = [pytest.importorskip(f"sagebwd.kernels.{family}") for family in ("hopper", "triton")]
+    for recipe in ladder(Recipe.named(name)):
+        reasons = [family.unsupported(recipe, head_dim, torch.bfloat16) for family in kernels]
+        assert None in reasons, (str(recipe), reasons)
 
 
 def test_ladders_end_in_full_precision_and_repeat_nothing():

@@ -44,7 +44,7 @@ from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.trace import Row, measure
 from sagebwd.attention import choose_implementation
 from sagebwd.integrations.transformers import NAME, settings
-from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.training.config import Monitor
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
@@ -70,7 +70,9 @@ def ladder(base: Recipe) -> list[Recipe]:
     """
     first = base.replace(first_key=SIXTEEN_BIT) if base.o == INT8 else base
     output = base.replace(o=SIXTEEN_BIT)
-    scores = base.replace(s=SIXTEEN_BIT)
+    # no kernel has e4m3 gradients of 16-bit scores
+    gradients = {name: INT8 for name in ("dv", "dq", "dk") if getattr(base, name) == FP8}
+    scores = base.replace(s=SIXTEEN_BIT, **gradients)
     return list(dict.fromkeys([base, first, output, scores, scores.replace(o=SIXTEEN_BIT), Recipe.named("full")]))
 
 
