@@ -2,7 +2,7 @@
 
 - SAGEBWD_DISABLED, SAGEBWD_BACKWARD_16BIT, SAGEBWD_DETERMINISTIC: see `sagebwd.switches`; read once, on import.
 - SAGEBWD_AUTOTUNE: Triton's kernels time a few launches on this GPU and keep the best.
-- SAGEBWD_CACHE_DIR: the folder of token files and tuned launches; ~/.cache/sagebwd without it.
+- SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels; ~/.cache/sagebwd without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_on(variable: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where token files and tuned launches are kept."""
+    """Where token files, tuned launches and compiled kernels are kept."""
     return Path(os.environ.get(CACHE_DIR) or "~/.cache/sagebwd").expanduser()
 
 

@@ -50,9 +50,7 @@ def register(recipe: str | Recipe = "token", impl: str | None = None) -> None:
         NotImplementedError: this version of Diffusers lacks the private names that are needed.
     """
     parsed = Recipe.parse(recipe)
-    if impl is not None and impl not in ops.IMPLEMENTATIONS:
-        accepted = ", ".join(map(repr, ops.IMPLEMENTATIONS))
-        raise ValueError(f"impl={impl!r} is not known; accepted: None, {accepted}")
+    ops.check_known(impl)
     from_environment = constants.DIFFUSERS_ATTN_BACKEND == NAME and _MODULE not in sys.modules
     dispatch = _import_dispatch(from_environment)
     registry = dispatch._AttentionBackendRegistry

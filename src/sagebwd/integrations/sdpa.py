@@ -51,9 +51,7 @@ class SdpaReplacement:
     def __init__(
         self, recipe: str | Recipe, impl: str | None, min_tokens: int, unsupported: Literal["original", "raise"]
     ) -> None:
-        if impl is not None and impl not in ops.IMPLEMENTATIONS:
-            accepted = ", ".join(map(repr, ops.IMPLEMENTATIONS))
-            raise ValueError(f"impl={impl!r} is not known; accepted: None, {accepted}")
+        ops.check_known(impl)
         if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
         if min_tokens < 0:

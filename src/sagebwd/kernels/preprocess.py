@@ -18,7 +18,7 @@ from sagebwd.kernels.call import Packing, padded_head_dim
 from sagebwd.kernels.launches import Launch, launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
-LANES = 4
+LANES = tl.constexpr(4)
 # Tokens of a program that quantises queries, and of a step of one that sums up. On an H200, head_dim 128, 16384 tokens
 # x 2048 take 44 us with 32, 47 with 64, 50 with 128, and K's codes 33 us with 4 warps, 52 with 8
 # (benchmarks/results/passes_h200_2026-11-23.txt).
@@ -123,7 +123,6 @@ def key_codes_kernel(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of keys less their mean, a scale for each lane; sums and counts as `sum_keys` leaves them."""
-    LANES: tl.constexpr = 4
     batch_head = tl.program_id(1)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
@@ -241,7 +240,7 @@ def launch_codes(
         queries.per_token(device),
         torch.empty(k.shape, dtype=torch.int8, device=device),
         keys.per_token(device),
-        keys.padded(block_k, LANES, dtype=torch.float32, device=device),
+        keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
     )
     chunk, chunks = _chunks(keys)
