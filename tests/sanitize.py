@@ -114,7 +114,7 @@ def judge(text: str, code: int, allowed: dict[str, set[int]]) -> Finding:
 
 
 def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
-    """Both tools: on hand-over alone, ``token_fp8`` at all seeds; other recipes and the deterministic mode at a few."""
+    """Both tools: on hand-over alone, ``token_fp8`` at all seeds, other recipes and deterministic mode at a few."""
     found = []
     for tool in ("racecheck", "memcheck"):
         found += [Check(tool, None), *(Check(tool, "token_fp8", seed) for seed in seeds)]
