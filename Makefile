@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # the triton of the GPUs that were timed: tests compare the machine code that it makes too
 TIMED_TRITON := 3.6.0
-SOURCES := src tests examples
+SOURCES := src tests tools examples
 
 .PHONY: demo test test-rounding test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
 
@@ -29,18 +29,18 @@ test-rounding: $(INSTALLED)
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
 package: $(INSTALLED)
-	$(BIN)/python -m tests.package
+	$(BIN)/python -m tools.package
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
 fuzz-gpu:
-	PYTHONPATH=src $(PYTHON) -m tests.fuzz --cases 1000
+	PYTHONPATH=src $(PYTHON) -m tools.fuzz --cases 1000
 
 # compute-sanitizer's memcheck and racecheck over fuzz cases, on a Hopper GPU
 sanitize-gpu:
-	PYTHONPATH=src $(PYTHON) -m tests.sanitize
+	PYTHONPATH=src $(PYTHON) -m tools.sanitize
 
 bench:
 	PYTHONPATH=src $(PYTHON) -m sagebwd.cli bench

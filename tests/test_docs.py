@@ -22,7 +22,8 @@ EXPERIMENT = {"comparison.json", "comparison.md", "curves.png", "runs.jsonl.xz"}
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_named_in_documents_exist(document):
-    named = re.findall(r"`((?:src|tests|configs|docs|benchmarks)/[\w./-]+)`", document.read_text(encoding="utf-8"))
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|tools|configs|docs|benchmarks)/[\w./-]+)`", text)
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing
 
@@ -46,6 +47,13 @@ def test_every_results_file_is_cited_and_every_cited_one_exists():
     assert not uncited, "cite them in a document, or delete them"
     assert not [path for path in cited if not (ROOT / path).exists()], "cited, and not there"
     assert not [str(path) for path in files if " " in str(path)], "no spaces in names"
+
+
+def test_contributing_has_a_line_for_every_tool():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = [path.stem for path in (ROOT / "tools").glob("[!_]*.py")]
+    assert len(names) >= 9
+    assert not [name for name in names if f"| `python -m tools.{name}" not in text and f"tools/{name}.py" not in text]
 
 
 def test_recipes_named_in_method_parse():

@@ -4,7 +4,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.kernels import machine_code  # noqa: E402 (triton may be missing)
+from tools import machine_code  # noqa: E402 (triton may be missing)
 
 # shared memory that one program may use
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

@@ -12,7 +12,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.kernels import machine_code  # noqa: E402 (triton may be missing)
+from tools import machine_code  # noqa: E402 (triton may be missing)
 
 TABLE = machine_code.read()
 HERE = {triton.__version__: None} | {
@@ -37,13 +37,13 @@ def test_kernels_are_those_of_the_table(version, family, call):
     assert not lines, (
         "machine code changed:\n"
         + "\n".join(lines)
-        + "\nIf it was meant to: `python -m tests.kernels.machine_code --write` with each triton, commit, `sagebwd "
+        + "\nIf it was meant to: `python -m tools.machine_code --write` with each triton, commit, `sagebwd "
         "bench` of that commit on a GPU, and name the results file in the table's `timed`"
     )
 
 
 def test_this_triton_is_in_the_table():
-    assert triton.__version__ in TABLE, f"`python -m tests.kernels.machine_code --write` adds {triton.__version__}"
+    assert triton.__version__ in TABLE, f"`python -m tools.machine_code --write` adds {triton.__version__}"
 
 
 SOURCES = {"hopper": ["src/sagebwd/kernels/hopper", ":(glob)src/sagebwd/kernels/*.py"]}

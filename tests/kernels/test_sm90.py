@@ -10,7 +10,7 @@ import pytest
 
 from sagebwd.kernels.sm90 import compile as sm90
 from sagebwd.kernels.sm90.config import TILES, Variant
-from tests.kernels.cross_compile import count, matrix_loops, sass
+from tools.cross_compile import count, matrix_loops, sass
 
 pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))
 

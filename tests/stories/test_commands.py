@@ -76,7 +76,7 @@ variants:
 def test_story_10_doctor_says_why_there_is_no_kernel():
     """“prints GPU/arch/torch/triton and PASS, on CPU-only prints why not and exits non-zero without traceback”.
 
-    The clean install is `make package` (tests/package.py)."""
+    The clean install is `make package` (tools/package.py)."""
     said, _ = run("-m", "sagebwd.cli", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
     assert torch.__version__ in said
     for part in ("triton", "GPU none that torch can see", "needs a CUDA device", "self-test PASS", "right and slow"):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sagebwd.integrations import transformers as integration
-from tests.sweep_transformers import reason, sweep_one, table
+from tools.sweep_transformers import reason, sweep_one, table
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Each kernel's own time by the profiler, and the error against cuDNN, on a GPU: for work on kernels, not for claims.
 
-`python -m tests.kernels.timing --recipe token_fp8 --head-dim 64` prints a line a shape. `--replace
+`python -m tools.timing --recipe token_fp8 --head-dim 64` prints a line a shape. `--replace
 backward_kernel=variant.py` runs another file's kernel of that name in place of the Hopper host's, `--set
 BACKWARD.64.STAGES=2` changes `sagebwd.kernels.hopper.launch`; both may be repeated. Claims come from `sagebwd bench`.
 """

@@ -1,6 +1,6 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tests.kernels.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
 the Gluon kernels on sm_90; MASK "causal" (grouped heads too) or "full" (neither). "loops" has instructions,
 `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its own, as kernels
 of a process with TRITON_INTERPRET=1 cannot be compiled.

@@ -1,6 +1,6 @@
 """What a call costs its host, without a GPU: Triton's own compiler and launchers over a libcuda that does nothing.
 
-`python -m tests.kernels.host_time token_fp8` prints microseconds of the Hopper family's forward and backward alone,
+`python -m tools.host_time token_fp8` prints microseconds of the Hopper family's forward and backward alone,
 and of `sage_attention` and its autograd around them. CUDA's own part is not in it. Needs a C compiler and Python's
 headers, as Triton does.
 """

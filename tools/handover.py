@@ -1,6 +1,6 @@
 """A kernel with partitions and nothing of its own in shared memory: triton's hand-over alone, for racecheck.
 
-`compute-sanitizer --tool racecheck python -m tests.kernels.handover`, on a Hopper GPU; `tests.sanitize` runs it too.
+`compute-sanitizer --tool racecheck python -m tools.handover`, on a Hopper GPU; `tools.sanitize` runs it too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""memcheck and racecheck of Hopper's kernels over fuzz cases: `python -m tests.sanitize` (make sanitize-gpu).
+"""memcheck and racecheck of Hopper's kernels over fuzz cases: `python -m tools.sanitize` (make sanitize-gpu).
 
 A case of every group of seeds, as the seeds of a group share their kernels, runs under compute-sanitizer in a process
 of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck finds anything, racecheck
@@ -6,7 +6,7 @@ anything that is not triton's own hand-over, or a case fails.
 
 Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
-`tests.kernels.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
+`tools.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
 `def` or its `gl.warp_specialize`; docs/log/2026-11-22-correctness.md has the proof from machine code.
 """
 
@@ -24,18 +24,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import GROUP
+from tools.fuzz import GROUP
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src/sagebwd/kernels"
-HANDOVER = ROOT / "tests/kernels/handover.py"
+HANDOVER = ROOT / "tools/handover.py"
 _ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One process: a tool and a fuzz case, or the kernel of `tests.kernels.handover`."""
+    """One process: a tool and a fuzz case, or the kernel of `tools.handover`."""
 
     tool: str
     recipe: str | None
@@ -48,10 +48,11 @@ class Check:
         return f"{self.tool}, {self.recipe}{' deterministic' if self.deterministic else ''}, seed {self.seed}"
 
     def command(self, longest: int, kernels: Sequence[str]) -> list[str]:
+        """The command line of the process."""
         filters = [part for name in kernels for part in ("--kernel-name", f"kns={name}")]
-        run = ["-m", "tests.kernels.handover"]
+        run = ["-m", "tools.handover"]
         if self.recipe is not None:
-            run = ["-m", "tests.fuzz", "--first", str(self.seed), "--cases", "1", "--longest", str(longest)]
+            run = ["-m", "tools.fuzz", "--first", str(self.seed), "--cases", "1", "--longest", str(longest)]
             run += ["--impl", "hopper", "--recipe", self.recipe, "--processes", "1"]
         sanitizer = ["compute-sanitizer", "--tool", self.tool, "--target-processes", "all", "--print-limit", "2000"]
         return [*sanitizer, *filters, sys.executable, *run]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from triton.runtime.jit import JITFunction
 
-from tests.kernels import host_time
+from tools import host_time
 
 run, launched = JITFunction.run, []
 

@@ -1,4 +1,4 @@
-"""Random shapes and options against the emulator: `python -m tests.fuzz --cases 1000` (make fuzz-gpu).
+"""Random shapes and options against the emulator: `python -m tools.fuzz --cases 1000` (make fuzz-gpu).
 
 Every case follows from its seed, so a failure is reproduced by `--first SEED --cases 1`. Compiling kernels takes far
 longer than running them: so 25 seeds in a row share what they are compiled for (recipe, dtype, head_dim, layout, mask)

@@ -1,12 +1,12 @@
 """Facts of the machine code of every shipped kernel, and the committed table of them that CI compares.
 
-A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `machine_code.json` holds, for each
-version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to. A change to it
-is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
-(`test_machine_code.py` asks for both).
+A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `tests/kernels/machine_code.json`
+holds, for each version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to.
+A change to it is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
+(`test_machine_code.py` beside it asks for both).
 
-    python -m tests.kernels.machine_code            prints what differs from the table
-    python -m tests.kernels.machine_code --write    writes the table of this triton (PYTHONPATH chooses another)
+    python -m tools.machine_code            prints what differs from the table
+    python -m tools.machine_code --write    writes the table of this triton (PYTHONPATH chooses another)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import triton
 
-TABLE = Path(__file__).with_name("machine_code.json")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "tests/kernels/machine_code.json"
 # A benchmark of a Hopper GPU times what triton 3.6 compiles: the version there.
 TIMED_VERSION = "3.6.0"
 
@@ -49,14 +49,14 @@ def name_of(call: tuple) -> str:
 
 @cache
 def launches(call: tuple, triton_folder: str | None = None) -> list[dict]:
-    """What `tests.kernels.cross_compile` prints of a call; triton_folder, where another triton is installed."""
+    """What `tools.cross_compile` prints of a call; triton_folder, where another triton is installed."""
     shared = _shared_answer(call, triton_folder)
     if shared is not None and shared.exists():
         return json.loads(shared.read_text(encoding="utf-8"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [triton_folder, *sys.path]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, "-m", "tests.kernels.cross_compile", *map(str, call)]
+    command = [sys.executable, "-m", "tools.cross_compile", *map(str, call)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")

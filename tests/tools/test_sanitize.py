@@ -1,8 +1,8 @@
-"""What `tests.sanitize` makes of the sanitizers' output; the sanitizers themselves need a GPU."""
+"""What `tools.sanitize` makes of the sanitizers' output; the sanitizers themselves need a GPU."""
 
 import pytest
 
-from tests import sanitize
+from tools import sanitize
 
 DKDV = sanitize.KERNELS / "hopper/dkdv.py"
 CLEAN = (

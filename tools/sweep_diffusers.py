@@ -1,6 +1,6 @@
 """Which models of Diffusers ask its dispatcher for an attention backend, by their default configs, without weights.
 
-    python -m tests.sweep_diffusers
+    python -m tools.sweep_diffusers
 
 A model whose attention processors do not call it accepts ``set_attention_backend("sagebwd")`` and computes as before.
 """

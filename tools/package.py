@@ -45,6 +45,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
+    """Wheel and sdist hold the package, its metadata, and nothing else."""
     sources = {f"sagebwd/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.is_file()}
     sources = {name for name in sources if "__pycache__" not in name}
     odd = [name for name in sources if not name.endswith((".py", "py.typed", ".txt")) or "/test" in name]
@@ -97,6 +98,7 @@ def lend(names: set[str], site: Path) -> None:
 
 
 def check_installed(wheel: Path, folder: Path) -> None:
+    """The wheel installs in a clean environment, runs there, and says which extra a command needs."""
     venv.create(folder, with_pip=True, symlinks=True)
     python, command = folder / "bin" / "python", folder / "bin" / "sagebwd"
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -114,6 +116,7 @@ def check_installed(wheel: Path, folder: Path) -> None:
 
 
 def run(*command: object, code: int = 0) -> str:
+    """What a command prints, away from the repository; stops everything where its exit code is another."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITON"))}
     outcome = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False, cwd=tempfile.gettempdir(),
@@ -124,11 +127,13 @@ def run(*command: object, code: int = 0) -> str:
 
 
 def expect(holds: bool, otherwise: str) -> None:
+    """Stop with a message unless a condition holds."""
     if not holds:
         sys.exit(f"package: {otherwise}")
 
 
 def main() -> None:
+    """Build, look, install and run."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         wheel, sdist = build(Path(folder) / "dist")

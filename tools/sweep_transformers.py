@@ -1,7 +1,7 @@
 """Every model of Transformers that builds small, under attn_implementation="sagebwd" in full precision beside SDPA.
 
-    python -m tests.sweep_transformers --table docs/integrations/models.md
-    python -m tests.sweep_transformers llama bert --jobs 1
+    python -m tools.sweep_transformers --table docs/integrations/models.md
+    python -m tools.sweep_transformers llama bert --jobs 1
 
 Each model type, towers of those of several parts among them, runs in a process of its own: forward and backward as it
 is, padded right and left, and ``generate`` with a dynamic and a static cache, on a CPU, with the same random weights.
@@ -162,6 +162,7 @@ def with_an_image(model, inputs, is_text):
 
 
 def first_tensor(out):
+    """The output that is compared."""
     for name in ("logits", "last_hidden_state", "logits_per_image"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
@@ -284,6 +285,7 @@ def judged(error):
 
 
 def worker(model_type, pipe):
+    """Sweep one model type in a process of its own, and send the row."""
     signal.alarm(SECONDS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
@@ -331,7 +333,7 @@ def table(rows):
     count = collections.Counter(status for status, _ in rows.values())
     lines = [
         "# Transformers' models, one by one", "",
-        "Printed by `python -m tests.sweep_transformers --table docs/integrations/models.md`, which says what is run: "
+        "Printed by `python -m tools.sweep_transformers --table docs/integrations/models.md`, which says what is run: "
         f"transformers {transformers.__version__}, torch {torch.__version__}, a CPU, recipe `full` beside SDPA.", "",
         f"{len(rows)} model types: " + ", ".join(f"{n} {status}" for status, n in count.most_common()) + ".", "",
     ]  # fmt: skip
@@ -362,6 +364,7 @@ def table(rows):
 
 
 def main():
+    """Sweep the models named, or all; exit status 1 where a row is different or a crash."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="model types; all by default")
     parser.add_argument("--jobs", type=int, default=1)

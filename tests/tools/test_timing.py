@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("sagebwd.kernels.hopper")
 from sagebwd.kernels.hopper import gradients, launch
-from tests.kernels import timing
+from tools import timing
 
 
 def test_a_kernel_of_another_file_takes_the_place(tmp_path, monkeypatch):
