@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from functools import cache
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ KINDS = {
 @cache
 def loops(variant: Variant) -> list[Counter]:
     """Instructions of each innermost loop with products."""
-    kernel = SimpleNamespace(asm={"cubin": sm90.compiled(variant, "--keep-cubin").artifacts.CUBIN})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = sm90.compiled(variant, f"--keep-cubin --dump-dir={folder}").artifacts.CUBIN
+    kernel = SimpleNamespace(asm={"cubin": cubin})
     bodies = [count(body) for body in matrix_loops(sass(kernel))]
     # waits that last jump back from behind the program's end
     return [body for body in bodies if not body["EXIT"]]
