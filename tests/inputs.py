@@ -1,12 +1,11 @@
 """Seeded inputs of the kinds of data that attention meets, drawn in BF16 and then promoted."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sagebwd.analysis.gaussian import with_sinks
-from sagebwd.metrics import rms
 
 KINDS = (
     "normal",
@@ -73,37 +72,3 @@ def draw(
     elif kind != "normal":
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     return tuple(x.bfloat16().to(dtype) for x in (q, k, v, do))
-
-
-def emulator_error(low: Tensor, high: Tensor) -> tuple[float, float]:
-    """(largest, RMS) distance of the emulator at a kernel's precision from the emulator in FP64."""
-    difference = low.detach().double() - high.detach()
-    return (difference.abs().max().item(), rms(difference)) if difference.numel() else (0.0, 0.0)
-
-
-def assert_is_recipe(
-    name: str,
-    actual: Tensor,
-    low: Tensor,
-    high: Tensor,
-    eps_out: float,
-    other_errors: Iterable[tuple[float, float]] = (),
-) -> None:
-    """A kernel's ``actual`` is the recipe: at most twice as far from the FP64 emulator as its precision accounts for.
-
-    low, the emulator at the kernel's precision; high, the emulator in FP64; eps_out, of the output's dtype;
-    other_errors, of `emulator_error` on other draws of the same shape, for tensors too small to tell from one.
-    """
-    errors = [emulator_error(low, high), *other_errors]
-    max_error, rms_error = (max(column) for column in zip(*errors))
-    actual, high = actual.detach().double(), high.detach().double()
-    assert torch.isfinite(actual).all(), f"{name}: {int((~torch.isfinite(actual)).sum())} values are not finite"
-    largest = high.abs().max().item() if high.numel() else 0.0
-    budget = 2 * (max_error + eps_out * largest)
-    error = (actual - high).abs()
-    assert error.max().item() <= budget, (
-        f"{name}: error {error.max().item():.3e} over budget {budget:.3e} at "
-        f"{tuple(torch.unravel_index(error.argmax(), error.shape))}, largest value {largest:.3e}"
-    )
-    rms_budget = 2 * (rms_error + eps_out * rms(high))
-    assert rms(error) <= rms_budget, f"{name}: RMS error {rms(error):.3e} over {rms_budget:.3e}"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sagebwd import reference
 from sagebwd.analysis.gaussian import with_sinks
+from sagebwd.conformance import emulator_error, violation
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
-from tests.inputs import assert_is_recipe, emulator_error
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -140,7 +140,8 @@ class KernelCall:
         for name in ("o", "lse", "k_mean", "dq", "dk", "dv"):
             eps = EPS[self.dtype] if actual[name].dtype == self.dtype else 2.0**-20
             errors = [emulator_error(a[name][a[name].isfinite()], b[name][a[name].isfinite()]) for a, b in others]
-            assert_is_recipe(name, actual[name], low[name], high[name], eps, errors)
+            problem = violation(actual[name], low[name], high[name], eps, errors)
+            assert problem is None, f"{name}: {problem}"
         return actual
 
     def check_addresses(self, implementation, names: tuple[str, ...]) -> None:
