@@ -47,8 +47,8 @@ def poisoned_allocations(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_call_remembered():
     """Tests patch what calls launch."""
-    if "sagebwd.kernels.launches" in sys.modules:
-        sys.modules["sagebwd.kernels.launches"]._calls.clear()
+    if "sagebwd.kernels.replay" in sys.modules:
+        sys.modules["sagebwd.kernels.replay"]._calls.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

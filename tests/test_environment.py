@@ -51,5 +51,5 @@ def test_one_folder_for_all_that_is_kept(monkeypatch):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", "~/elsewhere")
     assert environment.cache_folder() == _cache_folder(Data()) == Path.home() / "elsewhere"
     assert _cache_folder(Data(cache="~/given")) == Path.home() / "given"
-    tune = pytest.importorskip("sagebwd.kernels.triton.tune")
+    tune = pytest.importorskip("sagebwd.kernels.portable.tune")
     assert tune.CACHE.name == "launch.json"

@@ -279,7 +279,7 @@ def test_triton_refuses_it_by_name(recipe):
 
 
 def test_hopper_takes_three_fp8_products_or_none():
-    hopper = pytest.importorskip("sagebwd.kernels.hopper")
+    hopper = pytest.importorskip("sagebwd.kernels.gluon")
     token = Recipe.named("token")
     for head_dim in (64, 128):
         assert hopper.unsupported(Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None

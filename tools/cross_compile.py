@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.kernels import call
-from sagebwd.kernels.hopper import host as hopper_host
-from sagebwd.kernels.triton import host
+from sagebwd.kernels.gluon import host as hopper_host
+from sagebwd.kernels.portable import host
 from tests.kernels.calls import KernelCall
 
 TYPES = {

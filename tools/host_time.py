@@ -83,12 +83,12 @@ def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) 
 
 def measure(recipe: str, rounds: int = 12, calls: int = 60) -> dict[str, float]:
     """Microseconds by what is called; a driver is taken already."""
-    from sagebwd.kernels.hopper import gradients, host
+    from sagebwd.kernels.gluon import gradients, host
 
     host.capability = lambda device: 90
     gradients.processors = lambda device: 132
     # the only name that a CPU's tensors may be asked for by
-    ops.IMPLEMENTATIONS["reference"] = "sagebwd.kernels.hopper"
+    ops.IMPLEMENTATIONS["reference"] = "sagebwd.kernels.gluon"
     ops.implementation.cache_clear()
     q, k, v, do = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
     settings = (None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))

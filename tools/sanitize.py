@@ -150,7 +150,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     seeds = [group * GROUP + 1 for group in range(arguments.groups)]
     wanted, kernels = checks(seeds, seeds[::4]), kernel_names()
-    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "hopper").glob("*.py"), HANDOVER)}
+    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "gluon").glob("*.py"), HANDOVER)}
     problems, handovers = 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
         tasks = {

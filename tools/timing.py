@@ -2,7 +2,7 @@
 
 `python -m tools.timing --recipe token_fp8 --head-dim 64` prints a line a shape. `--replace
 backward_kernel=variant.py` runs another file's kernel of that name in place of the Hopper host's, `--set
-BACKWARD.64.STAGES=2` changes `sagebwd.kernels.hopper.launch`; both may be repeated. Claims come from `sagebwd bench`.
+BACKWARD.64.STAGES=2` changes `sagebwd.kernels.gluon.config`; both may be repeated. Claims come from `sagebwd bench`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import sage_attention
-from sagebwd.kernels.hopper import gradients, host, launch
+from sagebwd.kernels.gluon import config, gradients, host
 from sagebwd.metrics import relative_l2
 
 TOTAL_TOKENS, MODEL_WIDTH = 16384, 2048
@@ -31,15 +31,15 @@ def replace_kernel(text: str) -> None:
     spec.loader.exec_module(module)
     owner = next((owner for owner in (host, gradients) if hasattr(owner, name)), None)
     if owner is None:
-        raise ValueError(f"--replace {text}: sagebwd.kernels.hopper launches no {name}")
+        raise ValueError(f"--replace {text}: sagebwd.kernels.gluon launches no {name}")
     setattr(owner, name, getattr(module, name))
 
 
 def change_launch(text: str) -> None:
-    """TABLE.HEAD_DIM.OPTION=VALUE of the launch module."""
+    """TABLE.HEAD_DIM.OPTION=VALUE of `sagebwd.kernels.gluon.config`."""
     path, value = text.split("=", 1)
     table, head_dim, option = path.split(".")
-    options = getattr(launch, table)[int(head_dim)]
+    options = getattr(config, table)[int(head_dim)]
     if option not in options:
         raise ValueError(f"--set {text}: {table} has {', '.join(options)}")
     options[option] = int(value)

@@ -33,8 +33,8 @@ from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 IMPLEMENTATIONS = {
     "reference": "sagebwd.reference",
-    "triton": "sagebwd.kernels.triton",
-    "hopper": "sagebwd.kernels.hopper",
+    "triton": "sagebwd.kernels.portable",
+    "hopper": "sagebwd.kernels.gluon",
 }
 FASTEST = "fastest"
 

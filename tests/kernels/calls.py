@@ -149,12 +149,12 @@ class KernelCall:
 
         Those that are copied then give the same bits; others are read by a kernel that is compiled for them.
         """
-        from sagebwd.kernels import launches
+        from sagebwd.kernels import replay
 
         odd = dataclasses.replace(self, unaligned=names)
         expected = self.run(implementation, self.inputs())
         for first, second in ((self, odd), (odd, self)):
-            launches._calls.clear()
+            replay._calls.clear()
             for call in (first, first, first, second, second, second):
                 actual = call.run(implementation, call.inputs())
                 if set(names) <= set(COPIED):

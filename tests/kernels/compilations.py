@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-from sagebwd.kernels.hopper import host as hopper_host
-from sagebwd.kernels.triton import host, tune
+from sagebwd.kernels.gluon import host as hopper_host
+from sagebwd.kernels.portable import host, tune
 from tests.kernels.calls import KernelCall
 
 

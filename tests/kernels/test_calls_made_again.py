@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.kernels.calls import KernelCall
-from tests.kernels.test_hopper import CALLS, VARIED
-from tests.kernels.test_triton import CALLS as PORTABLE
+from tests.kernels.test_gluon import CALLS, VARIED
+from tests.kernels.test_portable import CALLS as PORTABLE
 
-hopper = pytest.importorskip("sagebwd.kernels.hopper")
-from sagebwd.kernels import launches, triton  # noqa: E402
+gluon = pytest.importorskip("sagebwd.kernels.gluon")
+from sagebwd.kernels import portable, replay  # noqa: E402
 
-ALL = [(hopper, change + name) for change in ("", "fp8-", "fp8-deterministic-", "16bit-o-") for name in VARIED]
-ALL += [(triton, name) for name in PORTABLE]
+ALL = [(gluon, change + name) for change in ("", "fp8-", "fp8-deterministic-", "16bit-o-") for name in VARIED]
+ALL += [(portable, name) for name in PORTABLE]
 
 # no size or stride is so large, no address so small
 SMALLEST_ADDRESS = 1 << 32
@@ -27,7 +27,7 @@ class Notes(list):
     """Launches: kernel, grid, arguments, and which of them are addresses of zeros."""
 
     def launch(self, kernel, grid, *arguments, **options):
-        """In the place of `launches.launch`."""
+        """In the place of `replay.launch`."""
         self.note(kernel, grid, *arguments, *(options[name] for name in kernel.arg_names[len(arguments) :]))
         return Compiled(self, kernel)
 
@@ -112,11 +112,11 @@ def run(family, call: KernelCall, notes: Notes) -> list[tuple[list, list, tuple]
 @pytest.fixture
 def notes(monkeypatch):
     """What is launched as if there were an H200."""
-    for host in (hopper.host, triton.host):
+    for host in (gluon.host, portable.host):
         monkeypatch.setattr(host, "capability", lambda device: 90)
-    monkeypatch.setattr(hopper.gradients, "processors", lambda device: 132)
+    monkeypatch.setattr(gluon.gradients, "processors", lambda device: 132)
     noted = Notes()
-    monkeypatch.setattr(launches, "launch", noted.launch)
+    monkeypatch.setattr(replay, "launch", noted.launch)
     return noted
 
 
@@ -128,7 +128,7 @@ def identifiers(calls: list[tuple]) -> list[str]:
 def test_a_call_made_again_launches_the_same(family, name, notes):
     calls = (dataclasses.replace(CALLS[name], seed=seed) for seed in (3, 4, 5))
     first, _, again = [run(family, call, notes) for call in calls]
-    assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 2
+    assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 2
     for (launched, given, outputs), (launched_again, given_again, outputs_again) in zip(first, again):
         pairs = [(a, b) for a, b in zip(given, given_again) if a is not None and a.numel() > 0]
         made = assert_same(launched, launched_again, pairs)
@@ -144,7 +144,7 @@ def test_a_call_made_again_launches_the_same(family, name, notes):
 
 # beside each family's own: one head, whose packed tokens are contiguous as they lie
 ELSEWHERE = [(f, n) for f, n in ALL if n.endswith(("gqa-ragged", "key-mask", "packed", "packed-causal-window"))]
-ELSEWHERE += [(triton, name) for name in ("paper", "full", "smooth-q", "head-dim-72-packed")]
+ELSEWHERE += [(portable, name) for name in ("paper", "full", "smooth-q", "head-dim-72-packed")]
 
 
 @pytest.mark.parametrize("heads", [None, 1])
@@ -155,13 +155,13 @@ def test_tensors_that_begin_at_an_odd_element_are_copied(family, name, heads, no
     odd = dataclasses.replace(call, unaligned=("q", "k", "v", "do", "saved"))
     aligned = run(family, call, notes)
     for first, second in ((call, odd), (odd, call)):
-        launches._calls.clear()
+        replay._calls.clear()
         for one in (first, second, second, second, first, first):
             for (launched, *_), (expected, *_) in zip(run(family, one, notes), aligned, strict=True):
                 assert kinds(launched) == kinds(expected)
                 assert all(address % 16 == 0 for address in described(launched))
         # forward's and, as saved scales are read as they lie, two of backward's
-        assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 3
+        assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 3
 
 
 def described(launched: list) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagebwd.band import Band
 from sagebwd.kernels.call import Packing, capability
-from sagebwd.kernels.preprocess import Codes, launch_codes
+from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.sm90 import compile as sm90
 from sagebwd.kernels.sm90.launch import launch_forward
 

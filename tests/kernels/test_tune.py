@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sagebwd.kernels.triton import tune
-from sagebwd.kernels.triton.launch import Launch, choose, smaller
+from sagebwd.kernels.portable import tune
+from sagebwd.kernels.portable.config import Launch, choose, smaller
 from sagebwd.recipe import Recipe
 
 TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")

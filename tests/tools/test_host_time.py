@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sagebwd.kernels.hopper")
+pytest.importorskip("sagebwd.kernels.gluon")
 HEADERS = Path(sysconfig.get_paths()["include"]) / "Python.h"
 CODE = """
 import tempfile

@@ -4,7 +4,7 @@ import pytest
 
 from tools import sanitize
 
-DKDV = sanitize.KERNELS / "hopper/dkdv.py"
+DKDV = sanitize.KERNELS / "gluon/dkdv.py"
 CLEAN = (
     "========= COMPUTE-SANITIZER\n1/1 cases, 0 failed, 33 s\n1 passed, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
 )
@@ -39,7 +39,7 @@ def test_hand_over_is_at_the_kernel_and_where_it_starts_partitions():
     assert {KERNEL, CALL} <= ALLOWED["dkdv.py"]
     assert line("def accumulate(") not in ALLOWED["dkdv.py"]
     assert line("    fence_async_shared()") not in ALLOWED["dkdv.py"]
-    assert sanitize.handover_lines(sanitize.KERNELS / "hopper/tile.py") == set()
+    assert sanitize.handover_lines(sanitize.KERNELS / "gluon/tile.py") == set()
 
 
 def test_clean_and_handed_over():

@@ -2,8 +2,8 @@
 
 import pytest
 
-pytest.importorskip("sagebwd.kernels.hopper")
-from sagebwd.kernels.hopper import gradients, launch
+pytest.importorskip("sagebwd.kernels.gluon")
+from sagebwd.kernels.gluon import config, gradients
 from tools import timing
 
 
@@ -19,8 +19,8 @@ def test_a_kernel_of_another_file_takes_the_place(tmp_path, monkeypatch):
 
 
 def test_launch_options_change_by_name(monkeypatch):
-    monkeypatch.setitem(launch.BACKWARD, 64, dict(launch.BACKWARD[64]))
+    monkeypatch.setitem(config.BACKWARD, 64, dict(config.BACKWARD[64]))
     timing.change_launch("BACKWARD.64.STAGES=2")
-    assert launch.BACKWARD[64]["STAGES"] == 2
+    assert config.BACKWARD[64]["STAGES"] == 2
     with pytest.raises(ValueError, match="BACKWARD has STAGES"):
         timing.change_launch("BACKWARD.64.STEPS=2")

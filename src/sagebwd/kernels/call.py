@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.replay import Launch, launch
 from sagebwd.recipe import Recipe
 
 # Steps of P (`Recipe.p_levels`) that forward kernels compute; any other value would get the numbers of one of these.

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from sagebwd.environment import cache_folder
-from sagebwd.kernels.launches import TensorKernel
+from sagebwd.kernels.replay import TensorKernel
 from sagebwd.kernels.sm90.config import Variant
 
 ARCHITECTURE = "sm_90a"

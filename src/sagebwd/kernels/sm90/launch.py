@@ -1,4 +1,4 @@
-"""Launches the sm_90a forward on operands that `sagebwd.kernels.preprocess` writes."""
+"""Launches the sm_90a forward on operands that `sagebwd.kernels.operands.lane_codes` writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Packing
-from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.replay import Launch, launch
 from sagebwd.kernels.sm90.compile import forward_kernel
 from sagebwd.kernels.sm90.config import TILES, Arguments, Variant
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.tile import (
+from sagebwd.kernels.gluon.tile import (
     LN_2,
     LOG2_E,
     ROUND,

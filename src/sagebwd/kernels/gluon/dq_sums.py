@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from sagebwd.kernels.hopper.tile import (
+from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     ROWS,
     add_tile,

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.forward import block_at, blocks_met, code_rows, scaled
-from sagebwd.kernels.hopper.tile import (
+from sagebwd.kernels.gluon.forward import block_at, blocks_met, code_rows, scaled
+from sagebwd.kernels.gluon.tile import (
     LN_2,
     LOG2_E,
     ROWS,

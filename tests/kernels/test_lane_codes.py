@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sagebwd.kernels.call import Packing
-from sagebwd.kernels.preprocess import launch_channel_scale, launch_codes
+from sagebwd.kernels.operands.lane_codes import launch_channel_scale, launch_codes
 from sagebwd.quantize import quantize_tokens, smooth
 
 BLOCK_K = 128

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-
 import triton
+from triton.runtime.errors import OutOfResources
+
 from sagebwd.environment import cache_folder, is_on
 from sagebwd.kernels.call import Call
-from sagebwd.kernels.triton.launch import Launch, candidates, choose, smaller
-from triton.runtime.errors import OutOfResources
+from sagebwd.kernels.portable.config import Launch, candidates, choose, smaller
 
 CACHE = cache_folder() / "launch.json"
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.hopper.tile import CONSUMERS, ROWS, sequence
+from sagebwd.kernels.gluon.tile import CONSUMERS, ROWS, sequence
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Kernels before and after the e4m3 gradient products of `sagebwd.float8`; `float8_passes` launches them.
+"""Kernels before and after the e4m3 gradient products of `sagebwd.float8`; `fp8_passes` launches them.
 
 Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sagebwd import float8
-from sagebwd.kernels.quantize import NO_SPECIALIZE, store_transposed
+from sagebwd.kernels.operands.codes import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
 
 # Zeros that a program writes at a time.

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.kernels import triton
+from sagebwd.kernels import portable
 from sagebwd.kernels.call import P_LEVELS, Call, Packing, aligned_rows, capability, contiguous, fits_tma
-from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
-from sagebwd.kernels.hopper.forward import forward_kernel
-from sagebwd.kernels.hopper.forward_16bit import forward_16bit_kernel
-from sagebwd.kernels.hopper.gradients import float8_gradients, int8_gradients
-from sagebwd.kernels.hopper.launch import FORWARD, FORWARD_16BIT
-from sagebwd.kernels.hopper.tile import ROWS
-from sagebwd.kernels.launches import Launch, repeat
-from sagebwd.kernels.passes import launch_quantize
-from sagebwd.kernels.preprocess import launch_channel_scale, launch_codes
+from sagebwd.kernels.gluon.config import FORWARD, FORWARD_16BIT
+from sagebwd.kernels.gluon.descriptor import Rows, matrix, transposed, vectors
+from sagebwd.kernels.gluon.forward import forward_kernel
+from sagebwd.kernels.gluon.forward_16bit import forward_16bit_kernel
+from sagebwd.kernels.gluon.gradients import float8_gradients, int8_gradients
+from sagebwd.kernels.gluon.tile import ROWS
+from sagebwd.kernels.operands.lane_codes import launch_channel_scale, launch_codes
+from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.passes import launch_quantize
+from sagebwd.kernels.replay import Launch, repeat
 from sagebwd.kernels.sm90.compile import unavailable
 from sagebwd.kernels.sm90.config import SCALE_BLOCK
 from sagebwd.kernels.sm90.launch import launch_forward
-from sagebwd.kernels.statistics import launch_statistics
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 CONTIGUOUS = torch.contiguous_format
@@ -59,7 +59,7 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         needed = ", ".join(f"{name}={value!r}" for name, value in FLOAT8_BACKWARD.items())
         return f"recipe {str(recipe)!r}: FP8 runs with {needed}"
     # backward is Triton's where these kernels have none
-    return None if recipe.dv == FP8 else triton.unsupported(recipe, head_dim, dtype)
+    return None if recipe.dv == FP8 else portable.unsupported(recipe, head_dim, dtype)
 
 
 def has_backward(recipe: Recipe) -> bool:
@@ -244,7 +244,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``deterministic``."""
     if not has_backward(recipe):
-        return triton.backward(
+        return portable.backward(
             do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
             recipe, deterministic,

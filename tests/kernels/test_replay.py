@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-launches = pytest.importorskip("sagebwd.kernels.launches")
+replay = pytest.importorskip("sagebwd.kernels.replay")
 
 
 class Kernel:
@@ -79,7 +79,7 @@ def expected(x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor]:
 
 
 def check(call, x: Tensor, y: Tensor, negative: bool = False) -> None:
-    out, middle, nothing = launches.repeat(call, x, y, negative)
+    out, middle, nothing = replay.repeat(call, x, y, negative)
     for actual, wanted in zip((out, middle), expected(x, y, negative)):
         torch.testing.assert_close(actual, wanted)
     assert nothing.shape == (0,)
@@ -92,20 +92,20 @@ def test_a_call_alike_repeats_its_launches():
         check(call, torch.randn(64), torch.randn(64))
     assert kernel.bound == 2 * 3
     assert kernel.blocks == [16, 32, 64] * 4
-    assert isinstance(*launches._calls.values(), launches.Recording)
+    assert isinstance(*replay._calls.values(), replay.Recording)
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_the_first_call_that_compiles_says_so_once(interpreted, monkeypatch, caplog):
-    launches._say_what_takes_long.cache_clear()
-    monkeypatch.setattr(launches, "COMPILING_SECONDS", 0)
+    replay._say_what_takes_long.cache_clear()
+    monkeypatch.setattr(replay, "COMPILING_SECONDS", 0)
     call = call_of(Kernel(interpreted))
     for tokens in (64, 64, 65):
         check(call, torch.randn(tokens), torch.randn(tokens))
     told = [record.getMessage() for record in caplog.records if record.name == "sagebwd"]
     assert len(told) == (0 if interpreted else 1)
     assert all("compiling kernels" in message for message in told)
-    launches._say_what_takes_long.cache_clear()
+    replay._say_what_takes_long.cache_clear()
 
 
 def test_kernels_of_tensors_are_launched_again_with_tensors():
@@ -119,7 +119,7 @@ def test_kernels_of_tensors_are_launched_again_with_tensors():
         column[:] = between[0]
         out[:] = between
 
-    kernel = launches.TensorKernel(function)
+    kernel = replay.TensorKernel(function)
 
     def call(launch, x: Tensor) -> tuple[Tensor, Tensor]:
         torch.empty(5)
@@ -130,10 +130,10 @@ def test_kernels_of_tensors_are_launched_again_with_tensors():
 
     for _ in range(4):
         x = torch.randn(3, 4)
-        out, column = launches.repeat(call, x)
+        out, column = replay.repeat(call, x)
         torch.testing.assert_close(out, 2 * x)
         torch.testing.assert_close(column, 2 * x[0])
-    assert isinstance(*launches._calls.values(), launches.Recording)
+    assert isinstance(*replay._calls.values(), replay.Recording)
     assert len(set(seen)) == 1
 
 
@@ -142,7 +142,7 @@ def test_outputs_are_tensors_of_their_own():
     results = []
     for _ in range(5):
         x, y = torch.randn(64), torch.randn(64)
-        results.append((launches.repeat(call, x, y, True), expected(x, y, True)))
+        results.append((replay.repeat(call, x, y, True), expected(x, y, True)))
     for (out, middle, _), wanted in results:
         torch.testing.assert_close((out, middle), wanted)
 
@@ -166,7 +166,7 @@ def test_another_tensor_is_another_call(other):
 
     kernel = Kernel()
     for x in [torch.ones(64)] * 3 + [other] * 3:
-        launches.repeat(call, x)
+        replay.repeat(call, x)
     assert kernel.bound == 4
 
 
@@ -174,7 +174,7 @@ def test_no_tensor_is_kept():
     call = call_of(Kernel())
     for _ in range(3):
         x, y = torch.randn(64), torch.randn(64)
-        kept = [weakref.ref(t) for t in (x, y, *launches.repeat(call, x, y, True))]
+        kept = [weakref.ref(t) for t in (x, y, *replay.repeat(call, x, y, True))]
         del x, y
         assert [t() for t in kept] == [None] * 5
 
@@ -229,7 +229,7 @@ def test_a_call_that_does_more_is_run_anew(deed):
 
     kernel = Kernel()
     for _ in range(3):
-        launches.repeat(call, torch.ones(8))
+        replay.repeat(call, torch.ones(8))
     assert len(done) == kernel.bound == 3
 
 
@@ -242,20 +242,20 @@ def test_a_tensor_from_elsewhere_is_not_remembered():
         launch(Kernel(), (1,), x, elsewhere.pop(), out, 8, BLOCK=16, scale=1.0, num_warps=4)
         return (out,)
 
-    assert [launches.repeat(call, torch.zeros(8))[0][0].item() for _ in range(3)] == [4.0, 3.0, 2.0]
+    assert [replay.repeat(call, torch.zeros(8))[0][0].item() for _ in range(3)] == [4.0, 3.0, 2.0]
 
 
 def test_calls_that_never_come_again_are_forgotten(monkeypatch):
-    monkeypatch.setattr(launches, "MOST_CALLS", 10)
+    monkeypatch.setattr(replay, "MOST_CALLS", 10)
     call = call_of(Kernel())
     for length in range(1, 40):
         check(call, torch.zeros(length), torch.zeros(length))
-        assert len(launches._calls) <= 10
+        assert len(replay._calls) <= 10
 
 
 def test_the_first_of_its_kind_is_not_watched(monkeypatch):
     """Lengths may never repeat."""
-    monkeypatch.setattr(launches, "_watched", None)
+    monkeypatch.setattr(replay, "_watched", None)
     call = call_of(Kernel())
     for length in range(1, 40):
         check(call, torch.zeros(length), torch.zeros(length))

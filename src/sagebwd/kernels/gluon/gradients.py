@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, processors
-from sagebwd.kernels.float8_passes import dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
-from sagebwd.kernels.hopper.backward import backward_kernel
-from sagebwd.kernels.hopper.descriptor import Rows, matrix, transposed, vectors
-from sagebwd.kernels.hopper.dkdv import dkdv_kernel
-from sagebwd.kernels.hopper.dq import PIECE, dq_kernel
-from sagebwd.kernels.hopper.launch import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
-from sagebwd.kernels.hopper.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.passes import launch_grad_out, launch_transpose
+from sagebwd.kernels.gluon.backward import backward_kernel
+from sagebwd.kernels.gluon.config import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
+from sagebwd.kernels.gluon.descriptor import Rows, matrix, transposed, vectors
+from sagebwd.kernels.gluon.dkdv import dkdv_kernel
+from sagebwd.kernels.gluon.dq import PIECE, dq_kernel
+from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
+from sagebwd.kernels.operands.fp8_passes import dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
+from sagebwd.kernels.operands.passes import launch_grad_out, launch_transpose
 
 CONTIGUOUS = torch.contiguous_format
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, Packing, padded_head_dim, pass_warps
-from sagebwd.kernels.launches import Launch, launch
-from sagebwd.kernels.quantize import grad_out_kernel, quantize_kernel, transpose_kernel
+from sagebwd.kernels.operands.codes import grad_out_kernel, quantize_kernel, transpose_kernel
+from sagebwd.kernels.replay import Launch, launch
 from sagebwd.recipe import INT8
 
 

@@ -7,11 +7,14 @@ Q's scale per token, on which dK reduces, before it is quantised.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.config import Launch
+from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.tile import (
     LOG2_E,
     block_range,
@@ -31,10 +34,7 @@ from sagebwd.kernels.tile import (
     to_16bit,
     visible,
 )
-from sagebwd.kernels.triton.launch import Launch
-from sagebwd.kernels.triton.tune import run_best
 from sagebwd.recipe import INT8
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])

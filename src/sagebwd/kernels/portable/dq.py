@@ -7,11 +7,14 @@ of dS through shared memory, the atomics and their FP32 buffer; it was faster (d
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.config import Launch
+from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.tile import (
     LOG2_E,
     block_range,
@@ -30,10 +33,7 @@ from sagebwd.kernels.tile import (
     to_16bit,
     visible,
 )
-from sagebwd.kernels.triton.launch import Launch
-from sagebwd.kernels.triton.tune import run_best
 from sagebwd.recipe import INT8
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit(

@@ -9,11 +9,14 @@ hand scores out (`tile.interleave`).
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.config import Launch
+from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.tile import (
     LN_2,
     LOG2_E,
@@ -31,10 +34,7 @@ from sagebwd.kernels.tile import (
     to_int8,
     visible,
 )
-from sagebwd.kernels.triton.launch import Launch
-from sagebwd.kernels.triton.tune import run_best
 from sagebwd.recipe import INT8
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit

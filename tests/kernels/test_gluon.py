@@ -12,12 +12,12 @@ from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from sagebwd.switches import switches
 from tests.kernels.calls import TENSORS, KernelCall
-from tests.kernels.test_triton import CALLS, UNALIGNED
+from tests.kernels.test_portable import CALLS, UNALIGNED
 
-hopper = pytest.importorskip("sagebwd.kernels.hopper")
-from sagebwd.kernels import launches  # noqa: E402
+hopper = pytest.importorskip("sagebwd.kernels.gluon")
+from sagebwd.kernels import replay  # noqa: E402
 
-gradients, host, launch = hopper.gradients, hopper.host, hopper.launch
+gradients, host, config = hopper.gradients, hopper.host, hopper.config
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
@@ -151,7 +151,7 @@ class TestOnHopper:
         for seed in (2, 3):
             changed = dataclasses.replace(call, seed=seed)
             changed.run(hopper, changed.inputs())
-        assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 2
+        assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 2
         dataclasses.replace(call, seed=4).check(hopper)
 
     @pytest.mark.parametrize(("name", "names"), UNALIGNED)
@@ -210,7 +210,7 @@ def test_unsupported_says_why():
 @pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
 def test_whose_backward_runs_is_told(recipe, monkeypatch):
     ran = []
-    monkeypatch.setattr(host.triton, "backward", lambda *_: ran.append("triton"))
+    monkeypatch.setattr(host.portable, "backward", lambda *_: ran.append("triton"))
     monkeypatch.setattr(host, "repeat", lambda *_: ran.append("hopper"))
     parsed = Recipe.parse(recipe)
     hopper.backward(*(None,) * 23, parsed, False)
@@ -245,7 +245,7 @@ def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> host.Call:
     ],
 )
 def test_blocks_in_turn_where_they_fill_the_gpu(call, turns):
-    assert launch.backward_turns(call, 128, 64, 132) == turns
+    assert config.backward_turns(call, 128, 64, 132) == turns
 
 
 def test_a_cpu_is_refused():

@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.dkdv import load_queries, probabilities
-from sagebwd.kernels.hopper.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block, store_dq
-from sagebwd.kernels.hopper.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.hopper.tile import (
+from sagebwd.kernels.gluon.dkdv import load_queries, probabilities
+from sagebwd.kernels.gluon.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block, store_dq
+from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
+from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
     LOG2_E,

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.hopper.tile import (
+from sagebwd.kernels.gluon.tile import (
     LOG2_E,
     ROWS,
     TINY,

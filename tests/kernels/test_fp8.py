@@ -8,12 +8,12 @@ from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import quantize_tokens
 from sagebwd.recipe import Recipe
 
-passes = pytest.importorskip("sagebwd.kernels.float8_passes")
+passes = pytest.importorskip("sagebwd.kernels.operands.fp8_passes")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from sagebwd.kernels import float8  # noqa: E402
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
+from sagebwd.kernels.operands import fp8  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -25,8 +25,8 @@ LOG2_E = 1.4426950408889634
 def parts_of(x, parts, weight):
     """The 16 channels of 16 values, and what they are multiplied by."""
     local = tl.arange(0, 16)
-    float8.store_delta_parts(parts, tl.load(x + local), local)
-    tl.store(weight + local, float8.delta_parts_weight(local))
+    fp8.store_delta_parts(parts, tl.load(x + local), local)
+    tl.store(weight + local, fp8.delta_parts_weight(local))
 
 
 class Operands:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.call import Packing, padded_head_dim
-from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.replay import Launch, launch
 from sagebwd.kernels.tile import load_rows, psi_scale, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.

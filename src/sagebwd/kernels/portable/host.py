@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import P_LEVELS, Call, Packing, SmoothQ, aligned_rows, capability, contiguous
-from sagebwd.kernels.launches import Launch, repeat
-from sagebwd.kernels.passes import (
+from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.passes import (
     Quantized,
     launch_grad_out,
     launch_quantize,
     launch_transpose,
 )
-from sagebwd.kernels.statistics import launch_statistics
-from sagebwd.kernels.triton.dkdv import launch_dkdv
-from sagebwd.kernels.triton.dq import launch_dq
-from sagebwd.kernels.triton.forward import launch_forward
+from sagebwd.kernels.portable.dkdv import launch_dkdv
+from sagebwd.kernels.portable.dq import launch_dq
+from sagebwd.kernels.portable.forward import launch_forward
+from sagebwd.kernels.replay import Launch, repeat
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 BLOCK_SIZES = (32, 64, 128)

@@ -10,13 +10,13 @@ from sagebwd.quantize import quantize_tokens, smooth
 from sagebwd.recipe import Recipe
 from tests.kernels.calls import TENSORS, KernelCall
 
-triton_kernels = pytest.importorskip("sagebwd.kernels.triton")
-from sagebwd.kernels import launches  # noqa: E402
+triton_kernels = pytest.importorskip("sagebwd.kernels.portable")
+from sagebwd.kernels import replay  # noqa: E402
 from sagebwd.kernels.call import Call, Packing  # noqa: E402
-from sagebwd.kernels.passes import launch_quantize  # noqa: E402
-from sagebwd.kernels.statistics import launch_statistics  # noqa: E402
-from sagebwd.kernels.triton import host, tune  # noqa: E402
-from sagebwd.kernels.triton.launch import choose  # noqa: E402
+from sagebwd.kernels.operands.means import launch_statistics  # noqa: E402
+from sagebwd.kernels.operands.passes import launch_quantize  # noqa: E402
+from sagebwd.kernels.portable import host, tune  # noqa: E402
+from sagebwd.kernels.portable.config import choose  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -98,7 +98,7 @@ def test_calls_made_again(name):
     for seed in (2, 3):
         changed = dataclasses.replace(call, seed=seed)
         changed.run(triton_kernels, changed.inputs())
-    assert [type(x) for x in launches._calls.values()] == [launches.Recording] * 2
+    assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 2
     dataclasses.replace(call, seed=4).check(triton_kernels)
 
 

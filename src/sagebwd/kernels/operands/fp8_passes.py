@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.call import Call, pass_warps
-from sagebwd.kernels.float8 import CLEARED, DELTA_CHANNELS, finish_dq_kernel, float8_kernel, row_values_kernel
+from sagebwd.kernels.operands.fp8 import CLEARED, DELTA_CHANNELS, finish_dq_kernel, float8_kernel, row_values_kernel
 
 
 class RowValues(NamedTuple):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.call import Packing, padded_head_dim
-from sagebwd.kernels.launches import Launch, launch
+from sagebwd.kernels.replay import Launch, launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
 LANES = tl.constexpr(4)
