@@ -35,7 +35,7 @@ def test_each_cell_has_its_recipes(norm, size):
         expected += [
             f"{name}({change})" for name in ("token", "paper") for change in ("smooth_k=False", "smooth_q=True")
         ]
-    assert recipes == [*expected, "sdpa"]
+    assert recipes == [*expected, "sdpa", "mixed", "token_fp8"]
     assert all(variant.model.qk_norm == (norm == "qknorm") for variant in variants.values())
     parsed = [Recipe.parse(recipe) for recipe in recipes if recipe != "sdpa"]
     assert len(set(parsed)) == len(parsed)
