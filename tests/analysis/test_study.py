@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagebwd.analysis import capture, leads, study, variants
-from sagebwd.analysis.leads import Lead
-from sagebwd.analysis.study_tables import markdown, ratios
+from sagebwd.analysis import ablations, capture, study, variants
+from sagebwd.analysis.ablations import Ablation
+from sagebwd.analysis.study_tables import load, markdown, ratios
 from sagebwd.band import Band
 from sagebwd.metrics import relative_l2
 from sagebwd.quantize import quantize
@@ -72,33 +72,33 @@ def test_without_a_change_a_variant_is_the_recipe(is_causal):
     emulator = Emulator(q, k, v, Recipe.named("token"), one.scale, one.band)
     o, lse, _ = emulator.forward()
     expected = dict(zip(study.TENSORS, (o, *emulator.backward(do, o, lse))))
-    actual = one.run(Lead("token"))
+    actual = one.run(Ablation("token"))
     assert all(torch.equal(actual[name], expected[name]) for name in study.TENSORS)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_each_variant_changes_what_it_should(is_causal):
     one = sample(is_causal=is_causal)
-    base = one.errors(Lead("token"))
-    sixteen_bit = one.errors(Lead("token(s=16bit)"))
-    both = one.errors(Lead("token", variant={"s_terms": "qk"}))
+    base = one.errors(Ablation("token"))
+    sixteen_bit = one.errors(Ablation("token(s=16bit)"))
+    both = one.errors(Ablation("token", variant={"s_terms": "qk"}))
     assert both == pytest.approx(sixteen_bit, rel=0.02)
     for half in ("q", "k"):
-        assert both["dq"] < one.errors(Lead("token", variant={"s_terms": half}))["dq"] < base["dq"]
-    rebuilt = one.run(Lead("token(o=16bit)", variant={"delta": "rebuilt"}))
-    from_output = one.run(Lead("token(o=16bit)"))
+        assert both["dq"] < one.errors(Ablation("token", variant={"s_terms": half}))["dq"] < base["dq"]
+    rebuilt = one.run(Ablation("token(o=16bit)", variant={"delta": "rebuilt"}))
+    from_output = one.run(Ablation("token(o=16bit)"))
     assert relative_l2(rebuilt["dq"], from_output["dq"]) < 1e-4  # rows of P sum to one: both deltas are one number
     for scale in ("token", "sequence"):
-        exact = one.run(Lead("token", variant={"do_scale": scale, "psi": variants.exact}))
-        best = one.run(Lead("token(dv=16bit)"))
+        exact = one.run(Ablation("token", variant={"do_scale": scale, "psi": variants.exact}))
+        best = one.run(Ablation("token(dv=16bit)"))
         assert 0.003 < relative_l2(exact["dv"], best["dv"]) < 0.02  # dO's codes alone
-        assert all(torch.equal(one.run(Lead("token", variant={"do_scale": scale}))[n], one.run(Lead("token"))[n])
-                   for n in ("o", "dq", "dk"))  # fmt: skip
+        scaled, plain = one.run(Ablation("token", variant={"do_scale": scale})), one.run(Ablation("token"))
+        assert all(torch.equal(scaled[name], plain[name]) for name in ("o", "dq", "dk"))
 
 
 def test_a_large_token_of_do_is_kept_apart_by_a_scale_a_token():
     one = sample("large token")
-    errors = [one.errors(Lead("token", variant=v))["dv"] for v in ({}, {"do_scale": "token"})]
+    errors = [one.errors(Ablation("token", variant=v))["dv"] for v in ({}, {"do_scale": "token"})]
     assert errors[1] < 0.7 * errors[0]
 
 
@@ -107,7 +107,7 @@ def test_a_token_without_gradient_does_not_coarsen_the_others():
     do = do * 1e-4
     do[:, :, -1] = 0
     one = study.Sample.of("last token unused", (q, k, v, do), Band())
-    errors = [one.errors(Lead("token", variant=v))["dv"] for v in ({}, {"do_scale": "token"})]
+    errors = [one.errors(Ablation("token", variant=v))["dv"] for v in ({}, {"do_scale": "token"})]
     assert errors[1] < 1.1 * errors[0]
 
 
@@ -122,10 +122,10 @@ def test_kinds():
         study.draw("wide", 128, 32, 0)
 
 
-def test_leads_are_each_one_line_that_parses():
-    names = [str(lead) for lead in leads.BASES + leads.LEADS]
+def test_ablations_are_each_one_line_that_parses():
+    names = [str(ablation) for ablation in ablations.BASES + ablations.ABLATIONS]
     assert len(names) == len(set(names))
-    recipes = [Recipe.parse(lead.recipe) for lead in leads.BASES + leads.SWITCHES]
+    recipes = [Recipe.parse(ablation.recipe) for ablation in ablations.BASES + ablations.SWITCHES]
     assert len(recipes) == len(set(recipes))
 
 
@@ -136,15 +136,15 @@ def test_captured_heads_are_samples(tmp_path):
     assert len(samples) == 4
     assert samples[0].tensors[0].shape == (2, 1, 70, 32)
     assert samples[0].band == Band(-20, 0)
-    assert 0 < samples[3].errors(Lead("token"))["dq"] < 0.2
+    assert 0 < samples[3].errors(Ablation("token"))["dq"] < 0.2
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(study, "LEADS", (*leads.SWITCHES[:2], leads.VARIANTS[0]))
+    monkeypatch.setattr(study, "ABLATIONS", (*ablations.SWITCHES[:2], ablations.VARIANTS[0]))
     capture.save([random_call(tokens=70, heads=1, kv_heads=1, is_causal=True)], tmp_path / "c.safetensors")
     common = ["--kind", "bias", "--head-dim", "32", "--seeds", "2"]
     for part, more in (
-        ("leads", ["--tokens", "64", "--load", f"trained={tmp_path / 'c.safetensors'}"]),
+        ("ablations", ["--tokens", "64", "--load", f"trained={tmp_path / 'c.safetensors'}"]),
         ("lengths", ["--tokens", "64", "--tokens", "96", "--plot", str(tmp_path / "plot.png")]),
         ("roundings", ["--tokens", "64"]),
     ):
@@ -157,32 +157,33 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         study.main(["show", str(path)])
         assert capsys.readouterr().out == printed
     assert (tmp_path / "plot.png").stat().st_size > 5000
-    rows = json.loads((tmp_path / "leads.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((tmp_path / "ablations.json").read_text(encoding="utf-8"))["rows"]
     assert {row["kind"]: len(row["errors"]["o"]) for row in rows} == {"bias": 2, "trained": 1}
     assert ratios(rows, "o")["token"]["bias"] == [1, 1]
     assert min(ratios(rows, "o")["token(smooth_v=False)"]["bias"]) > 1.5
 
 
-def test_chosen_leads_alone_on_loaded_tensors_alone(tmp_path):
+def test_chosen_ablations_alone_on_loaded_tensors_alone(tmp_path):
     capture.save([random_call(tokens=70, heads=1, kv_heads=1)], tmp_path / "c.safetensors")
     names = ["dO scaled by token, folded into P", "token(s=16bit, o=16bit)"]
     arguments = ["--seeds", "0", "--load", f"trained={tmp_path / 'c.safetensors'}"]
-    study.main(["leads", str(tmp_path / "leads.json"), *arguments, *(x for name in names for x in ("--lead", name))])
-    rows = json.loads((tmp_path / "leads.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["lead"] for row in rows] == [*map(str, leads.BASES), *names]
+    arguments += [x for name in names for x in ("--ablation", name)]
+    study.main(["ablations", str(tmp_path / "ablations.json"), *arguments])
+    rows = json.loads((tmp_path / "ablations.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["ablation"] for row in rows] == [*map(str, ablations.BASES), *names]
     assert {row["kind"] for row in rows} == {"trained"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["leads", "--kind", "wide"], "kind='wide' is not known"),
-        (["leads", "--load", "file"], "expected NAME=FILE"),
+        (["ablations", "--kind", "wide"], "kind='wide' is not known"),
+        (["ablations", "--load", "file"], "expected NAME=FILE"),
         (
-            ["leads", "--lead", "token(o=8bit)"],
-            "--lead 'token(o=8bit)' is not known; accepted: token(smooth_v=False);",
+            ["ablations", "--ablation", "token(o=8bit)"],
+            "--ablation 'token(o=8bit)' is not known; accepted: token(smooth_v=False);",
         ),
-        (["leads", "--kind", "bias", "--load", "a=/no/such"], "there is no such file"),
+        (["ablations", "--kind", "bias", "--load", "a=/no/such"], "there is no such file"),
         (["show"], "there is no file"),
     ],
 )
@@ -202,9 +203,16 @@ def test_nearest_rounding_has_its_bias_measured():
         assert len(stochastic["gain"][name]) == 20
 
 
-@pytest.mark.parametrize("part", ["leads", "lengths", "roundings"])
+def test_a_file_of_either_vocabulary_is_read(tmp_path):
+    new = {"part": "ablations", "rows": [{"kind": "bias", "ablation": "token", "errors": {}}]}
+    for text in (json.dumps(new), json.dumps(new).replace("ablation", "lead")):
+        (tmp_path / "file.json").write_text(text, encoding="utf-8")
+        assert load(tmp_path / "file.json") == new
+
+
+@pytest.mark.parametrize("part", ["ablations", "lengths", "roundings"])
 def test_the_pages_have_the_commands_tables(part):
-    content = json.loads((RESULTS / f"study_{part}.json").read_text(encoding="utf-8"))
+    content = load(RESULTS / f"study_{part}.json")
     pages = [(RESULTS / f"{name}.md").read_text(encoding="utf-8") for name in ("error-study", "error-study-tables")]
     for table in markdown(content).split("\n\n"):
         assert any(table in page for page in pages)

@@ -1,6 +1,6 @@
-"""The error study: leads one at a time against `token`, error against length, and what rounding dS does to its bias.
+"""The error study: ablations of `token` one at a time, error against length, and the bias of rounding dS.
 
-``python -m sagebwd.analysis.study leads | lengths | roundings`` measure, write JSON and print Markdown tables;
+``python -m sagebwd.analysis.study ablations | lengths | roundings`` measure, write JSON and print Markdown tables;
 ``show FILE`` prints those of a file. Products are emulated in FP32 from inputs drawn in BF16, so that an error is the
 recipe's alone (a 16-bit product adds none), and compared with FP64 on the same inputs; relative L2 throughout.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.analysis import gaussian, variants
-from sagebwd.analysis.leads import BASES, LEADS, Lead
-from sagebwd.analysis.study_tables import markdown
+from sagebwd.analysis.ablations import ABLATIONS, BASES, Ablation
+from sagebwd.analysis.study_tables import load, markdown
 from sagebwd.analysis.variants import Variant
 from sagebwd.band import Band
 from sagebwd.metrics import relative_l2
@@ -54,13 +54,13 @@ class Sample:
         scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
         return cls(kind, tensors, scale, band, outputs(tuple(x.double() for x in tensors), "full", scale, band))
 
-    def run(self, lead: Lead) -> dict[str, Tensor]:
-        """O, dQ, dK and dV under a lead."""
-        return outputs(self.tensors, lead.recipe, self.scale, self.band, **lead.variant)
+    def run(self, ablation: Ablation) -> dict[str, Tensor]:
+        """O, dQ, dK and dV under an ablation."""
+        return outputs(self.tensors, ablation.recipe, self.scale, self.band, **ablation.variant)
 
-    def errors(self, lead: Lead) -> dict[str, float]:
-        """Relative L2 of O, dQ, dK and dV under a lead."""
-        actual = self.run(lead)
+    def errors(self, ablation: Ablation) -> dict[str, float]:
+        """Relative L2 of O, dQ, dK and dV under an ablation."""
+        actual = self.run(ablation)
         return {name: relative_l2(actual[name], self.exact[name]) for name in TENSORS}
 
 
@@ -111,25 +111,25 @@ def captured(name: str, path: str | Path) -> list[Sample]:
     ]
 
 
-def chosen(names: Sequence[str] | None) -> tuple[Lead, ...]:
-    """The leads of these names; all for None. Raises ValueError for one that is not there."""
+def chosen(names: Sequence[str] | None) -> tuple[Ablation, ...]:
+    """The ablations of these names; all for None. Raises ValueError for one that is not there."""
     if names is None:
-        return LEADS
-    known = {str(lead): lead for lead in LEADS}
+        return ABLATIONS
+    known = {str(ablation): ablation for ablation in ABLATIONS}
     for name in names:
         if name not in known:
-            raise ValueError(f"--lead {name!r} is not known; accepted: {'; '.join(known)}")
+            raise ValueError(f"--ablation {name!r} is not known; accepted: {'; '.join(known)}")
     return tuple(known[name] for name in names)
 
 
-def measure_leads(samples: Iterable[Sample], leads: Sequence[Lead]) -> list[dict[str, object]]:
-    """A row for each kind and lead: errors[tensor], one number a sample."""
+def measure_ablations(samples: Iterable[Sample], ablations: Sequence[Ablation]) -> list[dict[str, object]]:
+    """A row for each kind and ablation: errors[tensor], one number a sample."""
     rows: dict[tuple[str, str], dict] = {}
     for sample in samples:
-        for lead in leads:
-            empty = {"kind": sample.kind, "lead": str(lead), "errors": {name: [] for name in TENSORS}}
-            row = rows.setdefault((sample.kind, str(lead)), empty)
-            for name, error in sample.errors(lead).items():
+        for ablation in ablations:
+            empty = {"kind": sample.kind, "ablation": str(ablation), "errors": {name: [] for name in TENSORS}}
+            row = rows.setdefault((sample.kind, str(ablation)), empty)
+            for name, error in sample.errors(ablation).items():
                 row["errors"][name].append(_short(error))
     return list(rows.values())
 
@@ -144,7 +144,7 @@ def measure_lengths(
             for is_causal in (False, True):
                 band, draws = Band.of(is_causal), range(max(1, min(seeds, seeds * 4096 // tokens)))
                 samples = (Sample.of(kind, draw(kind, tokens, head_dim, seed), band) for seed in draws)
-                measured = measure_leads(samples, BASES)
+                measured = measure_ablations(samples, BASES)
                 rows += [{"tokens": tokens, "is_causal": is_causal, **row} for row in measured]
     return rows
 
@@ -165,15 +165,15 @@ def measure_roundings(
     for sample in extra:
         sources.setdefault(sample.kind, []).append(sample)
     for kind, samples in sources.items():
-        targets = [sample.run(Lead("token", variant={"psi": variants.exact})) for sample in samples]
+        targets = [sample.run(Ablation("token", variant={"psi": variants.exact})) for sample in samples]
         for name in ("nearest", "stochastic"):
             psi = variants.nearest
             if name == "stochastic":
                 psi = partial(variants.stochastic, generator=torch.Generator().manual_seed(0))
-            lead = Lead("token", variant={"psi": psi})
+            ablation = Ablation("token", variant={"psi": psi})
             row: dict[str, object] = {"kind": kind, "rounding": name, "error": {}, "error_of_mean": {}, "gain": {}}
-            first = [samples[0].run(lead) for _ in range(repeats if name == "stochastic" else 1)]
-            each = [sample.run(lead) for sample in samples]
+            first = [samples[0].run(ablation) for _ in range(repeats if name == "stochastic" else 1)]
+            each = [sample.run(ablation) for sample in samples]
             for tensor in ("dq", "dk", "dv"):
                 mean = torch.stack([run[tensor] for run in first]).mean(0)
                 row["error"][tensor] = _short(relative_l2(first[0][tensor], targets[0][tensor]))
@@ -200,13 +200,13 @@ def plot_lengths(rows: Sequence[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys((row["kind"], row["is_causal"]) for row in rows))
-    recipes = list(dict.fromkeys(row["lead"] for row in rows))
+    recipes = list(dict.fromkeys(row["ablation"] for row in rows))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(3.6 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, (kind, is_causal) in zip(axes[0], panels):
         for index, recipe in enumerate(recipes):
-            lines = [r for r in rows if (r["kind"], r["is_causal"], r["lead"]) == (kind, is_causal, recipe)]
+            lines = [r for r in rows if (r["kind"], r["is_causal"], r["ablation"]) == (kind, is_causal, recipe)]
             for tensor, label, style in (("dq", "dQ", "-"), ("dk", "dK", "--"), ("o", "O", ":")):
                 values = [statistics.mean(row["errors"][tensor]) for row in lines]
                 tokens = [row["tokens"] for row in lines]
@@ -225,21 +225,23 @@ def plot_lengths(rows: Sequence[dict], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m sagebwd.analysis.study", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("leads", "lengths", "roundings", "show"))
+    parser.add_argument("part", choices=("ablations", "lengths", "roundings", "show"))
     parser.add_argument("file", nargs="?", type=Path, help="the JSON to write, or with show to read")
     parser.add_argument("--kind", action="append", help=f"one of {', '.join(KINDS)}; repeat [default: all, lengths 2]")
-    parser.add_argument("--lead", action="append", help="leads: measure these alone, by name; repeat [default: all]")
+    parser.add_argument(
+        "--ablation", action="append", help="ablations: measure these alone, by name; repeat [default: all]"
+    )
     parser.add_argument("--load", action="append", default=[], help="NAME=FILE of `sagebwd trace --save`; repeat")
     parser.add_argument("--tokens", type=int, action="append", help="tokens; lengths takes several")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=4, help="draws, 0 for what is loaded alone; roundings: repeats")
-    parser.add_argument("--causal", action="store_true", help="leads: mask the future of synthetic kinds")
+    parser.add_argument("--causal", action="store_true", help="ablations: mask the future of synthetic kinds")
     parser.add_argument("--plot", type=Path, help="lengths: also draw a .png file")
     given = parser.parse_args(arguments)
     if given.part == "show":
         if given.file is None or not given.file.is_file():
             parser.error(f"show: there is no file {given.file}")
-        content = json.loads(given.file.read_text(encoding="utf-8"))
+        content = load(given.file)
     else:
         try:
             content = _measure(given)
@@ -270,11 +272,11 @@ def _measure(given: argparse.Namespace) -> dict[str, object]:
     else:
         tokens = (given.tokens or [512 if given.part == "roundings" else 2048])[0]
         content |= {"tokens": tokens, "is_causal": given.causal}
-        if given.part == "leads":
+        if given.part == "ablations":
             draws = ((kind, seed) for kind in kinds for seed in range(given.seeds))
             band = Band.of(given.causal)
             samples = (Sample.of(kind, draw(kind, tokens, given.head_dim, s), band) for kind, s in draws)
-            rows = measure_leads(_chain(samples, extra), BASES + chosen(given.lead))
+            rows = measure_ablations(_chain(samples, extra), BASES + chosen(given.ablation))
         else:
             rows = measure_roundings(kinds, tokens, given.head_dim, given.seeds, extra)
     return content | {"rows": rows}

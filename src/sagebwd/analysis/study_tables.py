@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from sagebwd.analysis.leads import BASES, LEADS, NOT_MEASURED
+from sagebwd.analysis.ablations import ABLATIONS, BASES, NOT_MEASURED
 
 LABELS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 SHOWN = 0.01
-"""A lead is in a tensor's table if some kind of data changes by more than this."""
+"""An ablation is in a tensor's table if some kind of data changes by more than this."""
 NO_WORSE, BETTER = 1.02, 0.97
 """Ratios to `token`'s error, give or take two standard errors of the mean: over the first anywhere is worse than
 `token`; to beat it, at most the second somewhere too."""
 
 
+def load(path: Path) -> dict:
+    """A file of `sagebwd.analysis.study`; those from before 2026-11-23 call an ablation a lead."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        if "lead" in row:
+            row["ablation"] = row.pop("lead")
+    return content | {"part": content["part"].replace("leads", "ablations")}
+
+
 def markdown(content: dict) -> str:
     """The tables of one file of `sagebwd.analysis.study`."""
-    tables = {"leads": _leads, "lengths": _lengths, "roundings": _roundings}[content["part"]](content["rows"])
+    tables = {"ablations": _ablations, "lengths": _lengths, "roundings": _roundings}[content["part"]](content["rows"])
     return "\n\n".join(tables)
 
 
 def ratios(rows: Sequence[dict], tensor: str) -> dict[str, dict[str, list[float]]]:
-    """lead to kind to each sample's error over `token`'s on the same sample."""
-    base = {row["kind"]: row["errors"][tensor] for row in rows if row["lead"] == "token"}
+    """ablation to kind to each sample's error over `token`'s on the same sample."""
+    base = {row["kind"]: row["errors"][tensor] for row in rows if row["ablation"] == "token"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         pairs = zip(row["errors"][tensor], base[row["kind"]])
-        found.setdefault(row["lead"], {})[row["kind"]] = [a / b if b else 1.0 for a, b in pairs]
+        found.setdefault(row["ablation"], {})[row["kind"]] = [a / b if b else 1.0 for a, b in pairs]
     return found
 
 
-def _leads(rows: Sequence[dict]) -> list[str]:
+def _ablations(rows: Sequence[dict]) -> list[str]:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    bases = [str(lead) for lead in BASES]
-    by_place = {(row["kind"], row["lead"]): row["errors"] for row in rows}
+    bases = [str(ablation) for ablation in BASES]
+    by_place = {(row["kind"], row["ablation"]): row["errors"] for row in rows}
     lines = [
         [kind, f"`{base}`", *(_spread(by_place[kind, base][name], 4) for name in LABELS)]
         for kind in kinds for base in bases
@@ -43,16 +54,16 @@ def _leads(rows: Sequence[dict]) -> list[str]:
     by_tensor = {name: ratios(rows, name) for name in LABELS}
     for name, label in LABELS.items():
         lines = []
-        for lead, by_kind in by_tensor[name].items():
+        for ablation, by_kind in by_tensor[name].items():
             means = [statistics.mean(by_kind[kind]) for kind in kinds]
-            if lead not in bases and max(abs(mean - 1) for mean in means) > SHOWN:
-                lines.append([_quoted(lead), *(_spread(by_kind[kind], 2) for kind in kinds)])
+            if ablation not in bases and max(abs(mean - 1) for mean in means) > SHOWN:
+                lines.append([_quoted(ablation), *(_spread(by_kind[kind], 2) for kind in kinds)])
         tables.append(table([f"{label}: error over `token`'s", *kinds], lines))
     lines = []
-    for lead in (*BASES[1:], *LEADS):
+    for ablation in (*BASES[1:], *ABLATIONS):
         places = {
             (name, kind): (statistics.mean(values), 2 * _standard_error(values))
-            for name in LABELS for kind, values in by_tensor[name].get(str(lead), {}).items()
+            for name in LABELS for kind, values in by_tensor[name].get(str(ablation), {}).items()
         }  # fmt: skip
         if not places:
             continue
@@ -61,24 +72,24 @@ def _leads(rows: Sequence[dict]) -> list[str]:
         no_worse = all(mean - margin <= NO_WORSE for mean, margin in places.values())
         verdict = "no"
         if no_worse and any(mean + margin <= BETTER for mean, margin in places.values()):
-            measured = not lead.cost.startswith(NOT_MEASURED)
-            verdict = "**yes**" if lead.no_more else "at a cost" if measured else "cost not measured"
+            measured = not ablation.cost.startswith(NOT_MEASURED)
+            verdict = "**yes**" if ablation.no_more else "at a cost" if measured else "cost not measured"
         cells = [f"{means[place]:.2f} ({LABELS[place[0]]}, {place[1]})" for place in (best, worst)]
-        lines.append([_quoted(str(lead)), *cells, lead.cost, verdict])
-    heads = ["lead", "least error over `token`'s", "largest", "added cost", "beats `token`"]
+        lines.append([_quoted(str(ablation)), *cells, ablation.cost, verdict])
+    heads = ["ablation", "least error over `token`'s", "largest", "added cost", "beats `token`"]
     return [*tables, table(heads, lines)]
 
 
 def _lengths(rows: Sequence[dict]) -> list[str]:
     tokens = sorted({row["tokens"] for row in rows})
-    by_place = {(row["kind"], row["is_causal"], row["lead"], row["tokens"]): row["errors"] for row in rows}
+    by_place = {(row["kind"], row["is_causal"], row["ablation"], row["tokens"]): row["errors"] for row in rows}
     curves = list(dict.fromkeys(place[:3] for place in by_place))
     tables = []
     for name, label in LABELS.items():
         lines = [
-            [kind, "causal" if is_causal else "none", f"`{lead}`"]
-            + [_spread(by_place[kind, is_causal, lead, n][name], 4) for n in tokens]
-            for kind, is_causal, lead in curves
+            [kind, "causal" if is_causal else "none", f"`{ablation}`"]
+            + [_spread(by_place[kind, is_causal, ablation, n][name], 4) for n in tokens]
+            for kind, is_causal, ablation in curves
         ]
         tables.append(table([f"{label} of", "mask", "recipe", *(f"{n} tokens" for n in tokens)], lines))
     return tables
@@ -100,8 +111,8 @@ def _roundings(rows: Sequence[dict]) -> list[str]:
     return [table(["data", "tensor", *heads], lines)]
 
 
-def _quoted(lead: str) -> str:
-    return f"`{lead}`" if lead.startswith(("token", "paper")) else lead
+def _quoted(ablation: str) -> str:
+    return f"`{ablation}`" if ablation.startswith(("token", "paper")) else ablation
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
