@@ -38,15 +38,15 @@ def pretrain(
 
     chosen = load(config, setting)
     quiet()
-    from sagebwd.training.folder import RESULT
     from sagebwd.training.pretrain import run
     from sagebwd.training.processes import is_first
+    from sagebwd.training.run_dir import RESULT
 
-    folder = output or Path("runs") / chosen.name
+    run_dir = output or Path("runs") / chosen.name
     with interruptible("go on with --resume"):
-        run(chosen, folder, resume)
+        run(chosen, run_dir, resume)
     if is_first():
-        console.print(f"finished: {folder / RESULT}")
+        console.print(f"finished: {run_dir / RESULT}")
 
 
 @app.command()

@@ -12,7 +12,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from sagebwd.training import folder
+from sagebwd.training import run_dir
 from sagebwd.training.config import Config
 
 
@@ -20,7 +20,7 @@ def losses(output: Path) -> dict[tuple[int, str], float]:
     """Losses and gradient norms by step and name."""
     return {
         (line["step"], key): line[key]
-        for line in folder.read_metrics(output)
+        for line in run_dir.read_metrics(output)
         for key in ("loss", "grad_norm", "held_out_loss")
         if key in line
     }
@@ -29,8 +29,8 @@ def losses(output: Path) -> dict[tuple[int, str], float]:
 def cut_after(step: int, finished: Path, output: Path) -> None:
     """A copy of a finished run as it was when ``step``'s checkpoint had been written."""
     shutil.copytree(finished, output)
-    (output / folder.RESULT).unlink()
-    for path in folder.checkpoints(output):
+    (output / run_dir.RESULT).unlink()
+    for path in run_dir.checkpoints(output):
         if int(path.name.rsplit("-", 1)[1]) > step:
             shutil.rmtree(path)
 
@@ -65,13 +65,13 @@ def finish(started: list[BaseProcess]) -> None:
 
 def kill(started: list[BaseProcess], output: Path, step: int) -> None:
     """SIGKILL every process of a run that has just been started a moment after it has logged ``step``."""
-    end, path = time.monotonic() + 300, output / folder.METRICS
+    end, path = time.monotonic() + 300, output / run_dir.METRICS
     before = path.stat().st_mtime_ns if path.exists() else None  # a resumed run writes the file anew as it begins
 
     def logged() -> int:
         if not path.exists() or path.stat().st_mtime_ns == before:
             return 0
-        return max((line["step"] for line in folder.read_metrics(output)), default=0)
+        return max((line["step"] for line in run_dir.read_metrics(output)), default=0)
 
     while logged() < step:
         assert time.monotonic() < end, f"no step {step} in {output}"

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from sagebwd.training import compare as comparison
-from sagebwd.training import folder, pretrain
+from sagebwd.training import pretrain, run_dir
 from tests.training.runs import losses
 
 pytestmark = pytest.mark.rounding
@@ -40,13 +40,13 @@ def calls(monkeypatch):
              "seconds": 1.0},
             {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
         ]  # fmt: skip
-        (output / folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (output / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {
             "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0,
             "steps": 8, "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0,
             "environment": {"torch": "x", "device": "<somewhere> & elsewhere"},
         }  # fmt: skip
-        (output / folder.RESULT).write_text(json.dumps(result))
+        (output / run_dir.RESULT).write_text(json.dumps(result))
 
     monkeypatch.setattr(pretrain, "run", run)
     return calls
@@ -100,7 +100,7 @@ def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
     def interrupted(variant, output, resume=False):
         if output.name == "token" and not resume:
             (output / "checkpoint-2").mkdir(parents=True)
-            (output / "checkpoint-2" / folder.COMPLETE).touch()
+            (output / "checkpoint-2" / run_dir.COMPLETE).touch()
             raise KeyboardInterrupt
         real(variant, output, resume)
 
@@ -145,12 +145,12 @@ def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, 
         real(variant, output, resume)
         if variant.attention.recipe != "token":
             return
-        (output / folder.CONFIG).write_text(f"digest: {variant.digest()}")
-        content = json.loads((output / folder.RESULT).read_text()) | {
+        (output / run_dir.CONFIG).write_text(f"digest: {variant.digest()}")
+        content = json.loads((output / run_dir.RESULT).read_text()) | {
             "diverged": "the loss", "held_out_loss": None, "largest_logit": None, "train_loss": None,
         }  # fmt: skip
-        (output / folder.DIVERGED).write_text(json.dumps(content))
-        (output / folder.RESULT).unlink()
+        (output / run_dir.DIVERGED).write_text(json.dumps(content))
+        (output / run_dir.RESULT).unlink()
         raise pretrain.TrainingStopped("the loss")
 
     monkeypatch.setattr(pretrain, "run", run)

@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq, EvalPrediction, LlamaConfig, Ll
 from sagebwd.training import config as settings
 from sagebwd.training import examples, finetune, finetune_model, finetune_report
 from sagebwd.training.finetune_config import Finetuning
-from sagebwd.training.folder import DIVERGED, METRICS, RESULT
+from sagebwd.training.run_dir import DIVERGED, METRICS, RESULT
 
 pytestmark = pytest.mark.rounding
 

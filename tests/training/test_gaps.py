@@ -6,8 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from sagebwd.training.folder import COMPARISON
 from sagebwd.training.gaps import gaps, table
+from sagebwd.training.run_dir import COMPARISON
 
 
 def comparison(folder, losses, digests=None, diverged=()):

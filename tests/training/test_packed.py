@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sagebwd.training import packed
-from sagebwd.training.folder import COMPARISON, DIVERGED, METRICS, RESULT
+from sagebwd.training.run_dir import COMPARISON, DIVERGED, METRICS, RESULT
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from sagebwd.training import compare, folder, pretrain, processes
+from sagebwd.training import compare, pretrain, processes, run_dir
 from tests.training.runs import cut_after, finish, kill, losses, start
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -62,8 +62,8 @@ def test_two_processes_train_as_one_and_resume_each_others_checkpoints(config, l
     assert printed.count("finished:") == 1
     two = losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
-    lines = folder.read_metrics(tmp_path / "two")
-    assert len(lines) == len(folder.read_metrics(tmp_path / "one"))
+    lines = run_dir.read_metrics(tmp_path / "two")
+    assert len(lines) == len(run_dir.read_metrics(tmp_path / "one"))
     assert json.loads((tmp_path / "two" / "result.json").read_text())["environment"]["processes"] == "2"
 
     cut_after(4, tmp_path / "two", tmp_path / "two then one")
@@ -78,7 +78,7 @@ def test_two_processes_train_as_one_and_resume_each_others_checkpoints(config, l
 
 def checks(output, step):
     """What the attention monitor measured: relative L2 by layer and tensor."""
-    (line,) = [line for line in folder.read_metrics(output) if line["step"] == step and "monitor/seconds" in line]
+    (line,) = [line for line in run_dir.read_metrics(output) if line["step"] == step and "monitor/seconds" in line]
     return {key: line[key] for key in line if re.fullmatch(r"monitor/layer_\d/\w+", key)}
 
 
@@ -120,7 +120,7 @@ def test_killed_three_times_and_resumed_by_another_number_of_processes(config, t
     print(f"killed at {steps}")
     for index, (count, step) in enumerate(zip((1, 2, 1), steps)):
         kill(start(config, broken, count, resume=index > 0), broken, step)
-        assert not (broken / folder.RESULT).exists()
+        assert not (broken / run_dir.RESULT).exists()
     finish(start(config, broken, 2, resume=True))
     assert losses(broken) == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-4)
 
@@ -138,7 +138,7 @@ def test_a_step_that_does_not_divide_is_one_clear_line(config, launch, tmp_path)
 def write_often(path, start):
     start.wait()
     for _ in range(300):
-        folder.write_whole(path, "content\n" * 100)
+        run_dir.write_whole(path, "content\n" * 100)
 
 
 def test_processes_that_write_one_file_at_once_do_not_disturb_each_other(tmp_path):

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.training import pretrain, processes, side_by_side
+from sagebwd.training import parallel_runs, pretrain, processes
 from sagebwd.training.config import Config
-from sagebwd.training.folder import COMPARISON, RESULT, checkpoints, digest_in, end_of, read_metrics, write_whole
 from sagebwd.training.report import Run, write_curves, write_report
+from sagebwd.training.run_dir import COMPARISON, RESULT, checkpoints, digest_in, end_of, read_metrics, write_whole
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     is reported as such, and the others go on. The config's first variant is the baseline; every variant that has come
     to an end is compared, whether it ran now or before. Writes comparison.json, comparison.md, curves.png and
     report.html. Of several processes the first one compares and writes; the others return no outcomes. With ``jobs``
-    that many variants train at once, each in a process of its own, and what `sagebwd.training.side_by_side.train`
+    that many variants train at once, each in a process of its own, and what `sagebwd.training.parallel_runs.train`
     raises is raised here.
 
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
@@ -64,7 +64,7 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
         for name, variant in left.items():
             _train(variant, output / name)
     else:
-        side_by_side.train(left, output, jobs)
+        parallel_runs.train(left, output, jobs)
     return _report(config, variants, output) if processes.is_first() else []
 
 
@@ -99,21 +99,21 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def _has_ended(variant: Config, folder: Path) -> bool:
+def _has_ended(variant: Config, run_dir: Path) -> bool:
     """Whether a variant ran to an end before, which is told."""
-    end = processes.agreed(lambda: end_of(variant, folder))
+    end = processes.agreed(lambda: end_of(variant, run_dir))
     if end is not None:
-        how = "finished before" if end == RESULT else f"diverged before (delete {folder} to train it again)"
-        _say(f"{folder.name}: {how}, kept")
+        how = "finished before" if end == RESULT else f"diverged before (delete {run_dir} to train it again)"
+        _say(f"{run_dir.name}: {how}, kept")
     return end is not None
 
 
-def _train(variant: Config, folder: Path) -> None:
+def _train(variant: Config, run_dir: Path) -> None:
     """Run a variant in this process."""
     try:
-        pretrain.run(variant, folder, resume=processes.agreed(lambda: bool(checkpoints(folder))))
+        pretrain.run(variant, run_dir, resume=processes.agreed(lambda: bool(checkpoints(run_dir))))
     except pretrain.TrainingStopped as stopped:
-        _say(f"{folder.name}: {stopped}")
+        _say(f"{run_dir.name}: {stopped}")
     finally:  # compiled code counts against torch's limit, a model against the GPU's memory
         torch._dynamo.reset()
         gc.collect()
@@ -124,12 +124,12 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _read(config: Config, name: str, folder: Path) -> Run:
-    """A variant that has come to an end, from its folder."""
+def _read(config: Config, name: str, run_dir: Path) -> Run:
+    """A variant that has come to an end."""
     overrides = config.variants[name] or {}
     variant = config.replace({**overrides, "variants": {}})
-    result = json.loads((folder / end_of(variant, folder)).read_text(encoding="utf-8"))
-    return Run(name, overrides, variant.attention.recipe, read_metrics(folder), result)
+    result = json.loads((run_dir / end_of(variant, run_dir)).read_text(encoding="utf-8"))
+    return Run(name, overrides, variant.attention.recipe, read_metrics(run_dir), result)
 
 
 def _outcome(run: Run, baseline: Run | None) -> Outcome:

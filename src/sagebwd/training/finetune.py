@@ -36,7 +36,8 @@ from sagebwd.training import examples, processes
 from sagebwd.training.finetune_config import Data, Finetuning
 from sagebwd.training.finetune_model import build
 from sagebwd.training.finetune_report import Outcome, folder_name, report
-from sagebwd.training.folder import (
+from sagebwd.training.pretrain import TrainingStopped, environment
+from sagebwd.training.run_dir import (
     COMPLETE,
     DIVERGED,
     METRICS,
@@ -44,10 +45,9 @@ from sagebwd.training.folder import (
     checkpoints,
     digest_in,
     end_of,
-    open_folder,
+    open_run_dir,
     write_whole,
 )
-from sagebwd.training.pretrain import TrainingStopped, environment
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _material(data: Data, checkpoint: str | None) -> Material:
 
 def _run(config: Finetuning, output: Path) -> None:
     """One run; it goes on from the folder's newest checkpoint where there is one."""
-    checkpoint = open_folder(config, output, resume=bool(checkpoints(output)))
+    checkpoint = open_run_dir(config, output, resume=bool(checkpoints(output)))
     material = _material(config.data, config.model.path)
     model = build(config, material.tokenizer, material.labels)
     tokens, labels = material.tokenizer, material.labels

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sagebwd.training.config import SDPA
 from sagebwd.training.finetune_config import Finetuning
-from sagebwd.training.folder import COMPARISON, end_of, write_whole
+from sagebwd.training.run_dir import COMPARISON, end_of, write_whole
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def report(config: Finetuning, output: Path) -> list[Outcome]:
     runs = config.runs()
     results: dict[str, dict[int, dict]] = {name: {} for name in runs}
     for name, run in ((name, run) for name, of_variant in runs.items() for run in of_variant):
-        folder = output / folder_name(name, run)
-        end = end_of(run, folder)
+        run_dir = output / folder_name(name, run)
+        end = end_of(run, run_dir)
         if end is not None:
-            results[name][run.seeds[0]] = json.loads((folder / end).read_text(encoding="utf-8"))
+            results[name][run.seeds[0]] = json.loads((run_dir / end).read_text(encoding="utf-8"))
     recipes = {name: of_variant[0].attention.recipe for name, of_variant in runs.items()}
     baseline = next((results[name] for name, recipe in recipes.items() if recipe == SDPA), {})
     outcomes = [_outcome(name, recipes[name], found, baseline) for name, found in results.items() if found]

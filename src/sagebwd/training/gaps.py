@@ -17,7 +17,7 @@ from statistics import stdev
 
 from rich.table import Table
 
-from sagebwd.training.folder import COMPARISON
+from sagebwd.training.run_dir import COMPARISON
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from sagebwd.training.folder import COMPARISON, DIVERGED, METRICS, RESULT, read_metrics
 from sagebwd.training.report import Run, write_curves
+from sagebwd.training.run_dir import COMPARISON, DIVERGED, METRICS, RESULT, read_metrics
 
 PACKED = "runs.jsonl.xz"
 

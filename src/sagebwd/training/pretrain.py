@@ -37,18 +37,18 @@ from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
 from sagebwd.training import processes, sharding
 from sagebwd.training.config import FULL_PRECISION, Config
-from sagebwd.training.folder import (
+from sagebwd.training.model import build
+from sagebwd.training.monitor import PREFIX, AttentionMonitor
+from sagebwd.training.run_dir import (
     COMPLETE,
     DIVERGED,
     METRICS,
     RESULT,
     checkpoints,
-    open_folder,
+    open_run_dir,
     read_metrics,
     write_whole,
 )
-from sagebwd.training.model import build
-from sagebwd.training.monitor import PREFIX, AttentionMonitor
 from sagebwd.version import __version__
 
 
@@ -121,7 +121,7 @@ def _prepare(config: Config, output: Path, resume: bool) -> tuple[int, Path | No
     """What the first process does before all begin: micro-batches a step, the folder, and the token files' making."""
     devices = processes.count() if processes.count() > 1 else max(1, torch.cuda.device_count())
     accumulation = config.accumulation(devices)
-    checkpoint = open_folder(config, output, resume)
+    checkpoint = open_run_dir(config, output, resume)
     text.load(config)
     return accumulation, checkpoint
 

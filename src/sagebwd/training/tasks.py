@@ -27,7 +27,7 @@ from pathlib import Path
 
 from sagebwd.training.config import Data
 from sagebwd.training.data import split_documents
-from sagebwd.training.folder import write_whole
+from sagebwd.training.run_dir import write_whole
 
 CANDIDATES = 4
 PROMPT_WORDS = (200, 800)

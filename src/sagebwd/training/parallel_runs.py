@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from sagebwd.training import data, processes
 from sagebwd.training.config import Config
-from sagebwd.training.folder import checkpoints, end_of, read_metrics
+from sagebwd.training.run_dir import checkpoints, end_of, read_metrics
 
 POLL_SECONDS = 1.0
 
@@ -26,7 +26,7 @@ POLL_SECONDS = 1.0
 def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
     """Train each config into ``output / name``, ``jobs`` at a time; one that was interrupted goes on.
 
-    Runs that diverge end with their `sagebwd.training.folder.DIVERGED` file, and the others go on. Stopped by Ctrl-C
+    Runs that diverge end with their `sagebwd.training.run_dir.DIVERGED` file, and the others go on. Stopped by Ctrl-C
     or an error, no process stays behind.
 
     Raises ValueError for ``jobs`` below 1, under torchrun, and, once all others have ended, where a run failed.
@@ -67,9 +67,9 @@ def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
         raise ValueError(f"{'; '.join(failed)}. Logs are in {output}; the same command tries again")
 
 
-def _step(folder: Path) -> int:
+def _step(run_dir: Path) -> int:
     """The step that a run has logged last."""
-    return max((line["step"] for line in read_metrics(folder)), default=0)
+    return max((line["step"] for line in read_metrics(run_dir)), default=0)
 
 
 def visible_gpus() -> list[str]:
@@ -79,24 +79,24 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _start(config: Config, folder: Path, gpu: str | None, jobs: int) -> subprocess.Popen:
+def _start(config: Config, run_dir: Path, gpu: str | None, jobs: int) -> subprocess.Popen:
     """`sagebwd pretrain` of a config on a GPU, its threads a share of the cores."""
-    written = folder.with_name(f"{folder.name}.yaml")
+    written = run_dir.with_name(f"{run_dir.name}.yaml")
     written.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(written), "--output", str(folder)]
+    command = [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(written), "--output", str(run_dir)]
     threads = str(max(1, (os.cpu_count() or 1) // (2 * jobs)))
     environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with _log(folder).open("a", encoding="utf-8") as log:
+    with _log(run_dir).open("a", encoding="utf-8") as log:
         return subprocess.Popen(
-            [*command, *(["--resume"] if checkpoints(folder) else [])],
+            [*command, *(["--resume"] if checkpoints(run_dir) else [])],
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
-def _log(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
+def _log(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.log")
 
 
 def _last_line(output: Path, name: str) -> str:

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from sagebwd.training import compare as comparison
-from sagebwd.training import side_by_side
-from sagebwd.training.folder import COMPLETE, RESULT, checkpoints
+from sagebwd.training import parallel_runs
+from sagebwd.training.run_dir import COMPLETE, RESULT, checkpoints
 from tests.training.runs import losses
 
 
@@ -43,23 +43,23 @@ def test_a_run_that_fails_is_named_and_the_others_end(config, tmp_path):
     blocked.parent.mkdir()
     blocked.write_text("a file where its folder should be")
     with pytest.raises(ValueError, match=r"token \(exit status 2: .*File exists.*\)\. Logs are in .*out; the same"):
-        side_by_side.train(config.each_variant(), tmp_path / "out", 2)
+        parallel_runs.train(config.each_variant(), tmp_path / "out", 2)
     assert json.loads((tmp_path / "out" / "full precision" / RESULT).read_text())["steps"] == 8
 
 
 def test_bad_jobs(config, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
-        side_by_side.train({}, tmp_path, 0)
+        parallel_runs.train({}, tmp_path, 0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start the command without torchrun"):
-        side_by_side.train({}, tmp_path, 2)
+        parallel_runs.train({}, tmp_path, 2)
 
 
 def test_gpus_as_the_environment_names_them(monkeypatch):
-    assert side_by_side.visible_gpus() == []
+    assert parallel_runs.visible_gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,3")
-    assert side_by_side.visible_gpus() == ["GPU-1", "3"]
+    assert parallel_runs.visible_gpus() == ["GPU-1", "3"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert side_by_side.visible_gpus() == ["0", "1"]
+    assert parallel_runs.visible_gpus() == ["0", "1"]
     assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -13,14 +13,14 @@ from sagebwd.training.config import Config
 
 METRICS, RESULT, DIVERGED, CONFIG = "metrics.jsonl", "result.json", "diverged.json", "config.yaml"
 COMPARISON = "comparison.json"
-"""What runs side by side came to, in the folder above theirs."""
+"""What a comparison's runs came to, in the folder above theirs."""
 COMPLETE = "complete"
 """The file that makes a checkpoint folder a checkpoint."""
 
 
-def read_metrics(output: Path) -> list[dict[str, float]]:
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
-    path = output / METRICS
+    path = run_dir / METRICS
     if not path.exists():
         return []
     lines = []
@@ -32,47 +32,47 @@ def read_metrics(output: Path) -> list[dict[str, float]]:
     return lines
 
 
-def checkpoints(output: Path) -> list[Path]:
+def checkpoints(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = [path for path in output.glob("checkpoint-*") if (path / COMPLETE).exists()]
+    found = [path for path in run_dir.glob("checkpoint-*") if (path / COMPLETE).exists()]
     return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
-def digest_in(folder: Path) -> str | None:
+def digest_in(run_dir: Path) -> str | None:
     """The digest of the run in a folder, finished or not; None where there is none."""
     for name in (RESULT, CONFIG):
-        if (folder / name).exists():
-            return yaml.safe_load((folder / name).read_text(encoding="utf-8"))["digest"]
+        if (run_dir / name).exists():
+            return yaml.safe_load((run_dir / name).read_text(encoding="utf-8"))["digest"]
     return None
 
 
-def end_of(config: Config, folder: Path) -> str | None:
+def end_of(config: Config, run_dir: Path) -> str | None:
     """The file that says how a config's run ended, `RESULT` or `DIVERGED`; None where it has not."""
-    if digest_in(folder) != config.digest():
+    if digest_in(run_dir) != config.digest():
         return None
-    return next((name for name in (RESULT, DIVERGED) if (folder / name).exists()), None)
+    return next((name for name in (RESULT, DIVERGED) if (run_dir / name).exists()), None)
 
 
-def open_folder(config: Config, output: Path, resume: bool) -> Path | None:
+def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     """Make or check the run's folder; returns the checkpoint to go on from.
 
     Raises ValueError where it holds another run or a finished one, or does not fit ``resume``.
     """
-    known = output / CONFIG
-    whole = checkpoints(output)
+    known = run_dir / CONFIG
+    whole = checkpoints(run_dir)
     if known.exists():
         before = yaml.safe_load(known.read_text(encoding="utf-8"))
         if before["digest"] != config.digest():
-            raise ValueError(f"{output} holds a run of another config; choose another --output, or delete the folder")
-        if (output / RESULT).exists():
-            raise ValueError(f"{output} holds this run, finished; choose another --output, or delete the folder")
+            raise ValueError(f"{run_dir} holds a run of another config; choose another --output, or delete the folder")
+        if (run_dir / RESULT).exists():
+            raise ValueError(f"{run_dir} holds this run, finished; choose another --output, or delete the folder")
         if whole and not resume:
-            raise ValueError(f"{output} holds this run, unfinished; go on with --resume, or choose another --output")
+            raise ValueError(f"{run_dir} holds this run, unfinished; go on with --resume, or choose another --output")
     if resume and not whole:
-        raise ValueError(f"{output} holds no whole checkpoint to resume from; start without --resume")
-    output.mkdir(parents=True, exist_ok=True)
-    (output / DIVERGED).unlink(missing_ok=True)
-    for path in set(output.glob("checkpoint-*")) - set(whole):
+        raise ValueError(f"{run_dir} holds no whole checkpoint to resume from; start without --resume")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / DIVERGED).unlink(missing_ok=True)
+    for path in set(run_dir.glob("checkpoint-*")) - set(whole):
         shutil.rmtree(path)
     write_whole(known, yaml.safe_dump({"digest": config.digest(), **config.as_dict()}, sort_keys=False))
     return whole[-1] if whole else None
