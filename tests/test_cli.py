@@ -109,7 +109,7 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     )  # fmt: skip
     assert code == 0
     assert "reference token" in out
-    assert "over the best peer" in out
+    assert "over the best baseline" in out
     assert "token_fp8 (reference), time of the deterministic mode: fwd" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 

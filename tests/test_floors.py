@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sagebwd import sage_attention
-from sagebwd.benchmarks.attention import Shape, peers
+from sagebwd.benchmarks.attention import Shape, baselines
 from sagebwd.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 
@@ -200,7 +200,7 @@ def print_lengths():
         recipes = ("full", "token", "token_fp8", "token(smooth_k=False)")
         attentions = {name: partial(sage_attention, recipe=name, impl=impl) for name in recipes}
         if device == "cuda":
-            attentions |= peers(Shape(head_dim, 2, 2, 1, lengths[-1], is_causal=False), device)
+            attentions |= baselines(Shape(head_dim, 2, 2, 1, lengths[-1], is_causal=False), device)
         for name, attention in attentions.items():
             drawn = ([x.to(device) for x in draw("mean-and-outliers", tokens=tokens, **shape)] for tokens in lengths)
             cells = (against_fp64(attention, *inputs, is_causal=False) for inputs in drawn)

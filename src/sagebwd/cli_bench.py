@@ -58,13 +58,13 @@ def bench(
         path = save(rows, facts, output)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {save_csv(rows, path)}")
     for name, text in itertools.product(impl, map(str, recipes)):
-        for peer, over in (("the best peer", "peer"), ("FlashAttention-2", "fa2")):
+        for baseline, over in (("the best baseline", "peer"), ("FlashAttention-2", "fa2")):
             means = {
                 way: benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS
             }
             if None not in means.values():
                 line = ", ".join(f"{way} {mean:.2f}x{' (slower)' if mean < 1 else ''}" for way, mean in means.items())
-                console.print(f"{text} ({name}) over {peer}: {line}")
+                console.print(f"{text} ({name}) over {baseline}: {line}")
         costs = {way: benchmark.deterministic_cost(rows, name, text, way) for way in benchmark.DIRECTIONS}
         if None not in costs.values():
             line = ", ".join(f"{way} {cost:.2f}x" for way, cost in costs.items())
@@ -77,8 +77,8 @@ def bench(
 
 def _bench_table(title: str, rows: list) -> Table:
     table = Table(title=title, title_justify="left", box=None)
-    for heading in ("contender", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for heading in ("attention", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
+        table.add_column(heading, justify="left" if heading == "attention" else "right")
     for start in range(0, len(rows), 3):
         forward, backward, both = rows[start : start + 3]
         if both.gate != "ok":
@@ -122,7 +122,7 @@ def bench_training(
 
     check_device(device)
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
-    contenders = [benchmark.Contender.parse(name, device) for name in names]
+    choices = [benchmark.Choice.parse(name, device) for name in names]
     chosen = load(config, setting).replace({"optimisation.compile": compiled})
     processes.join()
     console.quiet = not processes.is_first()
@@ -132,7 +132,7 @@ def bench_training(
     for tokens in context or [chosen.data.context]:
         with progress() as tell:
             measured = benchmark.measure(
-                chosen.replace({"data.context": tokens}), contenders, batch=batch, vocabulary=vocabulary,
+                chosen.replace({"data.context": tokens}), choices, batch=batch, vocabulary=vocabulary,
                 device=device, steps=steps, warmup=warmup,
                 progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"),
             )  # fmt: skip

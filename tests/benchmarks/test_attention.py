@@ -60,11 +60,11 @@ def test_the_deterministic_mode_beside_the_default():
     assert bench.deterministic_cost(rows, "reference", "token", "bwd") is None
 
 
-def test_the_deterministic_contender_is_deterministic(monkeypatch):
+def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "sage_attention", lambda *_, **__: seen.append(current.deterministic))
     monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: str(attention(*inputs[:3])))
-    monkeypatch.setattr(bench, "peers", lambda shape, device: {})
+    monkeypatch.setattr(bench, "baselines", lambda shape, device: {})
     monkeypatch.setattr(bench, "memory", lambda attention, inputs: (None, None))
     bench.measure_shape(SHAPE, ["token_fp8"], ["reference"], "cpu", deterministic=True)
     assert seen == [False, True]

@@ -29,7 +29,7 @@ TINY = Config("tiny").replace(
 
 
 def measure(*names, **arguments):
-    parsed = [bench.Contender.parse(name, "cpu") for name in names]
+    parsed = [bench.Choice.parse(name, "cpu") for name in names]
     return bench.measure(TINY, parsed, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
 
 
@@ -94,7 +94,7 @@ def test_the_attention_that_is_asked_for_runs():
     ids = torch.arange(32)[None]
     losses = {}
     for name in ("sdpa", "flash", "token", "paper"):
-        with bench.Contender.parse(name, "cpu").applied(model), torch.no_grad():
+        with bench.Choice.parse(name, "cpu").applied(model), torch.no_grad():
             losses[name] = model(input_ids=ids, labels=ids).loss.item()
     assert losses["sdpa"] == losses["flash"]
     assert len(set(losses.values())) == 3
@@ -115,7 +115,7 @@ def test_the_backend_that_is_asked_for_is_compiled(monkeypatch):
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for _ in range(2):
         for name, runs in (("flash", True), ("cudnn", False)):
-            with bench.Contender.parse(name, "cpu").applied(model), profile(activities=[ProfilerActivity.CPU]) as seen:
+            with bench.Choice.parse(name, "cpu").applied(model), profile(activities=[ProfilerActivity.CPU]) as seen:
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = compiled(input_ids=ids, labels=ids).loss
                 loss.backward()
@@ -214,4 +214,4 @@ def test_a_context_that_fails_loses_no_other(monkeypatch, tmp_path):
 )
 def test_names_that_mean_nothing(name, message):
     with pytest.raises(ValueError, match=message):
-        bench.Contender.parse(name, "cpu")
+        bench.Choice.parse(name, "cpu")

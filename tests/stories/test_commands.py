@@ -117,5 +117,5 @@ def test_story_10_honest_bench(tmp_path):
         for way in ("fwd", "bwd", "fwd+bwd")
     }
     line = ", ".join(f"{way} {mean:.2f}x" + (" (slower)" if mean < 1 else "") for way, mean in means.items())
-    assert f"over the best peer: {line}" in said
+    assert f"over the best baseline: {line}" in said
     assert results.with_suffix(".png").exists()

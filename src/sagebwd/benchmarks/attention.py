@@ -1,7 +1,7 @@
 """Speed and memory of attention, end to end, against the best BF16 kernels on the same tensors.
 
 What is timed is what a training step pays: quantisation, smoothing, delta, conversions and allocation included.
-Contenders are interleaved in rounds and compared by the median. Before a shape is timed, one head of it is held
+All are interleaved in rounds and compared by the median. Before a shape is timed, one head of it is held
 against the recipe's emulator (forward and gradients); a shape that fails prints FAILED and no figure.
 
 TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their full count, nothing for recomputation.
@@ -38,7 +38,7 @@ MODEL_WIDTH = 2048
 ROUNDS = 10
 DETERMINISTIC = " (deterministic)"
 ROUND_MS = 8.0
-"""How long one contender runs in one round."""
+"""How long one attention runs in one round."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shape:
         return f"D{self.head_dim} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'full'}"
 
     def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gaussian q, k, v and do, the same for every contender."""
+        """Gaussian q, k, v and do, the same for all."""
         generator = torch.Generator(device).manual_seed(seed)
         sizes = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return tuple(
@@ -93,7 +93,8 @@ def special_shapes() -> list[Shape]:
 class Measurement:
     """One row of the result file; times in ms, rates in TFLOPS, memory in bytes beyond the inputs.
 
-    host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace.
+    host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace. peer:
+    the fastest baseline of the shape, peer_ms its time, and speedup is over it.
     """
 
     impl: str
@@ -120,7 +121,7 @@ class Measurement:
     kept_bytes: int | None
 
 
-def peers(shape: Shape, device: str) -> dict[str, Attention]:
+def baselines(shape: Shape, device: str) -> dict[str, Attention]:
     """The full-precision kernels that run this shape here: cudnn, fa2 and, where installed, fa4; "sdpa" on a CPU."""
 
     def sdpa(*backends: SDPBackend) -> Attention:
@@ -265,14 +266,14 @@ def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str], device: str = "cuda", rounds: int = ROUNDS,
     *, deterministic: bool = False,
 ) -> list[Measurement]:  # fmt: skip
-    """Every contender on one shape: rows for each recipe in each implementation that runs it, and for each peer.
+    """Rows of one shape: of each recipe in each implementation that runs it, and of each baseline.
 
     deterministic: also FP8 recipes, the only ones whose gradients do not repeat bit for bit, made to; such a row's
     recipe ends in `DETERMINISTIC`. Raises NotImplementedError where none runs a recipe.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
-    contenders: dict[tuple[str, str], Attention] = {}
+    attentions: dict[tuple[str, str], Attention] = {}
     gates: dict[tuple[str, str], str] = {}
     for impl, recipe in _pairs(shape, recipes, impls, dtype):
         key = (impl, str(recipe))
@@ -282,19 +283,19 @@ def measure_shape(
                 q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
             )
 
-        contenders[key] = attention
+        attentions[key] = attention
         gates[key] = gate(shape, attention, recipe, inputs)
         if deterministic and FP8 in (recipe.dv, recipe.dq, recipe.dk):
             key = impl, str(recipe) + DETERMINISTIC
-            contenders[key] = switches(deterministic=True)(attention)
-            gates[key] = gate(shape, contenders[key], recipe, inputs)
-    for name, attention in peers(shape, device).items():
-        contenders[(name, "bf16")] = attention
+            attentions[key] = switches(deterministic=True)(attention)
+            gates[key] = gate(shape, attentions[key], recipe, inputs)
+    for name, attention in baselines(shape, device).items():
+        attentions[(name, "bf16")] = attention
         gates[(name, "bf16")] = "ok"
-    times = _time_contenders(contenders, gates, inputs, device, rounds)
-    used = {key: memory(attention, inputs) for key, attention in contenders.items()}
+    times = _time_all(attentions, gates, inputs, device, rounds)
+    used = {key: memory(attention, inputs) for key, attention in attentions.items()}
     return [
-        _row(shape, key, direction, times, gates, used) for key in contenders for direction in DIRECTIONS
+        _row(shape, key, direction, times, gates, used) for key in attentions for direction in DIRECTIONS
     ]  # fmt: skip
 
 
@@ -309,8 +310,8 @@ def _pairs(
     return pairs
 
 
-def _time_contenders(
-    contenders: dict[tuple[str, str], Attention],
+def _time_all(
+    attentions: dict[tuple[str, str], Attention],
     gates: dict[tuple[str, str], str],
     inputs: tuple[Tensor, ...],
     device: str,
@@ -318,7 +319,7 @@ def _time_contenders(
 ) -> dict[tuple[tuple[str, str], str], tuple[float, float]]:
     *tensors, do = inputs
     forward, backward = {}, {}
-    for key, attention in contenders.items():
+    for key, attention in attentions.items():
         if gates[key] != "ok":
             continue
         leaves = [x.detach().requires_grad_() for x in tensors]
@@ -336,16 +337,16 @@ def _time_contenders(
 def _row(shape: Shape, key: tuple[str, str], direction: str, times: dict, gates: dict, used: dict) -> Measurement:
     impl, recipe = key
     ms, host_ms = times.get((key, direction), (None, None))
-    peer_times = {
-        name: peer_ms for ((name, kind), way), (peer_ms, _) in times.items() if kind == "bf16" and way == direction
+    baselines_ms = {
+        name: spent for ((name, kind), way), (spent, _) in times.items() if kind == "bf16" and way == direction
     }
-    best = min(peer_times, key=peer_times.get) if peer_times else None
+    best = min(baselines_ms, key=baselines_ms.get) if baselines_ms else None
     peak, kept = used[key]
     return Measurement(
         impl, recipe, shape.head_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens, shape.is_causal, None,
         direction, "end_to_end", ms, host_ms, None if ms is None else shape.flops(direction) / ms * 1e-9, best,
-        peer_times.get(best), None if ms is None or best is None else peer_times[best] / ms, peer_times.get("fa2"),
-        peer_times.get("cudnn"), gates[key], peak, kept,
+        baselines_ms.get(best), None if ms is None or best is None else baselines_ms[best] / ms,
+        baselines_ms.get("fa2"), baselines_ms.get("cudnn"), gates[key], peak, kept,
     )  # fmt: skip
 
 

@@ -36,19 +36,19 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
     )
     lines = sorted({(row["recipe"] == "bf16", row["impl"], row["recipe"]) for row in rows})
     for axis, (head_dim, causal) in zip(axes[0], panels):
-        for is_peer, impl, recipe in lines:
+        for is_baseline, impl, recipe in lines:
             points = sorted(
                 (row["tokens"], row["tflops"])
                 for row in rows
                 if (row["head_dim"], row["causal"], row["impl"], row["recipe"]) == (head_dim, causal, impl, recipe)
             )
-            style = "--" if is_peer else "-"
+            style = "--" if is_baseline else "-"
             axis.plot(
                 *zip(*points),
                 style,
                 marker="o",
                 markersize=3,
-                label=NAMES.get(impl, impl) if is_peer else f"{recipe}, {impl}",
+                label=NAMES.get(impl, impl) if is_baseline else f"{recipe}, {impl}",
             )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")

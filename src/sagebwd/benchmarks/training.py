@@ -2,13 +2,13 @@
 
 One model, one AdamW (fused) and one clip of the gradient, as `sagebwd pretrain` has them, under BF16 autocast on
 random tokens; between steps only the attention changes, so that weights, data and memory are the same for all.
-Contenders take turns in every round and the median counts. A step is one micro-batch with its optimiser step.
+Attentions take turns in every round and the median counts. A step is one micro-batch with its optimiser step.
 
 Under torchrun every process takes such a micro-batch of its own, gradients are averaged (DDP), and the first process
 tells: its times, and tokens a second of all. A run of one process and one of several thus say how it scales.
 
-Before anything is timed, the gradients of the attention's projections are held against the first full-precision
-contender's, on the same weights and tokens: a contender that is far off prints FAILED and no figure.
+Before anything is timed, the gradients of the attention's projections are compared with the first baseline's, a kernel
+in full precision, on the same weights and tokens: an attention that is far off prints FAILED and no figure.
 
 Model FLOPs are 6 a token and weight that takes part in a matrix product (embeddings look up and count nothing), plus
 attention: 3 times `sagebwd.hardware.flops` of forward, since backward's own products are twice forward's and what is
@@ -32,7 +32,7 @@ from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd.benchmarks.contenders import Contender
+from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.results import environment
 from sagebwd.hardware import flops, peak_rates
 from sagebwd.metrics import Comparison
@@ -54,11 +54,12 @@ _ATTENTION_OP = re.compile(r"sagebwd::attention(_backward)?|aten::_scaled_dot_pr
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the result file: a contender at one context; times in ms a step, memory in bytes.
+    """One row of the result file: an attention at one context; times in ms a step, memory in bytes.
 
     All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``.
     ``attention_ms`` is what the device spent in attention's forward and backward, ``busy_ms`` in all that it ran, both
-    from the profiler; ``attention_share`` is their ratio. ``peak_bytes`` holds weights and optimiser too.
+    from the profiler; ``attention_share`` is their ratio. ``peer`` names the fastest baseline and ``speedup`` is over
+    it. ``peak_bytes`` holds weights and optimiser too.
     """
 
     attention: str
@@ -158,7 +159,7 @@ class _Runner:
 
 def measure(
     config: Config,
-    contenders: Sequence[Contender],
+    choices: Sequence[Choice],
     *,
     batch: int | None = None,
     vocabulary: int = VOCABULARY,
@@ -167,29 +168,29 @@ def measure(
     warmup: int = 2,
     progress: Callable[[str], object] = lambda text: None,
 ) -> list[Step]:
-    """Every contender on one config's model and context, a row each.
+    """Every attention on one config's model and context, a row each.
 
     Args: batch, sequences of a micro-batch [`TOKENS_AT_ONCE` tokens]; steps, timed for each after ``warmup`` others;
     progress, is told what runs. Of several processes each calls it, once `sagebwd.training.processes.join` has.
 
-    Raises ValueError for no contenders, or steps or warmup below 1.
+    Raises ValueError for no choices, or steps or warmup below 1.
     """
-    if not contenders or min(steps, warmup) < 1:
-        raise ValueError(f"expected contenders, steps and warmup; got {len(contenders)}, {steps} and {warmup}")
+    if not choices or min(steps, warmup) < 1:
+        raise ValueError(f"expected choices, steps and warmup; got {len(choices)}, {steps} and {warmup}")
     torch._dynamo.reset()
     gc.collect()  # an earlier call's model
     batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
     runner = _Runner(config, vocabulary, batch, device)
-    with torch._dynamo.config.patch(recompile_limit=8 + len(contenders)):
-        starts, cosines = _start(runner, contenders, progress)
-        good = [one for one in contenders if _gate(cosines[one]) != "FAILED"]
+    with torch._dynamo.config.patch(recompile_limit=8 + len(choices)):
+        starts, cosines = _start(runner, choices, progress)
+        good = [one for one in choices if _gate(cosines[one]) != "FAILED"]
         for one in good:
             progress(f"{one.name}: warming up")
             with one.applied(runner.model):
                 for seed in range(warmup):
                     runner.step(runner.tokens(seed))
-        times: dict[Contender, list[float]] = {one: [] for one in contenders}
-        peaks: dict[Contender, int] = {}
+        times: dict[Choice, list[float]] = {one: [] for one in choices}
+        peaks: dict[Choice, int] = {}
         for index in range(steps):
             ids = runner.tokens(warmup + index)
             for one in good:
@@ -204,17 +205,17 @@ def measure(
             progress(f"{one.name}: profiling")
             with one.applied(runner.model):
                 profiles[one] = _profile(runner)
-    return _rows(runner, contenders, cosines, times, peaks, profiles, starts)
+    return _rows(runner, choices, cosines, times, peaks, profiles, starts)
 
 
 def _start(
-    runner: _Runner, contenders: Sequence[Contender], progress: Callable[[str], object]
-) -> tuple[dict[Contender, float], dict[Contender, float | None]]:
+    runner: _Runner, choices: Sequence[Choice], progress: Callable[[str], object]
+) -> tuple[dict[Choice, float], dict[Choice, float | None]]:
     """Compile each; seconds of that, and cosines of its gradients to those of the first in full precision."""
     starts, cosines = {}, {}
-    first = next((one for one in contenders if one.recipe is None), None)
+    first = next((one for one in choices if one.recipe is None), None)
     expected = None
-    for one in sorted(contenders, key=lambda one: one != first):
+    for one in sorted(choices, key=lambda one: one != first):
         progress(f"{one.name}: compiling" if runner.config.optimisation.compile else f"{one.name}: first step")
         with one.applied(runner.model):
             starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0))) / 1e3
@@ -289,21 +290,21 @@ def _kernels(event: object) -> Iterator[tuple[str, float]]:
 
 def _rows(
     runner: _Runner,
-    contenders: Sequence[Contender],
-    cosines: dict[Contender, float | None],
-    times: dict[Contender, list[float]],
-    peaks: dict[Contender, int],
-    profiles: dict[Contender, tuple[float, float, dict[str, float]]],
-    starts: dict[Contender, float],
+    choices: Sequence[Choice],
+    cosines: dict[Choice, float | None],
+    times: dict[Choice, list[float]],
+    peaks: dict[Choice, int],
+    profiles: dict[Choice, tuple[float, float, dict[str, float]]],
+    starts: dict[Choice, float],
 ) -> list[Step]:
     medians = {one: statistics.median(spent) for one, spent in times.items() if spent}
-    peers = {one: ms for one, ms in medians.items() if one.recipe is None}
-    peer = min(peers, key=peers.get) if peers else None
+    baselines = {one: ms for one, ms in medians.items() if one.recipe is None}
+    best = min(baselines, key=baselines.get) if baselines else None
     rates = peak_rates(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
     peak = None if rates is None else rates.bf16_tflops
     work, tokens = runner.flops(), runner.batch * runner.context
     rows = []
-    for one in contenders:
+    for one in choices:
         ms = medians.get(one)
         attention, busy, kernels = profiles.get(one, (None, None, {}))
         found = ms is not None and bool(attention)
@@ -312,8 +313,8 @@ def _rows(
                 one.name, one.recipe, one.impl, runner.context, runner.batch, processes.count(),
                 runner.config.optimisation.compile, sum(weight.numel() for weight in runner.model.parameters()),
                 len(times[one]), _gate(cosines[one]), cosines[one], ms, times[one],
-                ms and processes.count() * tokens / ms * 1e3, peer and peer.name,
-                ms and peer and medians[peer] / ms, peaks.get(one), attention if found else None,
+                ms and processes.count() * tokens / ms * 1e3, best and best.name,
+                ms and best and medians[best] / ms, peaks.get(one), attention if found else None,
                 busy if found else None, attention / busy if found else None, kernels, work, peak,
                 ms and peak and work / ms * 1e-9 / peak, starts[one],
             )

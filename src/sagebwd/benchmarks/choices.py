@@ -17,7 +17,7 @@ from sagebwd.training.config import FULL_PRECISION
 
 
 @dataclass(frozen=True)
-class Contender:
+class Choice:
     """An attention by its name: one of `FULL_PRECISION`, or a recipe, or recipe@impl."""
 
     name: str
@@ -25,15 +25,15 @@ class Contender:
     impl: str | None = None
 
     @staticmethod
-    def parse(text: str, device: str) -> Contender:
+    def parse(text: str, device: str) -> Choice:
         """Raises what `sagebwd.sage_attention` raises for a recipe or impl that is not there or does not run here."""
         if text in FULL_PRECISION:
-            return Contender(text)
+            return Choice(text)
         recipe, _, impl = text.partition("@")
         parsed = Recipe.parse(recipe)
         like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
         chosen = choose_implementation(like, parsed, impl or None)
-        return Contender(f"{recipe}@{chosen}", str(parsed), chosen)
+        return Choice(f"{recipe}@{chosen}", str(parsed), chosen)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
