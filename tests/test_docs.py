@@ -104,6 +104,54 @@ def test_speeds_in_troubleshooting_are_those_of_the_file():
         assert cells.split(" | ") == expected
 
 
+def test_speeds_in_the_readme_are_those_of_the_file():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
+    times = {
+        (row["recipe"], row["head_dim"], row["causal"], row["tokens"]): row
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
+    }
+    lines = re.findall(r"^\| `(\w+)`, head_dim (\d+)(, causal)? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) >= 6
+    for recipe, head_dim, causal, cells in lines:
+        rows = [times[recipe, int(head_dim), bool(causal), 1024 << n] for n in range(6)]
+        assert cells.split(" | ") == [f"{row['peer_ms'] / row['ms']:.2f}" for row in rows]
+        assert {row["peer"] for row in rows} == {"fa4"}
+
+
+def test_errors_in_the_readme_are_those_of_the_files():
+    text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "docs" / "results"
+    errors = {}
+    for path in results.glob("gaussian_plain*.json"):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            errors[row["recipe"], row["sigma"], row["tensor"]] = row["relative_l2"]
+            errors["the paper's printed figures", row["sigma"], row["tensor"]] = row["expected_l2"]
+    for row in json.loads((results / "sinks_64.json").read_text(encoding="utf-8"))["rows"]:
+        if (row["kind"], row["logits"]) == ("first", 12):
+            errors |= {(row["recipe"], "sink", name): row[name] for name in ("o", "dq", "dk", "dv")}
+    lines = re.findall(r"^\| `?([^|`]+)`? \| ((?:[.\d]+ / ){3}.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 5
+    for name, cells in lines:
+        for kind, cell in zip((1, 5, "sink"), cells.split(" | "), strict=True):
+            expected = [errors.get((name, kind, tensor)) for tensor in ("o", "dq", "dk", "dv")]
+            if expected[0] is None:
+                assert cell == "not given"
+                continue
+            found = [float(number) for number in cell.split(" / ")]
+            assert all(abs(a - b) <= 5.1e-5 for a, b in zip(found, expected, strict=True)), (name, kind)
+
+
+def test_every_command_has_its_row():
+    pytest.importorskip("typer")
+    import typer
+
+    from sagebwd.cli import app
+
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `sagebwd ([\w-]+)", text, re.MULTILINE)) == set(typer.main.get_command(app).commands)
+
+
 def test_what_deterministic_costs_in_troubleshooting_is_the_files():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times\s+as\s+long.*?\[file\]\((.*?)\)"
