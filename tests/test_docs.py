@@ -175,6 +175,18 @@ def test_links_between_documents_lead_somewhere():
             assert (document.parent / link).exists(), f"{document.name}: {link}"
 
 
+def anchors(document):
+    """The headings of a document as GitHub's links name them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_sections_lead_to_a_heading():
+    for document in DOCUMENTS:
+        for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8")):
+            assert anchor in anchors(document.parent / link if link else document), f"{document.name}: {link}#{anchor}"
+
+
 def blocks():
     """Python of the documents: where it stands, what the comment above it says of it (or nothing), the code."""
     found = []

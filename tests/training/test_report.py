@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from sagebwd.training.report import Run, _gap, _smoothed, write_curves
+from sagebwd.training.report import Run, gap, smoothed, write_curves
 
 
 def run(name, held_out, losses=(3.0, 2.0)):
@@ -13,8 +13,8 @@ def run(name, held_out, losses=(3.0, 2.0)):
     return Run(name, {}, "token", metrics, {})
 
 
-def test_gap_is_taken_where_both_were_measured():
-    tokens, gaps = _gap(run("b", [(10, 2.5), (20, 2.0), (30, 1.9)]), run("a", [(10, 2.4), (30, 2.0)]))
+def testgap_is_taken_where_both_were_measured():
+    tokens, gaps = gap(run("b", [(10, 2.5), (20, 2.0), (30, 1.9)]), run("a", [(10, 2.4), (30, 2.0)]))
     assert tokens == [10, 30]
     assert [round(gap, 6) for gap in gaps] == [0.1, -0.1]
 
@@ -24,16 +24,16 @@ def test_series_leave_out_what_is_not_finite():
 
 
 def test_no_gap_without_a_baseline():
-    assert _gap(run("b", [(10, 2.5)]), None) == ([], [])
+    assert gap(run("b", [(10, 2.5)]), None) == ([], [])
 
 
 def test_smoothing_neither_lags_nor_shortens():
     slope = [float(x) for x in range(100)]
-    assert _smoothed(slope) == pytest.approx(slope)
+    assert smoothed(slope) == pytest.approx(slope)
     noisy = [(-1.0) ** x for x in range(100)]
-    assert max(map(abs, _smoothed(noisy)[5:-5])) < 0.3
-    assert _smoothed([]) == []
-    assert _smoothed([2.0]) == [2.0]
+    assert max(map(abs, smoothed(noisy)[5:-5])) < 0.3
+    assert smoothed([]) == []
+    assert smoothed([2.0]) == [2.0]
 
 
 @pytest.mark.parametrize("with_baseline", [True, False])

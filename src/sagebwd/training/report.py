@@ -60,10 +60,10 @@ def write_curves(runs: list[Run], baseline: Run | None, path: Path) -> None:
     for index, run in enumerate(runs):
         color = f"C{index}"
         for key, axis in panels.items():
-            tokens, values = _gap(run, baseline) if key == "gap" else run.series(key)
+            tokens, values = gap(run, baseline) if key == "gap" else run.series(key)
             if key in ("loss", "grad_norm"):
                 axis.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
-                values = _smoothed(values)
+                values = smoothed(values)
             marker = "." if key not in ("loss", "grad_norm") else None
             axis.plot(tokens, values, color=color, marker=marker, label=run.name, linewidth=1.3)
     for key, axis in panels.items():
@@ -83,14 +83,14 @@ def write_curves(runs: list[Run], baseline: Run | None, path: Path) -> None:
     plt.close(figure)
 
 
-def _gap(run: Run, baseline: Run | None) -> tuple[list[float], list[float]]:
+def gap(run: Run, baseline: Run | None) -> tuple[list[float], list[float]]:
     """Tokens and gaps where both runs were measured."""
     expected = dict(zip(*baseline.series("held_out_loss"))) if baseline else {}
     points = [(x, y - expected[x]) for x, y in zip(*run.series("held_out_loss")) if x in expected]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _smoothed(values: list[float]) -> list[float]:
+def smoothed(values: list[float]) -> list[float]:
     """Mean of the neighbours on both sides, a twentieth of the line: lines can be told apart, and none lags."""
     smoothed, last = [], len(values) - 1
     for index in range(len(values)):
