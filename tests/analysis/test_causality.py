@@ -1,0 +1,98 @@
+"""What outputs under a causal mask depend on beyond their past: which recipe, through which operand, how far."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagebwd import sage_attention
+from sagebwd.analysis import causality
+from sagebwd.recipe import Recipe
+
+DOCS = Path(__file__).parents[2] / "docs"
+# through which operands O of the first half depends on the second
+SEQUENCE_WIDE = {
+    "full": set(),
+    "full(smooth_k=True)": {"k"},
+    "paper": {"k"},
+    "paper(smooth_k=False)": set(),
+    "token": {"k", "v"},
+    "token(smooth_k=False)": {"v"},
+    "token(smooth_k=False, smooth_v=False)": {"v"},
+    "token(smooth_k=False, v_scale=block)": {"v"},
+    "token(smooth_k=False, smooth_v=False, v_scale=block)": set(),
+    "token_fp8": {"k", "v"},
+    "mixed": {"k"},
+    "mixed(smooth_k=False)": set(),
+}
+
+
+@pytest.mark.parametrize(("recipe", "operands"), SEQUENCE_WIDE.items(), ids=list(SEQUENCE_WIDE))
+def test_outputs_depend_on_the_rest_of_the_sequence_through(recipe, operands):
+    for operand in causality.OPERANDS:
+        found = causality.dependence(Recipe.parse(recipe), operand, 0, tokens=256)
+        for how in ("second half", "outlier"):
+            assert (found[how, "far"]["o"] > 0) == (operand in operands), (operand, how)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operands"),
+    {"full": "", "paper(smooth_k=False)": "qkv", "mixed(smooth_k=False)": "k", "token(smooth_k=False)": "v"}.items(),
+)
+def test_outputs_depend_on_later_tokens_of_their_block_through(recipe, operands):
+    for operand in causality.OPERANDS:
+        found = causality.dependence(Recipe.parse(recipe), operand, 0, tokens=256)
+        assert (found["outlier", "near"]["o"] > 0) == (operand in operands), operand
+
+
+@pytest.mark.parametrize("recipe", ["paper", "token", "mixed"])
+def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
+    recipe = Recipe.parse(recipe)
+    error = causality.error(recipe, 0)["o"]
+    for operand in "kv":
+        # both results are that near to the exact output, which does not move
+        assert causality.dependence(recipe, operand, 0, tokens=1024)["second half", "far"]["o"] < 2 * error
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"), {"full": (0, 0), "paper": (1, 0), "token": (1, 1), "mixed": (1, 0)}.items()
+)
+def test_nan_in_the_last_token_reaches(recipe, share):
+    for operand, expected in zip("kv", share):
+        found = causality.dependence(Recipe.parse(recipe), operand, 0)  # blocks of the first half hold no NaN
+        assert found["nan", "far"]["o"] == expected
+
+
+def kernel_outputs(impl, recipe, operand, device):
+    """Of the first 128 of 256 queries, before and after the other half of an operand has changed; in BF16."""
+    inputs, other = causality.draw(0, 256), causality.draw(1, 256)
+    changed = inputs | {operand: causality.second_half(inputs[operand], other[operand])}
+    for x in (inputs, changed):
+        tensors = [x[name].to(device, torch.bfloat16) for name in causality.OPERANDS]
+        yield sage_attention(*tensors, is_causal=True, recipe=recipe, impl=impl)[..., :128, :]
+
+
+@pytest.mark.parametrize("operand", causality.OPERANDS)
+@pytest.mark.parametrize(
+    ("impl", "recipe"),
+    [
+        *(pytest.param("triton", recipe) for recipe in ("full", "paper", "token")),
+        *(pytest.param("hopper", recipe, marks=pytest.mark.gpu) for recipe in ("mixed", "token", "token_fp8")),
+    ],
+)
+def test_kernels_depend_on_what_the_emulator_does(impl, recipe, operand):
+    before, after = kernel_outputs(impl, recipe, operand, "cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.equal(before, after) != (operand in SEQUENCE_WIDE[recipe])
+
+
+def test_the_page_has_the_commands_tables(capsys):
+    path = DOCS / "results" / "causality.json"
+    page = (DOCS / "method.md").read_text(encoding="utf-8")
+    for table in causality.markdown(json.loads(path.read_text(encoding="utf-8"))).split("\n\n"):
+        assert table in page
+
+
+def test_a_wrong_argument_shows_the_command():
+    with pytest.raises(SystemExit, match="python -m sagebwd"):
+        causality.main(["file.txt"])
