@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import Recipe, doctor, ops
+from sagebwd import Recipe, dispatch, doctor
 
 
 def test_facts_name_versions_and_gpu():
@@ -37,7 +37,7 @@ def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
 def test_answers_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named("token"))}
-    assert set(answers) == set(ops.IMPLEMENTATIONS)
+    assert set(answers) == set(dispatch.IMPLEMENTATIONS)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
     assert "needs a CUDA device" in answers["triton"].reason

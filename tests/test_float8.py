@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sagebwd import reference, sage_attention, sage_attention_varlen
+from sagebwd import dispatch, reference, sage_attention, sage_attention_varlen
 from sagebwd.analysis import sinks
 from sagebwd.band import Band
 from sagebwd.float8 import E4M3_MAX, _normalised, e4m3
@@ -279,13 +279,14 @@ def test_triton_refuses_it_by_name(recipe):
 
 
 def test_hopper_takes_three_fp8_products_or_none():
-    hopper = pytest.importorskip("sagebwd.kernels.gluon")
+    pytest.importorskip("triton")
     token = Recipe.named("token")
     for head_dim in (64, 128):
-        assert hopper.unsupported(Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None
-    assert "head_dim 96" in hopper.unsupported(Recipe.named("token_fp8"), 96, torch.bfloat16)
+        assert dispatch.unsupported("hopper", Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None
+    assert "head_dim 96" in dispatch.unsupported("hopper", Recipe.named("token_fp8"), 96, torch.bfloat16)
     for product in ("dv", "dq", "dk"):
-        assert "FP8 runs with" in hopper.unsupported(token.replace(**{product: "fp8"}), 64, torch.bfloat16)
+        reason = dispatch.unsupported("hopper", token.replace(**{product: "fp8"}), 64, torch.bfloat16)
+        assert "is not one with s='int8', dv='fp8', dq='fp8', dk='fp8'" in reason
 
 
 def test_a_sink_does_not_push_ds_below_range():

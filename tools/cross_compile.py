@@ -26,9 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTen
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels import call
-from sagebwd.kernels.gluon import host as hopper_host
-from sagebwd.kernels.portable import host
+from sagebwd import dispatch
+from sagebwd.kernels import alignment, device
 from tests.kernels.calls import KernelCall
 
 TYPES = {
@@ -169,16 +168,17 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
             known.add(kernel.hash)
             found.append(describe(fn, kernel) | {"deterministic": deterministic})
 
-    host.capability = hopper_host.capability = lambda device: arch
-    call.fits_tma = lambda x: True
+    device.capability = lambda device: arch
+    dispatch.is_hopper = lambda device: arch == 90
+    dispatch.FORWARD = tuple(row for row in dispatch.FORWARD if row.module != "sagebwd.kernels.sm90.launch")
+    alignment.fits_tma = lambda x: True
     JITFunction.run = record
-    inputs = kernel_call.inputs()
-    settings = kernel_call.settings()
-    family = hopper_host if gluon else host
-    o, lse, *saved = family.forward(*inputs[:3], *settings)
-    family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
+    impl, inputs = "hopper" if gluon else "triton", kernel_call.inputs()
+    call = kernel_call.call(*inputs[:2])
+    saved = kernel_call.forward(impl, call, inputs)
+    kernel_call.backward(impl, call, saved, inputs)
     deterministic = True
-    family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, True)
+    kernel_call.backward(impl, call._replace(deterministic=True), saved, inputs)
     return found
 
 

@@ -21,7 +21,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sagebwd import ops, sage_attention
+from sagebwd import attention, dispatch, sage_attention
+from sagebwd.call import Call
 from sagebwd.recipe import Recipe
 
 # What Triton's driver and launchers are told by libcuda; whatever else they call succeeds.
@@ -83,27 +84,26 @@ def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) 
 
 def measure(recipe: str, rounds: int = 12, calls: int = 60) -> dict[str, float]:
     """Microseconds by what is called; a driver is taken already."""
-    from sagebwd.kernels.gluon import gradients, host
+    from sagebwd.kernels import device
 
-    host.capability = lambda device: 90
-    gradients.processors = lambda device: 132
-    # the only name that a CPU's tensors may be asked for by
-    ops.IMPLEMENTATIONS["reference"] = "sagebwd.kernels.gluon"
-    ops.implementation.cache_clear()
+    device.capability = lambda device: 90
+    device.num_sms = lambda device: 132
+    dispatch.is_hopper = lambda device: True
+    attention.choose_implementation = lambda *_: "hopper"
     q, k, v, do = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
-    settings = (None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))
-    o, lse, *saved = host.forward(q, k, v, *settings)
+    call = Call.of(q, k, None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))
+    saved = dispatch.forward("hopper", call, q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
-    def attention(*inputs: torch.Tensor) -> torch.Tensor:
-        return sage_attention(*inputs, is_causal=True, recipe=recipe, impl="reference")
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return sage_attention(*inputs, is_causal=True, recipe=recipe)
 
-    out = attention(*leaves)
+    out = attend(*leaves)
     calls_by_name = {
-        "host.forward": lambda: host.forward(q, k, v, *settings),
-        "sage_attention": lambda: attention(*leaves),
-        "without gradients": lambda: attention(q, k, v),
-        "host.backward": lambda: host.backward(do, None, None, None, v, o, lse, *saved, *settings, False),
+        "forward": lambda: dispatch.forward("hopper", call, q, k, v),
+        "sage_attention": lambda: attend(*leaves),
+        "without gradients": lambda: attend(q, k, v),
+        "backward": lambda: dispatch.backward("hopper", call, saved, do, None, None, None, v),
         "autograd": lambda: torch.autograd.grad(out, leaves, do, retain_graph=True),
     }
     return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}

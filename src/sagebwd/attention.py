@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import ops, switches
+from sagebwd import dispatch, ops, switches
 from sagebwd.recipe import Recipe
 
 MAX_HEAD_DIM = 256
@@ -176,13 +176,13 @@ def sage_attention_varlen(
 
 
 def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> str:
-    """The implementation that a call runs on; `ops.FASTEST` for the kernels of a GPU while torch.compile traces.
+    """The implementation that a call runs on; `dispatch.FASTEST` for the kernels of a GPU while torch.compile traces.
 
     Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
     the implementation lacks, each naming the way out.
     """
-    ops.check_known(impl)
-    chosen = impl or (ops.FASTEST if query.device.type == "cuda" else "reference")
+    dispatch.check_known(impl)
+    chosen = impl or (dispatch.FASTEST if query.device.type == "cuda" else "reference")
     dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
     if query.dtype not in dtypes:
         raise TypeError(
@@ -200,9 +200,9 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
             "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
         )
     if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
-        if chosen == ops.FASTEST:
-            chosen = ops.fastest(recipe, query.shape[-1], query.dtype, query.device)
-        ops.check_supported(chosen, recipe, query.shape[-1], query.dtype)
+        if chosen == dispatch.FASTEST:
+            chosen = dispatch.fastest(recipe, query.shape[-1], query.dtype, query.device)
+        dispatch.check_supported(chosen, recipe, query.shape[-1], query.dtype)
     return chosen
 
 

@@ -128,8 +128,8 @@ def gaussian(
 ) -> None:
     """Error of recipes on random inputs, beside the paper's Table 1."""
     from sagebwd.analysis import gaussian as study
+    from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device
-    from sagebwd.ops import check_known
 
     check_device(device)
     check_known(impl)

@@ -33,8 +33,8 @@ def bench(
     from sagebwd.benchmarks import attention as benchmark
     from sagebwd.benchmarks.plot import plot_attention
     from sagebwd.benchmarks.results import environment, save, save_csv
+    from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device
-    from sagebwd.ops import check_known
     from sagebwd.recipe import Recipe
 
     check_device(device)

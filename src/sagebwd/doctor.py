@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sagebwd import ops
+from sagebwd import dispatch
 from sagebwd.attention import choose_implementation, sage_attention
 from sagebwd.hardware import peak_rates
 from sagebwd.metrics import relative_l2
@@ -81,11 +81,11 @@ def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> l
     except (ValueError, TypeError, NotImplementedError):
         chosen = None
     found = []
-    for impl in ops.IMPLEMENTATIONS:
+    for impl in dispatch.IMPLEMENTATIONS:
         try:
             choose_implementation(query, recipe, impl)
             reason = "fastest that takes the call" if impl == chosen else "takes the call; ask for it by name"
-            backward = ops.backward_family(impl, recipe)
+            backward = dispatch.backward_family(impl, recipe, head_dim, dtype)
             if backward != impl:
                 reason += f"; backward runs {backward}'s kernels, as {impl} has none for this recipe"
             found.append(Answer(impl, True, impl == chosen, reason))

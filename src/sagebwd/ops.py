@@ -1,19 +1,9 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
-``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and call one implementation,
-``"reference"``, ``"triton"`` or ``"hopper"``, a module with functions ``forward`` and ``backward`` of these
-signatures; ``"fastest"`` is the fastest kernel that takes the call, settled inside the operator. Autocast is off
-inside: the reference's own products must not be rounded.
-
-Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
-Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
-
-What forward saves for backward: o, v, lse and, where a backward product reads them, the INT8 codes of q and k, in
-their shape, with one FP32 scale a token, shaped as lse. q and k themselves are kept only where a product needs them
-in 16 bit. Where a gradient product is FP8, kernels also save ``row_max``, the largest score of each query times
-log2(e), shaped as lse, and, where V is quantised or smoothed, ``v_scale`` (B, Hkv, D), psi's scale of each of V's
-channels. ``lse`` is the natural
-log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean taken off.
+``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
+chooses for ``impl``. Autocast is off inside: the reference's own products must not be rounded. `sagebwd.call` has the
+shapes; what `sagebwd.call.Saved` lacks is an empty tensor here. q and k themselves are kept for backward only where a
+product needs them in 16 bit.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -21,22 +11,15 @@ times a call, and copies them each time: 0.1 ms of host time.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
-
-IMPLEMENTATIONS = {
-    "reference": "sagebwd.reference",
-    "triton": "sagebwd.kernels.portable",
-    "hopper": "sagebwd.kernels.gluon",
-}
-FASTEST = "fastest"
+from sagebwd import dispatch
+from sagebwd.call import Call, Saved, keeps_inputs
+from sagebwd.recipe import FP8, INT8, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
 
@@ -47,55 +30,6 @@ def _operator(fn: Callable) -> torch._ops.OpOverload:
     _LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(fn.__name__, torch._disable_dynamo(fn), "CompositeExplicitAutograd")
     return getattr(torch.ops.sagebwd, fn.__name__).default
-
-
-@cache
-def implementation(name: str) -> ModuleType:
-    """The module of an implementation, imported when it is first used."""
-    return importlib.import_module(IMPLEMENTATIONS[name])
-
-
-def check_known(impl: str | None) -> None:
-    """Raises ValueError for the name of no implementation; None is the fastest."""
-    if impl is not None and impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, IMPLEMENTATIONS))}")
-
-
-def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton"."""
-    if _is_hopper(device) and implementation("hopper").unsupported(recipe, head_dim, dtype) is None:
-        return "hopper"
-    return "triton"
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a kernel family runs a recipe; the reference runs all."""
-    return impl == "reference" or implementation(impl).unsupported(recipe, head_dim, dtype) is None
-
-
-def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
-    """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
-    if impl == "reference":
-        return
-    reason = implementation(impl).unsupported(recipe, head_dim, dtype)
-    if reason is not None:
-        raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
-
-
-def backward_family(impl: str, recipe: Recipe) -> str:
-    """Whose backward an implementation runs: its own, but for recipes of which "hopper" has the forward alone."""
-    return "triton" if impl == "hopper" and not implementation(impl).has_backward(recipe) else impl
-
-
-def _keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
-    """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
-    always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
-    return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT
 
 
 def _saved_like(x: Tensor, scale_shape: tuple[int, ...], keep: bool) -> tuple[Tensor, Tensor]:
@@ -156,15 +90,21 @@ def attention(
     if q.numel() == 0 or k.numel() == 0:
         o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
-    parsed = _read(recipe)
-    if impl == FASTEST:
-        impl = fastest(parsed, q.shape[-1], q.dtype, q.device)
-    check_supported(impl, parsed, q.shape[-1], q.dtype)
+    call = Call.of(
+        q, k, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
+        scale, _read(recipe), deterministic,
+    )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
-        return implementation(impl).forward(
-            q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-            window_right, scale, parsed,
-        )  # fmt: skip
+        return _without_none(dispatch.forward(impl, call, q, k, v))
+
+
+def _without_none(saved: Saved) -> tuple[Tensor, ...]:
+    """An operator returns tensors: those that are not there are empty."""
+    dtypes = {"q_int8": torch.int8, "k_int8": torch.int8}
+    return tuple(
+        saved.o.new_empty(0, dtype=dtypes.get(name, torch.float32)) if x is None else x
+        for name, x in zip(Saved._fields, saved)
+    )
 
 
 def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: str, impl: str) -> tuple[Tensor, ...]:
@@ -227,17 +167,17 @@ def attention_backward(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where ``_keeps_inputs`` says so."""
+    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where `keeps_inputs` says so."""
     if o.numel() == 0 or v.numel() == 0:
         return o.new_zeros(o.shape), v.new_zeros(v.shape), v.new_zeros(v.shape)
-    if impl == FASTEST:
-        impl = fastest(_read(recipe), o.shape[-1], o.dtype, o.device)
+    call = Call.of(
+        o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
+        scale, _read(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max, v_scale))
+    saved = Saved(o, lse, *there, k_mean)
     with torch.autocast(v.device.type, enabled=False):
-        return implementation(impl).backward(
-            do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale,
-            _read(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        return dispatch.backward(impl, call, saved, do, dlse, q, k, v)
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
@@ -256,7 +196,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*saved)
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
-        keep_q, keep_k = _keeps_inputs(_read(recipe), impl)
+        keep_q, keep_k = keeps_inputs(_read(recipe), impl)
         ctx.save_for_backward(
             q if keep_q else None, k if keep_k else None, v, o, lse, *saved, key_mask, cu_seqlens_q, cu_seqlens_k
         )

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.band import Band
+from sagebwd.call import Call, Saved
 from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
@@ -284,74 +285,38 @@ class Emulator:
         return (codes * scale).flatten(-4, -3).flatten(-2)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: Recipe,
-) -> tuple[Tensor, ...]:
-    """The "reference" implementation's forward; see `sagebwd.ops` for the interface. Saves no INT8 tensors."""
-    empty_int8, empty_scale = q.new_empty(0, dtype=torch.int8), q.new_empty(0, dtype=torch.float32)
-    saved = (empty_int8, empty_scale, empty_int8.clone(), *(empty_scale.clone() for _ in range(3)))
-    if cu_seqlens_q is None:
-        band = Band.of(is_causal, window_left, window_right)
-        o, lse, k_mean = Emulator(q, k, v, recipe, scale, band, key_mask).forward()
-        return o, lse, *saved, k_mean
+def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
+    """Nothing is."""
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """The "reference" implementation's forward; see `sagebwd.call`. Saves no INT8 tensors."""
+    nothing = (None,) * 6
+    if not call.packed:
+        band = Band.of(call.is_causal, call.window_left, call.window_right)
+        o, lse, k_mean = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask).forward()
+        return Saved(o, lse, *nothing, k_mean)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator)
-    k_mean = k.new_zeros(len(cu_seqlens_k) - 1, k.shape[1], k.shape[2], dtype=accumulator)
-    for index, (rows, keys, band) in enumerate(
-        _sequences(cu_seqlens_q, cu_seqlens_k, is_causal, window_left, window_right)
-    ):
-        sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)
+    k_mean = k.new_zeros(call.keys.batch, k.shape[1], k.shape[2], dtype=accumulator)
+    for index, (rows, keys, band) in enumerate(_sequences(call)):
+        sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), call.recipe, call.scale, band)
         o_rows, lse[:, rows], k_mean[index : index + 1] = sequence.forward()
         o[rows] = _pack(o_rows)
-    return o, lse, *saved, k_mean
+    return Saved(o, lse, *nothing, k_mean)
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
-    row_max: Tensor,
-    v_scale: Tensor,
-    k_mean: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: Recipe,
-    deterministic: bool,
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The "reference" implementation's backward; see `sagebwd.ops`. Always deterministic."""
-    if cu_seqlens_q is None:
-        band = Band.of(is_causal, window_left, window_right)
-        return Emulator(q, k, v, recipe, scale, band, key_mask).backward(do, o, lse, dlse)
+    """The "reference" implementation's backward; see `sagebwd.call`. Always deterministic."""
+    o, lse, recipe, scale = saved.o, saved.lse, call.recipe, call.scale
+    if not call.packed:
+        band = Band.of(call.is_causal, call.window_left, call.window_right)
+        return Emulator(q, k, v, recipe, scale, band, call.key_mask).backward(do, o, lse, dlse)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows, keys, band in _sequences(cu_seqlens_q, cu_seqlens_k, is_causal, window_left, window_right):
+    for rows, keys, band in _sequences(call):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)
         dlse_rows = None if dlse is None else dlse[None, :, rows]
         gradients = sequence.backward(_unpack(do, rows), _unpack(o, rows), lse[None, :, rows], dlse_rows)
@@ -359,17 +324,15 @@ def backward(
     return dq, dk, dv
 
 
-def _sequences(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool, window_left: int, window_right: int
-) -> Iterator[tuple[slice, slice, Band]]:
+def _sequences(call: Call) -> Iterator[tuple[slice, slice, Band]]:
     """The query and key tokens of each packed sequence, and its bottom-right aligned band."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q, starts_k = call.queries.cu_seqlens.tolist(), call.keys.cu_seqlens.tolist()
     for rows, keys in zip(
         itertools.starmap(slice, itertools.pairwise(starts_q)),
         itertools.starmap(slice, itertools.pairwise(starts_k)),
     ):
         offset = (keys.stop - keys.start) - (rows.stop - rows.start)
-        yield rows, keys, Band.of(is_causal, window_left, window_right, offset)
+        yield rows, keys, Band.of(call.is_causal, call.window_left, call.window_right, offset)
 
 
 def _unpack(x: Tensor, tokens: slice) -> Tensor:

@@ -20,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-from sagebwd.kernels.gluon import host as hopper_host
-from sagebwd.kernels.portable import host, tune
+from sagebwd import dispatch
+from sagebwd.kernels import device
+from sagebwd.kernels.portable import tune
 from tests.kernels.calls import KernelCall
 
 
@@ -45,15 +46,16 @@ def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list
             seen.add(key)
             new.append(fn.__name__)
 
-    def time(run, launch) -> float:
-        timed.append(launch)
+    def time(run, config) -> float:
+        timed.append(config)
         return 1.0
 
     JITFunction.run = record
-    host.capability = hopper_host.capability = lambda device: arch
+    device.capability = lambda device: arch
+    dispatch.is_hopper = lambda device: arch == 90
     tune._time = time
     torch.cuda.get_device_name = lambda: f"sm_{arch}"
-    family, rows = hopper_host if gluon else host, []
+    impl, rows = "hopper" if gluon else "triton", []
     for length in lengths:
         new.clear()
         timed.clear()
@@ -62,12 +64,10 @@ def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list
             recipe=recipe, batch=2, heads=4, kv_heads=2, tokens_q=length, tokens_k=length, head_dim=head_dim,
             is_causal=True, lengths_q=packed, lengths_k=packed,
         )  # fmt: skip
-        inputs = call.inputs()[:4]
+        inputs = call.inputs()
         if layout == "tokens":
-            inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-        settings = call.settings()
-        o, lse, *saved = family.forward(*inputs[:3], *settings)
-        family.backward(inputs[3], None, *inputs[:3], o, lse, *saved, *settings, False)
+            inputs = [*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:4]), None]
+        call.run(impl, inputs)
         rows.append({"length": length, "compiled": sorted(new), "timed": len(timed)})
     return rows
 

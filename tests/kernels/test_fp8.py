@@ -8,12 +8,12 @@ from sagebwd.float8 import Float8Operands
 from sagebwd.quantize import quantize_tokens
 from sagebwd.recipe import Recipe
 
-passes = pytest.importorskip("sagebwd.kernels.operands.fp8_passes")
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
-from sagebwd.kernels.call import Call, Packing  # noqa: E402
-from sagebwd.kernels.operands import fp8  # noqa: E402
+from sagebwd.call import Call, Packing, Saved
+from sagebwd.kernels.operands import fp8_copies, fp8_dq, fp8_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -25,8 +25,8 @@ LOG2_E = 1.4426950408889634
 def parts_of(x, parts, weight):
     """The 16 channels of 16 values, and what they are multiplied by."""
     local = tl.arange(0, 16)
-    fp8.store_delta_parts(parts, tl.load(x + local), local)
-    tl.store(weight + local, fp8.delta_parts_weight(local))
+    fp8_rows.store_delta_parts(parts, tl.load(x + local), local)
+    tl.store(weight + local, fp8_rows.delta_parts_weight(local))
 
 
 class Operands:
@@ -55,20 +55,19 @@ class Operands:
         self.queries = Packing(BATCH, heads, TOKENS, TOKENS, None)
         self.keys = Packing(BATCH, HEADS_K, KEYS, KEYS, None)
         call = Call(
-            Recipe.parse(f"token_fp8(q_scale={group}, k_scale={group})"), 1.0, torch.bfloat16, HEAD_DIM, self.queries,
-            self.keys, None, False, -1, -1, 90,
+            Recipe.parse(f"token_fp8(q_scale={group}, k_scale={group})"), 1.0, torch.bfloat16, torch.device(DEVICE),
+            HEAD_DIM, self.queries, self.keys,
         )  # fmt: skip
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
         self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
-        values = passes.launch_row_values(
-            call, *map(device, (self.do, self.o, self.lse, self.dlse, self.row_max * LOG2_E, self.v_scale)), *q, *k,
-            self.largest, BLOCK,
-        )  # fmt: skip
+        o, lse, row_max, v_scale = map(device, (self.o, self.lse, self.row_max * LOG2_E, self.v_scale))
+        saved = Saved(o, lse, *q, *k, row_max, v_scale, None)
+        values = fp8_rows.launch_row_values(call, saved, device(self.do), device(self.dlse), self.largest, BLOCK)
         self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread, self.dq_sums = values
-        self.do_t, self.q_t, self.k_t = passes.launch_float8(
+        self.do_t, self.q_t, self.k_t = fp8_copies.launch_float8(
             call, device(self.do), do_factor, q[0], q_factor, *k, self.largest, BLOCK, SPAN
         )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
@@ -193,8 +192,8 @@ def test_finished_dq(operands, lengths):
     largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    passes.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
-    unit = 0.3 / passes.dq_sum_scale(call)
+    fp8_dq.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
+    unit = 0.3 / fp8_dq.dq_sum_scale(call)
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
         rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)
@@ -209,8 +208,8 @@ def test_no_sum_of_dq_overflows():
     """Every key alike, codes at their largest: a row's dS' then adds up to 2 * 448 for each key, K' is 448."""
     for keys in (1, 2, 128, 129, 4096, 131072, 2**20):
         packing = Packing(1, 1, keys, keys, None)
-        call = Call(Recipe.named("token_fp8"), 1.0, torch.float16, 64, packing, packing, None, False, -1, -1, 90)
-        worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * passes.dq_sum_scale(call)
+        call = Call(Recipe.named("token_fp8"), 1.0, torch.float16, torch.device("cpu"), 64, packing, packing)
+        worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * fp8_dq.dq_sum_scale(call)
         assert 65504 / 4 < worst < 65504
 
 
@@ -235,10 +234,11 @@ def test_packed_passes_are_those_of_each_sequence(operands):
 
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
         largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
-        values = passes.launch_row_values(
-            call, do, o, lse, None, row_max, v_scale, q, q_scale, k, k_scale, largest, BLOCK
+        saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
+        values = fp8_rows.launch_row_values(call, saved, do, None, largest, BLOCK)
+        copies = fp8_copies.launch_float8(
+            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN
         )
-        copies = passes.launch_float8(call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN)
         return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
 
     packed = run(

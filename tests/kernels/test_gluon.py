@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sagebwd import ops, sage_attention
+from sagebwd import dispatch, sage_attention
 from sagebwd import recipe as recipe_module
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
@@ -14,10 +14,11 @@ from sagebwd.switches import switches
 from tests.kernels.calls import TENSORS, KernelCall
 from tests.kernels.test_portable import CALLS, UNALIGNED
 
-hopper = pytest.importorskip("sagebwd.kernels.gluon")
-from sagebwd.kernels import replay  # noqa: E402
+pytest.importorskip("triton")
+from sagebwd.call import Call, Packing
+from sagebwd.kernels import replay
+from sagebwd.kernels.gluon import config, gradients
 
-gradients, host, config = hopper.gradients, hopper.host, hopper.config
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
@@ -55,7 +56,7 @@ SUPPORTED = [
     (name, head_dim)
     for name, call in CALLS.items()
     for head_dim in (64, 128)
-    if hopper.unsupported(Recipe.parse(call.recipe), head_dim, call.dtype) is None
+    if dispatch.unsupported("hopper", Recipe.parse(call.recipe), head_dim, call.dtype) is None
 ]
 
 
@@ -64,7 +65,7 @@ class TestIsTheRecipe:
     pytestmark = on_hopper
 
     def test_is_the_recipe(self, name, head_dim):
-        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check(hopper)
+        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check("hopper")
 
 
 class TestOnHopper:
@@ -88,7 +89,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("recipe", ["token", "paper"])
     def test_rows_far_from_all_keys_are_zero(self, recipe):
         call = KernelCall(recipe=recipe, tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
-        actual = call.check(hopper)
+        actual = call.check("hopper")
         assert (actual["o"][:, :, 12:] == 0).all()
 
     @pytest.mark.parametrize("recipe", ["token", "token(o=16bit)", "token_fp8", "mixed"])
@@ -135,9 +136,9 @@ class TestOnHopper:
     def test_blocks_in_turn_are_the_same_blocks(self, name, turns, monkeypatch):
         """A program that takes several blocks of keys, where one alone is chosen for so few."""
         call = dataclasses.replace(TURNS[name], recipe="token_fp8", head_dim=64, device="cuda")
-        alone = call.run(hopper, call.inputs())
+        alone = call.run("hopper", call.inputs())
         monkeypatch.setattr(gradients, "backward_turns", lambda *_: turns)
-        actual = call.check(hopper)
+        actual = call.check("hopper")
         assert torch.equal(actual["dk"], alone["dk"])
         assert torch.equal(actual["dv"], alone["dv"])
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
@@ -150,15 +151,15 @@ class TestOnHopper:
         call = dataclasses.replace(CALLS[kind + name], device="cuda")
         for seed in (2, 3):
             changed = dataclasses.replace(call, seed=seed)
-            changed.run(hopper, changed.inputs())
+            changed.run("hopper", changed.inputs())
         assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 2
-        dataclasses.replace(call, seed=4).check(hopper)
+        dataclasses.replace(call, seed=4).check("hopper")
 
     @pytest.mark.parametrize(("name", "names"), UNALIGNED)
     @pytest.mark.parametrize("kind", ["", "fp8-deterministic-", "16bit-o-", "mixed-deterministic-"])
     def test_tensors_that_begin_at_an_odd_element(self, name, kind, names):
         """Issue 22: TMA takes no address that is no multiple of 16 bytes."""
-        dataclasses.replace(CALLS[kind + name], device="cuda").check_addresses(hopper, names)
+        dataclasses.replace(CALLS[kind + name], device="cuda").check_addresses("hopper", names)
 
     @pytest.mark.parametrize("heads", [1, 2])
     @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ class TestOnHopper:
     def test_contiguous_tensors_that_begin_at_an_odd_element(self, name, heads):
         """What `contiguous` would hand back as it is: of one head packed tokens too."""
         call = dataclasses.replace(CALLS[name], heads=heads, kv_heads=1, device="cuda", unaligned=TENSORS)
-        call.check(hopper)
+        call.check("hopper")
 
     @pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper"])
     @pytest.mark.parametrize("offset", [1, 2, 4, 7])
@@ -190,33 +191,35 @@ class TestOnHopper:
 
     def test_is_what_none_takes(self):
         token = Recipe.named("token")
-        assert ops.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
-        assert ops.fastest(token, 96, torch.bfloat16, torch.device("cuda")) == "triton"
+        assert dispatch.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
+        assert dispatch.fastest(token, 96, torch.bfloat16, torch.device("cuda")) == "triton"
 
 
 def test_unsupported_says_why():
     token = Recipe.named("token")
-    assert hopper.unsupported(token, 64, torch.bfloat16) is None
-    assert hopper.unsupported(Recipe.named("paper"), 128, torch.float16) is None
-    assert "96" in hopper.unsupported(token, 96, torch.bfloat16)
-    assert "float32" in hopper.unsupported(token, 64, torch.float32)
-    assert "smooth_q" in hopper.unsupported(token.replace(smooth_q=True), 64, torch.bfloat16)
-    assert hopper.unsupported(token.replace(o="16bit"), 64, torch.bfloat16) is None
-    assert "s=" in hopper.unsupported(token.replace(s="16bit"), 64, torch.bfloat16)
-    assert "block_k" in hopper.unsupported(token.replace(block_k=32), 64, torch.bfloat16)
-    assert "v_scale" in hopper.unsupported(token.replace(v_scale="channel"), 64, torch.bfloat16)
+    assert dispatch.unsupported("hopper", token, 64, torch.bfloat16) is None
+    assert dispatch.unsupported("hopper", Recipe.named("paper"), 128, torch.float16) is None
+    assert "96" in dispatch.unsupported("hopper", token, 96, torch.bfloat16)
+    assert "float32" in dispatch.unsupported("hopper", token, 64, torch.float32)
+    assert "smooth_q" in dispatch.unsupported("hopper", token.replace(smooth_q=True), 64, torch.bfloat16)
+    assert dispatch.unsupported("hopper", token.replace(o="16bit"), 64, torch.bfloat16) is None
+    assert "s=" in dispatch.unsupported("hopper", token.replace(s="16bit"), 64, torch.bfloat16)
+    assert "block_k" in dispatch.unsupported("hopper", token.replace(block_k=32), 64, torch.bfloat16)
+    assert "v_scale" in dispatch.unsupported("hopper", token.replace(v_scale="channel"), 64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
 def test_whose_backward_runs_is_told(recipe, monkeypatch):
-    ran = []
-    monkeypatch.setattr(host.portable, "backward", lambda *_: ran.append("triton"))
-    monkeypatch.setattr(host, "repeat", lambda *_: ran.append("hopper"))
     parsed = Recipe.parse(recipe)
-    hopper.backward(*(None,) * 23, parsed, False)
-    assert ran == [ops.backward_family("hopper", parsed)]
-    assert ran == ["hopper" if recipe in ("token", "token_fp8") else "triton"]
-    assert ops.backward_family("triton", parsed) == "triton"
+    ran = []
+    monkeypatch.setattr(dispatch._driver(), "backward", lambda kernels, *_: ran.append(kernels.__module__))
+    call = _call(1, 1, 64, False)._replace(recipe=parsed)
+    dispatch.backward("hopper", call, None, None, None, None, None, None)
+    family = dispatch.backward_family("hopper", parsed, 128, torch.bfloat16)
+    assert ran == [row.module for row in dispatch.BACKWARD if row.family == family]
+    assert family == ("hopper" if recipe in ("token", "token_fp8") else "triton")
+    if recipe != "token_fp8":
+        assert dispatch.backward_family("triton", parsed, 128, torch.bfloat16) == "triton"
 
 
 def test_another_number_of_levels_is_refused(monkeypatch):
@@ -225,13 +228,13 @@ def test_another_number_of_levels_is_refused(monkeypatch):
     recipe = Recipe.named("token").replace(p_levels=200)
     for impl in ("hopper", "triton"):
         with pytest.raises(NotImplementedError, match="p_levels=200 is not one of 127, 254"):
-            ops.check_supported(impl, recipe, 64, torch.bfloat16)
+            dispatch.check_supported(impl, recipe, 64, torch.bfloat16)
 
 
-def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> host.Call:
-    packing = host.Packing(batch, heads, tokens, tokens, None)
+def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
+    packing = Packing(batch, heads, tokens, tokens, None)
     recipe = Recipe.named("token_fp8")
-    return host.Call(recipe, 0.1, torch.bfloat16, 128, packing, packing, None, is_causal, -1, -1, 90)
+    return Call(recipe, 0.1, torch.bfloat16, torch.device("cpu"), 128, packing, packing, None, is_causal)
 
 
 @pytest.mark.parametrize(
@@ -255,4 +258,4 @@ def test_a_cpu_is_refused():
 
 
 def test_elsewhere_triton_is_the_fastest():
-    assert ops.fastest(Recipe.named("token"), 128, torch.bfloat16, torch.device("cpu")) == "triton"
+    assert dispatch.fastest(Recipe.named("token"), 128, torch.bfloat16, torch.device("cpu")) == "triton"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sagebwd.kernels.call import Packing
+from sagebwd.call import Packing
 from sagebwd.kernels.operands.lane_codes import launch_channel_scale, launch_codes
 from sagebwd.quantize import quantize_tokens, smooth
 

@@ -57,17 +57,17 @@ def floats(pointer, count: int):
 def call_of(kernel: Kernel):
     """A call of two kernels: sums through memory of its own, partly zeros, into two outputs, one a view."""
 
-    def call(launch, x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def call(x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor, Tensor]:
         tokens, scale = len(x), -1.0 if negative else 1.0
         _, between = torch.empty(2, tokens).unbind()
         zeros, _ = torch.zeros(2 * tokens).split((tokens, tokens))
         both = torch.empty(2, tokens)
         out = torch.empty_like(x)
-        launch(kernel, (3,), x, y, between, tokens, BLOCK=16, scale=scale, num_warps=4)
-        launch(
+        replay.launch(kernel, (3,), x, y, between, tokens, BLOCK=16, scale=scale, num_warps=4)
+        replay.launch(
             kernel, (3, 2), Descriptor(between, (tokens,)), zeros, both[1], tokens, BLOCK=32, scale=1.0, num_warps=4
         )
-        launch(kernel, (1,), both[1], y.view(-1), out, tokens, BLOCK=64, scale=0.0, num_warps=4)
+        replay.launch(kernel, (1,), both[1], y.view(-1), out, tokens, BLOCK=64, scale=0.0, num_warps=4)
         return out, both[1], x.new_empty(0)
 
     return call
@@ -97,7 +97,7 @@ def test_a_call_alike_repeats_its_launches():
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_the_first_call_that_compiles_says_so_once(interpreted, monkeypatch, caplog):
-    replay._say_what_takes_long.cache_clear()
+    replay.say_what_takes_long.cache_clear()
     monkeypatch.setattr(replay, "COMPILING_SECONDS", 0)
     call = call_of(Kernel(interpreted))
     for tokens in (64, 64, 65):
@@ -105,7 +105,7 @@ def test_the_first_call_that_compiles_says_so_once(interpreted, monkeypatch, cap
     told = [record.getMessage() for record in caplog.records if record.name == "sagebwd"]
     assert len(told) == (0 if interpreted else 1)
     assert all("compiling kernels" in message for message in told)
-    replay._say_what_takes_long.cache_clear()
+    replay.say_what_takes_long.cache_clear()
 
 
 def test_kernels_of_tensors_are_launched_again_with_tensors():
@@ -121,11 +121,11 @@ def test_kernels_of_tensors_are_launched_again_with_tensors():
 
     kernel = replay.TensorKernel(function)
 
-    def call(launch, x: Tensor) -> tuple[Tensor, Tensor]:
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
         torch.empty(5)
         between = torch.empty(3, 4, dtype=torch.float64)
         both, out = torch.empty(4, 2), torch.empty(3, 4)
-        launch(kernel, (), x, between.t().t(), both[:, 1], out, 2.0)
+        replay.launch(kernel, (), x, between.t().t(), both[:, 1], out, 2.0)
         return out, both[:, 1]
 
     for _ in range(4):
@@ -159,9 +159,9 @@ def test_outputs_are_tensors_of_their_own():
     ids=["alignment", "stride", "dimensions", "shape", "dtype"],
 )
 def test_another_tensor_is_another_call(other):
-    def call(launch, x: Tensor) -> tuple[Tensor]:
+    def call(x: Tensor) -> tuple[Tensor]:
         out = torch.empty(8)
-        launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        replay.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
         return (out,)
 
     kernel = Kernel()
@@ -221,10 +221,10 @@ def test_what_is_interpreted_stays_so():
 def test_a_call_that_does_more_is_run_anew(deed):
     done = []
 
-    def call(launch, x: Tensor) -> tuple[Tensor]:
+    def call(x: Tensor) -> tuple[Tensor]:
         done.append(deed(x))
         out = torch.empty(8)
-        launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        replay.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
         return (out,)
 
     kernel = Kernel()
@@ -237,9 +237,9 @@ def test_a_tensor_from_elsewhere_is_not_remembered():
     """It may be gone by the next call."""
     elsewhere = [torch.full((8,), value) for value in (1.0, 2.0, 3.0)]
 
-    def call(launch, x: Tensor) -> tuple[Tensor]:
+    def call(x: Tensor) -> tuple[Tensor]:
         out = torch.empty(8)
-        launch(Kernel(), (1,), x, elsewhere.pop(), out, 8, BLOCK=16, scale=1.0, num_warps=4)
+        replay.launch(Kernel(), (1,), x, elsewhere.pop(), out, 8, BLOCK=16, scale=1.0, num_warps=4)
         return (out,)
 
     assert [replay.repeat(call, torch.zeros(8))[0][0].item() for _ in range(3)] == [4.0, 3.0, 2.0]

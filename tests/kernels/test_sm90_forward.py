@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from sagebwd.band import Band
-from sagebwd.kernels.call import Packing, capability
+from sagebwd.call import Call, Packing
+from sagebwd.kernels.device import capability
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.sm90 import compile as sm90
 from sagebwd.kernels.sm90.launch import launch_forward
+from sagebwd.recipe import Recipe
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -71,10 +73,11 @@ class Case:
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
     def run(self, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_forward(
-            codes.q, codes.q_scale, codes.k, codes.lane_scale, v, *self.packings(), key_mask, self.is_causal,
-            *self.window, self.softmax_scale(), True,
+        call = Call(
+            Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, *self.packings(), key_mask,
+            self.is_causal, *self.window,
         )  # fmt: skip
+        return launch_forward(call, codes, v, with_row_max=True)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale

@@ -6,8 +6,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from sagebwd.kernels import device
 from sagebwd.kernels.portable import tune
-from sagebwd.kernels.portable.config import Launch, choose, smaller
+from sagebwd.kernels.portable.config import Config, choose, smaller
 from sagebwd.recipe import Recipe
 
 TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
@@ -16,23 +17,24 @@ TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
 @pytest.fixture
 def call(monkeypatch):
     monkeypatch.setattr(tune, "_FITTING", {})
-    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, arch=90)
+    monkeypatch.setattr(device, "capability", lambda device: 90)
+    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, device=None)
 
 
 def test_smaller_launches_never_combine_tma_with_one_stage_nor_split_a_group():
-    launch = Launch(64, 4, 3, tma=True)
-    found = smaller(launch, "dkdv", TOKEN)
+    config = Config(64, 4, 3, tma=True)
+    found = smaller(config, "dkdv", TOKEN)
     assert [(x.rows, x.stages, x.tma) for x in found] == [(64, 2, True), (64, 1, False), (32, 1, False)]
-    assert {x.rows for x in smaller(launch, "dkdv", PAPER)} == {64}
+    assert {x.rows for x in smaller(config, "dkdv", PAPER)} == {64}
 
 
 def test_a_launch_that_does_not_fit_is_shrunk_once(call):
     """Regression: token at head_dim 256 with key blocks of 128 ran out of shared memory on an H200."""
     tried = []
 
-    def run(launch):
-        tried.append(launch)
-        if launch.stages > 1:
+    def run(config):
+        tried.append(config)
+        if config.stages > 1:
             raise OutOfResources(300_000, 232_448, "shared memory")
 
     tune.run_best("forward", call, run)
@@ -45,7 +47,7 @@ def test_a_launch_that_does_not_fit_is_shrunk_once(call):
 
 
 def test_where_nothing_fits_the_message_names_a_way_out(call):
-    def run(launch):
+    def run(config):
         raise OutOfResources(300_000, 101_376, "shared memory")
 
     with pytest.raises(NotImplementedError, match=r"use recipe token\(block_k=64\), or impl='reference'"):

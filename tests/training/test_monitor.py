@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from sagebwd import dispatch
 from sagebwd.analysis.capture import capture
 from sagebwd.analysis.trace import measure
 from sagebwd.recipe import RECIPES, Recipe
@@ -381,9 +382,9 @@ def test_an_error_that_is_not_a_number_is_above(judged):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_run_every_rung(name, head_dim):
-    kernels = [pytest.importorskip(f"sagebwd.kernels.{family}") for family in ("gluon", "portable")]
+    pytest.importorskip("triton")
     for recipe in ladder(Recipe.named(name)):
-        reasons = [family.unsupported(recipe, head_dim, torch.bfloat16) for family in kernels]
+        reasons = [dispatch.unsupported(impl, recipe, head_dim, torch.bfloat16) for impl in ("hopper", "triton")]
         assert None in reasons, (str(recipe), reasons)
 
 

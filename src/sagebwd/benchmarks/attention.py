@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagebwd.attention import sage_attention
 from sagebwd.band import Band
 from sagebwd.conformance import violation
+from sagebwd.dispatch import is_supported
 from sagebwd.hardware import flops
-from sagebwd.ops import is_supported
 from sagebwd.recipe import FP8, Recipe
 from sagebwd.reference import Emulator
 from sagebwd.switches import switches

@@ -26,8 +26,8 @@ import torch
 from diffusers.utils import constants
 from torch import Tensor
 
-from sagebwd import ops
 from sagebwd.attention import sage_attention
+from sagebwd.dispatch import check_known
 from sagebwd.recipe import Recipe
 
 NAME = "sagebwd"
@@ -50,7 +50,7 @@ def register(recipe: str | Recipe = "token", impl: str | None = None) -> None:
         NotImplementedError: this version of Diffusers lacks the private names that are needed.
     """
     parsed = Recipe.parse(recipe)
-    ops.check_known(impl)
+    check_known(impl)
     from_environment = constants.DIFFUSERS_ATTN_BACKEND == NAME and _MODULE not in sys.modules
     dispatch = _import_dispatch(from_environment)
     registry = dispatch._AttentionBackendRegistry

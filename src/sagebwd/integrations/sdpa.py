@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sagebwd import ops
+from sagebwd import dispatch
 from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.switches import apply_to
@@ -51,7 +51,7 @@ class SdpaReplacement:
     def __init__(
         self, recipe: str | Recipe, impl: str | None, min_tokens: int, unsupported: Literal["original", "raise"]
     ) -> None:
-        ops.check_known(impl)
+        dispatch.check_known(impl)
         if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
         if min_tokens < 0:

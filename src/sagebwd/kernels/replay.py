@@ -9,8 +9,9 @@ watching takes longer still and lengths that never repeat have no second call.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Launch = Callable[..., Any]
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
 # A launch that takes longer than this on the host is one that compiles.
@@ -27,6 +27,8 @@ COMPILING_SECONDS = 0.5
 ALIGNMENT = 512
 # By what is alike: how to do it again; True after the first call, False where it cannot be done so.
 _calls: dict[Hashable, Recording | bool] = {}
+# Where `launch` notes launches: in the thread whose call is watched alone.
+_watched_here = threading.local()
 
 
 class TensorKernel:
@@ -49,44 +51,56 @@ class TensorKernel:
         return self
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-    """``kernel[grid](*arguments, **options)``: as Triton launches; what it compiled, or None if it interprets."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """``kernel[grid](*arguments, **options)``, noted where this thread's call is watched."""
+    began = time.perf_counter()
+    compiled = _start(kernel, grid, *arguments, **options)
+    if compiled is not None and time.perf_counter() - began > COMPILING_SECONDS:
+        say_what_takes_long()
+    noted = getattr(_watched_here, "launches", None)
+    if noted is not None:
+        noted.append((compiled, grid, arguments, [options[x] for x in kernel.arg_names[len(arguments) :]]))
+
+
+def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """As Triton launches; what it compiled, or None if it interprets."""
     return kernel[grid](*arguments, **options)
 
 
-def repeat(function: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
-    """``function(launch, *given)``, which launches kernels by the ``launch`` that it gets and returns new tensors.
+def repeat(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> tuple[Tensor | None, ...]:
+    """``function(*given)``, which launches kernels by `launch` and returns new tensors, or None in their place.
 
     Args:
         function: what it launches, and on what, follows from ``given`` but for addresses, beside alignment to 16
             bytes. It writes to no tensor but by its kernels; one that does, or that copies, is run anew every time.
-        given: tensors, and whatever else can be hashed.
+        given: tensors, named tuples of such, and whatever else can be hashed.
     """
-    key = function, *map(_alike, given), _shared(given)
+    leaves = list(_leaves(given))
+    key = function, *map(_alike, leaves), _shared(leaves)
     known = _calls.get(key)
     if isinstance(known, Recording):
-        return known.again(given)
+        return known.again(leaves)
     if known:
-        return _watched(function, given, key)
+        return _watched(function, given, leaves, key)
     if known is None:
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         _calls[key] = True
-        return function(_first, *given)
-    return function(launch, *given)
+    return function(*given)
 
 
-def _first(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-    """`launch` where it may have to compile, which takes seconds: the first time that it does it says so."""
-    began = time.perf_counter()
-    compiled = launch(kernel, grid, *arguments, **options)
-    if compiled is not None and time.perf_counter() - began > COMPILING_SECONDS:
-        _say_what_takes_long()
-    return compiled
+def _leaves(given: tuple) -> Iterator[Any]:
+    """What is in named tuples, and the rest as it is."""
+    for x in given:
+        if hasattr(x, "_fields"):
+            yield from _leaves(x)
+        else:
+            yield x
 
 
 @cache
-def _say_what_takes_long() -> None:
+def say_what_takes_long() -> None:
+    """Warn, once, that kernels are compiled."""
     logging.getLogger("sagebwd").warning(
         "sagebwd: compiling kernels; the first call of each kind takes seconds, later processes find them in triton's "
         "cache (~/.triton/cache, TRITON_CACHE_DIR)"
@@ -100,24 +114,22 @@ def _alike(x: Any) -> Hashable:
     return x
 
 
-def _shared(given: tuple) -> tuple[int, ...] | None:
+def _shared(given: list) -> tuple[int, ...] | None:
     """Which tensors begin at the same address, as offsets of sequences given twice do; None where none do."""
     addresses = [x.data_ptr() for x in given if isinstance(x, Tensor)]
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
 
 
-def _watched(function: Callable[..., tuple[Tensor, ...]], given: tuple, key: Hashable) -> tuple[Tensor, ...]:
+def _watched(function: Callable, given: tuple, leaves: list, key: Hashable) -> tuple[Tensor | None, ...]:
     """The result of a call, watched and remembered."""
-    launched = []
-
-    def noted(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        compiled = launch(kernel, grid, *arguments, **options)
-        launched.append((compiled, grid, arguments, [options[x] for x in kernel.arg_names[len(arguments) :]]))
-
-    with _Watch() as watch:
-        outputs = function(noted, *given)
+    _watched_here.launches = launched = []
     try:
-        _calls[key] = Recording.of(given, watch, launched, outputs)
+        with _Watch() as watch:
+            outputs = function(*given)
+    finally:
+        _watched_here.launches = None
+    try:
+        _calls[key] = Recording.of(leaves, watch, launched, outputs)
     except _NotRepeatableError:
         _calls[key] = False
     return outputs
@@ -152,7 +164,7 @@ class _Owners:
     Owners are counted in this order. ``memory``: what outputs are made of; ``sizes``: bytes of the other two.
     """
 
-    def __init__(self, given: tuple, watch: _Watch, outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, given: list, watch: _Watch, outputs: list[Tensor]) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         self._given = {x.data_ptr(): owner for owner, x in enumerate(tensors) if x.numel() > 0}
         if not watch.nothing_else:
@@ -226,13 +238,14 @@ class Recording(NamedTuple):
     launches: list
 
     @classmethod
-    def of(cls, given: tuple, watch: _Watch, launched: list, outputs: tuple[Tensor, ...]) -> Recording:
+    def of(cls, given: list, watch: _Watch, launched: list, outputs: tuple[Tensor | None, ...]) -> Recording:
         """What a call that was watched did."""
-        owners = _Owners(given, watch, outputs)
+        owners = _Owners(given, watch, [x for x in outputs if x is not None])
         launches = [owners.launch(*one) for one in launched]
-        return cls(outputs[0].device, owners.memory, *owners.sizes, [owners.output(x) for x in outputs], launches)
+        views = [(None, None) if x is None else owners.output(x) for x in outputs]
+        return cls(outputs[0].device, owners.memory, *owners.sizes, views, launches)
 
-    def again(self, given: tuple) -> tuple[Tensor, ...]:
+    def again(self, given: list) -> tuple[Tensor | None, ...]:
         """The call's outputs for other tensors."""
         device = self.device
         memory = [make(shape, dtype=dtype, device=device) for make, shape, dtype in self.memory]
@@ -250,7 +263,10 @@ class Recording(NamedTuple):
             for index, owner, *view in views:
                 arguments[index] = _view(tensors[owner], *view)
             start(*arguments)
-        return tuple(memory[x] if view is None else memory[x].as_strided(*view) for x, view in self.outputs)
+        return tuple(
+            None if x is None else memory[x] if view is None else memory[x].as_strided(*view)
+            for x, view in self.outputs
+        )
 
 
 class _Address(int):

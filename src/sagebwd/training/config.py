@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from sagebwd import ops
+from sagebwd import dispatch
 from sagebwd.recipe import Recipe
 
 SDPA = "sdpa"
@@ -186,7 +186,7 @@ class Config(Settings):
     def __post_init__(self) -> None:
         """Checks that need more than one key. Raises ValueError."""
         optimisation, model = self.optimisation, self.model
-        ops.check_known(self.attention.impl)
+        dispatch.check_known(self.attention.impl)
         if self.attention.recipe not in FULL_PRECISION:
             Recipe.parse(self.attention.recipe)
         if optimisation.precision not in ("fp32", "bf16"):

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from sagebwd import ops
+from sagebwd import dispatch
 from sagebwd.recipe import Recipe
 from sagebwd.training.config import SDPA, Attention, Settings
 
@@ -83,7 +83,7 @@ class Finetuning(Settings):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
-        ops.check_known(self.attention.impl)
+        dispatch.check_known(self.attention.impl)
         if self.attention.recipe != SDPA:
             Recipe.parse(self.attention.recipe)
         if not self.seeds or not all(type(seed) is int and seed >= 0 for seed in self.seeds):

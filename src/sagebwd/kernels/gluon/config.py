@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sagebwd.kernels.call import Call
+from sagebwd.call import Call
 
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
 # a thread's registers, three at 64.
@@ -46,7 +46,7 @@ def backward_steps(call: Call, span: int, block_q: int) -> float:
     return steps
 
 
-def backward_turns(call: Call, span: int, block_q: int, processors: int) -> int:
+def backward_turns(call: Call, span: int, block_q: int, num_sms: int) -> int:
     """How many blocks of ``span`` keys a program of the one kernel takes, one after the other: 1, 2 or 4.
 
     More of them share what a program costs to begin and end, until too few programs are left to fill the GPU evenly.
@@ -55,15 +55,15 @@ def backward_turns(call: Call, span: int, block_q: int, processors: int) -> int:
 
     def rounds(turns: int) -> float:
         programs = -(-call.keys.grid(span) // turns) * call.keys.batch * call.keys.heads
-        return -(-programs // processors) * (turns * (steps + TURN) + PROGRAM)
+        return -(-programs // num_sms) * (turns * (steps + TURN) + PROGRAM)
 
     return min((1, 2, 4), key=rounds)
 
 
-def backward_heads_at_once(call: Call, span: int, block_q: int, processors: int) -> int:
+def backward_heads_at_once(call: Call, span: int, block_q: int, num_sms: int) -> int:
     """Of how many key heads to start programs by turns, where a head's own start `HOP` steps after one another.
 
     Enough of them that no processor waits; no more, for what is under way at once should fit L2.
     """
-    starts_a_step = processors / max(backward_steps(call, span, block_q), 1)
+    starts_a_step = num_sms / max(backward_steps(call, span, block_q), 1)
     return max(1, math.ceil(starts_a_step * HOP))

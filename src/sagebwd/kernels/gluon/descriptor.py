@@ -9,7 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagebwd.kernels.call import TMA_BYTES, Packing
+from sagebwd.call import Packing
+from sagebwd.kernels.alignment import TMA_BYTES
 
 
 @cache

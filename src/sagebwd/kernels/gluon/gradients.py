@@ -7,17 +7,57 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Call, processors
+from sagebwd.call import Call, Saved
+from sagebwd.kernels import device
 from sagebwd.kernels.gluon.backward import backward_kernel
 from sagebwd.kernels.gluon.config import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
 from sagebwd.kernels.gluon.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.gluon.dkdv import dkdv_kernel
 from sagebwd.kernels.gluon.dq import PIECE, dq_kernel
+from sagebwd.kernels.gluon.host import HEAD_DIMS
 from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.operands.fp8_passes import dq_sum_scale, launch_finish_dq, launch_float8, launch_row_values
-from sagebwd.kernels.operands.passes import launch_grad_out, launch_transpose
+from sagebwd.kernels.operands.fp8_copies import launch_float8
+from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
+from sagebwd.kernels.operands.fp8_rows import launch_row_values
+from sagebwd.kernels.operands.grad_out import launch_grad_out
+from sagebwd.kernels.operands.lane_codes import launch_channel_scale
+from sagebwd.kernels.operands.transposed import launch_transpose
+from sagebwd.kernels.replay import launch
+from sagebwd.kernels.support import lacks, other_dtype, outside
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 CONTIGUOUS = torch.contiguous_format
+
+# What recipes they run have.
+INT8_BACKWARD = {
+    **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "dp": SIXTEEN_BIT, "do_scale": "block", "p_scale_dv": "key",
+    "ds_scale_dq": "query", "ds_scale_dk": "key", "block_q": 64, "smooth_q": False,
+}  # fmt: skip
+FLOAT8_BACKWARD = {
+    "s": INT8, **dict.fromkeys(("dv", "dq", "dk"), FP8), "dp": SIXTEEN_BIT, "v_scale": "sequence", "block_q": 64,
+    "smooth_q": False,
+}  # fmt: skip
+
+
+def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot run a backward, or None."""
+    float8 = FP8 in (recipe.dv, recipe.dq, recipe.dk)
+    return (
+        outside("head_dim ", head_dim, HEAD_DIMS)
+        or other_dtype(dtype)
+        or lacks(recipe, FLOAT8_BACKWARD if float8 else INT8_BACKWARD)
+    )
+
+
+def backward(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``call.deterministic``."""
+    if call.recipe.dv != FP8:
+        return int8_gradients(call, saved, do, dlse, v)
+    if saved.v_scale is None:
+        saved = saved._replace(v_scale=launch_channel_scale(v, call.keys, call.key_mask))
+    return float8_gradients(call, saved, do, dlse, v)
 
 
 class Operands(NamedTuple):
@@ -54,39 +94,26 @@ def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
     )  # fmt: skip
 
 
-def _zeros(call: Call, block_q: int, deterministic: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _zeros(call: Call, block_q: int, deterministic: bool, on: torch.device) -> tuple[Tensor, Tensor | None]:
     """Bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to each half of a block
     of dQ^T if they are to in order; in one piece, for one kernel to clear."""
     bits = call.keys.batch * call.keys.heads * 3
     counts = call.queries.heads_in_all * call.queries.blocks(block_q) * CONSUMERS.value if deterministic else 0
-    largest, added = torch.zeros(bits + counts, dtype=torch.int32, device=device).split((bits, counts))
+    largest, added = torch.zeros(bits + counts, dtype=torch.int32, device=on).split((bits, counts))
     return largest, added if deterministic else None
 
 
 def float8_gradients(
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
-    row_max: Tensor,
-    v_scale: Tensor,
-    deterministic: bool,
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in e4m3 (`sagebwd.float8`); do, v, o: any strides with a contiguous last dimension."""
+    deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
     # nothing is scaled a block of queries, which may so be another than the recipe's
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
     largest, added = _zeros(call, block_q, deterministic, do.device)
-    values = launch_row_values(
-        call, do, o, lse, dlse, row_max, v_scale, q_int8, q_scale, k_int8, k_scale, largest, block_q
-    )
+    values = launch_row_values(call, saved, do, dlse, largest, block_q)
     do_t, q_t, k_t = launch_float8(
         call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
     )
@@ -94,12 +121,12 @@ def float8_gradients(
     dq, dk, dv = _empty_gradients(do, v)
     turns, heads_at_once = 1, 1
     if deterministic:
-        heads_at_once = backward_heads_at_once(call, span, block_q, processors(do.device))
+        heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
         chosen["IN_TURN"] = False
     elif chosen["IN_TURN"]:
-        turns = backward_turns(call, span, block_q, processors(do.device))
+        turns = backward_turns(call, span, block_q, device.num_sms(do.device))
     grid = -(-keys.grid(span) // turns)
-    call.launch(
+    launch(
         backward_kernel,
         (grid * keys.batch * keys.heads,),
         operands.q.blocks(block_q, head_dim),
@@ -127,8 +154,8 @@ def float8_gradients(
         keys.batch * keys.heads,
         scale=call.scale,
         sum_scale=dq_sum_scale(call),
-        VARLEN=call.varlen,
-        RAGGED=call.varlen or queries.tokens % block_q != 0 or keys.tokens % span != 0,
+        VARLEN=call.packed,
+        RAGGED=call.packed or queries.tokens % block_q != 0 or keys.tokens % span != 0,
         GROUPED=call.group > 1,
         BLOCK_D=head_dim,
         **call.band,
@@ -139,29 +166,21 @@ def float8_gradients(
 
 
 def int8_gradients(
-    call: Call,
-    do: Tensor,
-    dlse: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in INT8; tensors as in `float8_gradients`."""
+    o, lse, q_int8, q_scale, k_int8, k_scale, *_ = saved
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
     block_q, block_k = call.recipe.block_q, call.recipe.block_k
     row_values, do_scale, do_t, q_t = launch_grad_out(call, do, o, lse, dlse, q_scale, q_int8, planes=True)
-    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale, call.launch)
+    k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
     operands = Operands.of(call, q_int8, k_int8, v, do)
     q_desc, do_desc = operands.q.blocks(block_q, head_dim), operands.do.blocks(block_q, head_dim)
     dq, dk, dv = _empty_gradients(do, v)
-    options = {"VARLEN": call.varlen, "BLOCK_D": head_dim, **call.band}
+    options = {"VARLEN": call.packed, "BLOCK_D": head_dim, **call.band}
     chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)
-    call.launch(
+    launch(
         dkdv_kernel,
         (grid * keys.batch * keys.heads,),
         q_desc,
@@ -187,7 +206,7 @@ def int8_gradients(
 
     chosen = DQ[head_dim]
     grid = queries.grid(CONSUMERS.value * rows)
-    call.launch(
+    launch(
         dq_kernel,
         (grid * queries.batch * queries.heads,),
         q_desc,
@@ -211,7 +230,7 @@ def int8_gradients(
         keys.blocks(block_k),
         grid,
         scale=call.scale,
-        RAGGED=call.varlen or keys.tokens % block_k != 0 or call.key_mask is not None,
+        RAGGED=call.packed or keys.tokens % block_k != 0 or call.key_mask is not None,
         BLOCK_K=block_k,
         **options,
         **chosen,

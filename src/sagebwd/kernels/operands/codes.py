@@ -1,30 +1,32 @@
-"""Quantisation passes: psi, transposed INT8 copies, and what backward needs of dO and lse.
+"""INT8 codes and scales of blocks of tokens, smoothed if asked: psi, as every recipe but those by lane has it.
 
-All are bound by memory: each reads its tensor once and writes what the attention kernels will read.
+Bound by memory: each tensor is read once, and what the attention kernels read is written.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
-    LOG2_E,
     ROUND_BITS,
     abs_max,
     divide,
-    interleave_rows,
     load_rows,
     load_transposed,
     padded_block,
-    pair_rows,
     psi_scale,
     to_16bit,
     to_int8,
     whose,
 )
-
-NO_SPECIALIZE = ["tokens", "total", "blocks"]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -161,157 +163,96 @@ def quantize_kernel(
         )
 
 
-@triton.jit
-def store_transposed(
-    transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr = False,
-):  # fmt: skip
-    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved or, PAIRS, in the order of `pair_rows`."""
-    pitch = blocks * BLOCK
-    at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
-    at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
-    code = pair_rows(code) if PAIRS else interleave_rows(code)
-    tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
+@dataclass
+class Quantized:
+    """What one quantisation pass wrote; see `quantize_kernel`."""
+
+    codes: Tensor | None = None
+    token_scale: Tensor | None = None
+    padded_scale: Tensor | None = None
+    block_scale: Tensor | None = None
+    transposed: Tensor | None = None
+    column_sum: Tensor | None = None
+    smoothed: Tensor | None = None
+    first_row: Tensor | None = None
+    first_scale: Tensor | None = None
+    block_mean: Tensor | None = None
 
 
-@triton.jit
-def transpose(
-    codes, stride_t, transposed, z, block, blocks, rows, head_dim: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write a block of INT8 rows, of which the first ``rows`` are there, as `store_transposed` does."""
-    columns = tl.arange(0, BLOCK_D)
-    tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, rows, head_dim, False, head_dim == BLOCK_D)
-    store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def transpose_kernel(
-    codes,
-    token_scale,
-    cu_seqlens,
-    transposed,
-    padded_scale,
-    stride_b,
-    stride_h,
-    stride_t,
-    heads,
-    tokens,
-    total,
-    blocks,
-    head_dim: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep.
-
-    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
-    """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
-    if first >= length:
-        return
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
-    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-    transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
-    if padded_scale is not None:
-        local = tl.arange(0, BLOCK)
-        scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
-        tl.store(padded_scale + block * BLOCK + local, scale)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def grad_out_kernel(
-    do,
-    o,
-    lse,
-    dlse,
-    cu_seqlens,
-    q_scale,
-    transposed,
-    block_scale,
-    rows,
-    codes,
-    codes_transposed,
-    do_b,
-    do_h,
-    do_t,
-    o_b,
-    o_h,
-    o_t,
-    codes_b,
-    codes_h,
-    codes_t,
-    heads,
-    tokens,
-    total,
-    blocks,
-    head_dim: tl.constexpr,
-    GROUP: tl.constexpr,
-    PLANES: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
-
-    delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
-    values than a program has threads are repeated by every thread. PLANES: they lie one after the other instead, a
-    block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
-    padding, so that P comes out 0 there without a mask.
-
-    codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
-    """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
-    if first >= length:
-        return
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
-    if codes is not None:  # noqa: SIM102, settled at compile time
-        if tl.program_id(2) == 1:
-            codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
-            codes += (start + first).to(tl.int64) * codes_t
-            transpose(codes, codes_t, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
-            return
-    local = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
-    EVEN: tl.constexpr = head_dim == BLOCK_D
-    inside = first + local < length
-    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_t
-    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_t
-    tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
-    out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
-
-    row = z * total + start + first + local
-    row_delta = tl.sum(tile * out, 1)
-    if dlse is not None:
-        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
-    row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
-    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
-    row_scale = row_delta * 0
-    if q_scale is not None:
-        row_scale = tl.load(q_scale + row, mask=inside, other=0)
-    rows += block * BLOCK * 4
-    if PLANES:
-        tl.store(rows + local, row_lse)
-        tl.store(rows + BLOCK + local, row_scale)
-        tl.store(rows + 2 * BLOCK + local, row_delta * row_scale)
-        tl.store(rows + 3 * BLOCK + local, row_delta)
-    else:
-        packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
-        tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
-
-    if GROUP == "block":
-        amax = abs_max(abs_max(tile, 1), 0)
-        scale = psi_scale(amax)
-        code = to_int8(divide(tile, scale, 1.0 / scale))
-        tl.store(block_scale + block, scale)
-    else:
-        amax = abs_max(tile, 0)
-        scale = psi_scale(amax)
-        code = to_int8(divide(tile, scale[None, :], (1.0 / scale)[None, :]))
-        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
-    if transposed is not None:
-        store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+def launch_quantize(
+    x: Tensor,
+    packing: Packing,
+    group: str,
+    block: int,
+    mean: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    *,
+    sequence_scale: Tensor | None = None,
+    codes: bool = False,
+    padded_scale: bool = False,
+    transposed: bool = False,
+    column_sum: torch.dtype | None = None,
+    smoothed: bool = False,
+    block_mean: bool = False,
+    first_row: torch.dtype | None = None,
+    first_key: Tensor | None = None,
+) -> Quantized:
+    """Smooth x and write the asked-for outputs; first_row as int8 comes with its scale."""
+    head_dim, device = x.shape[-1], x.device
+    out = Quantized()
+    if codes:
+        out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)
+    if codes or group == "token":
+        out.token_scale = packing.per_token(device)
+    if padded_scale:
+        out.padded_scale = packing.padded(block, block, dtype=torch.float32, device=device)
+    if smoothed:
+        out.smoothed = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if transposed:
+        out.transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=device)
+    if group == "channel" or (transposed and group == "block"):
+        channels = (head_dim,) if group == "channel" else ()
+        out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
+    if column_sum is not None:
+        out.column_sum = packing.padded(block, head_dim, dtype=column_sum, device=device)
+    if block_mean:
+        out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
+    if first_row is not None:
+        shape = packing.batch, packing.heads
+        out.first_row = torch.empty(*shape, head_dim, dtype=first_row, device=device)
+        if first_row == torch.int8:
+            out.first_scale = torch.empty(shape, dtype=torch.float32, device=device)
+    rows = out.codes if codes else out.smoothed if smoothed else x
+    launch(
+        quantize_kernel,
+        (packing.grid(block), packing.batch * packing.heads),
+        x,
+        mean,
+        sequence_scale,
+        key_mask,
+        first_key,
+        packing.cu_seqlens,
+        out.block_mean,
+        out.codes,
+        out.token_scale,
+        out.padded_scale,
+        out.block_scale,
+        out.transposed,
+        out.column_sum,
+        out.smoothed,
+        out.first_row,
+        out.first_scale,
+        *packing.strides(x),
+        *packing.strides(rows),
+        packing.heads,
+        packing.tokens,
+        packing.total,
+        packing.blocks(block),
+        head_dim=head_dim,
+        GROUP=group,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+    )
+    return out

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.call import Packing, padded_head_dim
-from sagebwd.kernels.replay import Launch, launch
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
 LANES = tl.constexpr(4)
@@ -207,7 +207,7 @@ def _chunks(packing: Packing) -> tuple[int, int]:
     return chunk, packing.grid(chunk)
 
 
-def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None, launch: Launch = launch) -> Tensor:
+def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None) -> Tensor:
     """psi's scale of each channel of v over the tokens that count, (batch, heads, D) FP32; of zeros 1."""
     head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
     chunk, chunks = _chunks(keys)
@@ -230,7 +230,6 @@ def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None, laun
 
 def launch_codes(
     q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int,
-    launch: Launch = launch,
 ) -> Codes:  # fmt: skip
     """Codes of q and, less their mean, of k, (B, H, N, D) or packed, of any strides but the last dimension's."""
     head_dim, device = q.shape[-1], q.device

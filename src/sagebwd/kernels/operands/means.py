@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.call import Packing, padded_head_dim
-from sagebwd.kernels.replay import Launch, launch
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import load_rows, psi_scale, sequence
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
@@ -187,7 +187,6 @@ def launch_statistics(
     smooth_v: bool,
     v_scale: bool,
     first_key: bool,
-    launch: Launch = launch,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None.
 

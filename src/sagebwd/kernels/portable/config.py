@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from sagebwd.kernels.call import padded_head_dim
+from sagebwd.call import padded_head_dim
 from sagebwd.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Launch:
+class Config:
     """``rows``: tokens of the free axis a program takes; ``warps`` and ``stages``: Triton's num_warps, num_stages.
 
     ``tma``: read blocks through TMA descriptors, where strides are multiples of 16 bytes.
@@ -36,71 +36,71 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-# (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> launch.
+# (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> configuration.
 # Measured on an H200, 4096 tokens, 2026-11-21 (docs/log); a missing block takes the next smaller one's row.
 # TMA with a single stage gave wrong results at head_dim 256 with triton 3.6: never both.
-_HOPPER: dict[tuple[str, int, int], Launch] = {
+_HOPPER: dict[tuple[str, int, int], Config] = {
     # a cap of 168 registers lets three programs share an SM
-    ("forward", 64, 32): Launch(64, 4, 3, tma=True, registers=168),
-    ("forward", 128, 32): Launch(64, 4, 2, tma=True, registers=168),
-    ("forward", 256, 32): Launch(64, 4, 2, tma=True),
+    ("forward", 64, 32): Config(64, 4, 3, tma=True, registers=168),
+    ("forward", 128, 32): Config(64, 4, 2, tma=True, registers=168),
+    ("forward", 256, 32): Config(64, 4, 2, tma=True),
     # dK and dV in FP32 fill the registers: 4 warps, and at head_dim 64 a cap that lets three programs share an SM
-    ("dkdv", 64, 32): Launch(64, 4, 2, tma=True, registers=168),
-    ("dkdv", 64, 128): Launch(64, 4, 2, tma=True),
-    ("dkdv", 128, 32): Launch(64, 4, 2, tma=True),
-    ("dkdv", 256, 32): Launch(64, 8, 1),
+    ("dkdv", 64, 32): Config(64, 4, 2, tma=True, registers=168),
+    ("dkdv", 64, 128): Config(64, 4, 2, tma=True),
+    ("dkdv", 128, 32): Config(64, 4, 2, tma=True),
+    ("dkdv", 256, 32): Config(64, 8, 1),
     # steps of 64 queries fit the registers as `token`'s do; chosen from SASS
-    ("dkdv_given", 64, 32): Launch(64, 4, 2, tma=True, registers=168, step=64),
-    ("dkdv_given", 128, 32): Launch(64, 4, 2, tma=True, step=64),
-    ("dkdv_given", 256, 32): Launch(64, 8, 1, step=64),
-    ("dq", 64, 32): Launch(64, 4, 3, tma=True),
-    ("dq", 128, 32): Launch(64, 4, 3, tma=True),
-    ("dq", 256, 32): Launch(64, 8, 1),
+    ("dkdv_given", 64, 32): Config(64, 4, 2, tma=True, registers=168, step=64),
+    ("dkdv_given", 128, 32): Config(64, 4, 2, tma=True, step=64),
+    ("dkdv_given", 256, 32): Config(64, 8, 1, step=64),
+    ("dq", 64, 32): Config(64, 4, 3, tma=True),
+    ("dq", 128, 32): Config(64, 4, 3, tma=True),
+    ("dq", 256, 32): Config(64, 8, 1),
 }
-# The same where a scale group spans a tile's rows: (kernel, padded head_dim, rows) -> launch.
-_HOPPER_WHOLE: dict[tuple[str, int, int], Launch] = {
-    ("dq", 64, 128): Launch(128, 4, 3, tma=True),
-    ("dq", 128, 128): Launch(128, 8, 3, tma=True, registers=168),
+# The same where a scale group spans a tile's rows: (kernel, padded head_dim, rows) -> configuration.
+_HOPPER_WHOLE: dict[tuple[str, int, int], Config] = {
+    ("dq", 64, 128): Config(128, 4, 3, tma=True),
+    ("dq", 128, 128): Config(128, 8, 3, tma=True, registers=168),
 }
 # mma.sync and 99 KB of shared memory a program (sm_86, 89, 120): chosen from SASS, for no spills; never timed.
-_PORTABLE: dict[tuple[str, int, int], Launch] = {
-    ("forward", 64, 32): Launch(64, 4, 2),
-    ("forward", 128, 32): Launch(64, 4, 2),
+_PORTABLE: dict[tuple[str, int, int], Config] = {
+    ("forward", 64, 32): Config(64, 4, 2),
+    ("forward", 128, 32): Config(64, 4, 2),
     # S, P and O of 64 rows spill at 4 warps once a block holds 128 keys
-    ("forward", 128, 128): Launch(64, 8, 2),
-    ("forward", 256, 32): Launch(64, 8, 1),
-    ("dkdv", 64, 32): Launch(64, 4, 2),
+    ("forward", 128, 128): Config(64, 8, 2),
+    ("forward", 256, 32): Config(64, 8, 1),
+    ("dkdv", 64, 32): Config(64, 4, 2),
     # dK and dV alone are 128 registers a thread at 4 warps
-    ("dkdv", 128, 32): Launch(64, 8, 1),
-    ("dkdv", 256, 32): Launch(32, 8, 1),
-    ("dkdv_given", 64, 32): Launch(64, 4, 2, step=64),
-    ("dkdv_given", 128, 32): Launch(64, 8, 1, step=64),
-    ("dkdv_given", 256, 32): Launch(32, 8, 1, step=64),
-    ("dq", 64, 32): Launch(64, 4, 2),
+    ("dkdv", 128, 32): Config(64, 8, 1),
+    ("dkdv", 256, 32): Config(32, 8, 1),
+    ("dkdv_given", 64, 32): Config(64, 4, 2, step=64),
+    ("dkdv_given", 128, 32): Config(64, 8, 1, step=64),
+    ("dkdv_given", 256, 32): Config(32, 8, 1, step=64),
+    ("dq", 64, 32): Config(64, 4, 2),
     # 64 rows against 128 keys spill on sm_100 and sm_120
-    ("dq", 64, 128): Launch(32, 4, 2),
-    ("dq", 128, 32): Launch(64, 8, 2),
+    ("dq", 64, 128): Config(32, 4, 2),
+    ("dq", 128, 32): Config(64, 8, 2),
     # a second stage would not fit beside 128 keys
-    ("dq", 128, 128): Launch(64, 8, 1),
-    ("dq", 256, 32): Launch(32, 8, 1),
+    ("dq", 128, 128): Config(64, 8, 1),
+    ("dq", 256, 32): Config(32, 8, 1),
 }
 
 
-def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Launch:
-    """The launch of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``."""
+def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Config:
+    """The configuration of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``."""
     table = _HOPPER if arch == 90 else _PORTABLE
     block = recipe.block_q if kernel.startswith("dkdv") else recipe.block_k
     width = max(64, padded_head_dim(head_dim))
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
-    launch = table[row]
+    config = table[row]
     rows = _whole_groups(kernel, recipe)
-    if rows is None or rows == launch.rows:
-        return launch
+    if rows is None or rows == config.rows:
+        return config
     if arch == 90 and (kernel, width, rows) in _HOPPER_WHOLE:
         return _HOPPER_WHOLE[kernel, width, rows]
     # the table's warps, stages and register cap are for its own rows
     return dataclasses.replace(
-        launch, rows=rows, warps=8 if rows > 64 else 4, stages=max(2, launch.stages), registers=None
+        config, rows=rows, warps=8 if rows > 64 else 4, stages=max(2, config.stages), registers=None
     )
 
 
@@ -118,23 +118,23 @@ def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
     return None
 
 
-def smaller(launch: Launch, kernel: str, recipe: Recipe) -> list[Launch]:
+def smaller(config: Config, kernel: str, recipe: Recipe) -> list[Config]:
     """Launches that need less and less shared memory, for recipes and head_dims the table's does not fit.
 
     Fewer stages; one stage without TMA, which is wrong with a single one; then fewer rows, where groups allow.
     """
-    fewer = [dataclasses.replace(launch, stages=stages) for stages in range(launch.stages - 1, 1, -1)]
-    fewer.append(dataclasses.replace(launch, stages=1, tma=False))
-    if launch.rows > 32 and _whole_groups(kernel, recipe) is None:
-        fewer.append(dataclasses.replace(launch, rows=launch.rows // 2, stages=1, tma=False))
+    fewer = [dataclasses.replace(config, stages=stages) for stages in range(config.stages - 1, 1, -1)]
+    fewer.append(dataclasses.replace(config, stages=1, tma=False))
+    if config.rows > 32 and _whole_groups(kernel, recipe) is None:
+        fewer.append(dataclasses.replace(config, rows=config.rows // 2, stages=1, tma=False))
     return fewer
 
 
-def candidates(launch: Launch) -> list[Launch]:
+def candidates(config: Config) -> list[Config]:
     """What autotune tries: the table's launch and its neighbours, rows untouched."""
-    registers = {launch.registers, None, 168}
-    stages = {max(2 if launch.tma else 1, launch.stages + step) for step in (-1, 0, 1)}
+    registers = {config.registers, None, 168}
+    stages = {max(2 if config.tma else 1, config.stages + step) for step in (-1, 0, 1)}
     warps = {4, 8}
     return [
-        dataclasses.replace(launch, warps=w, stages=s, registers=r) for w in warps for s in stages for r in registers
+        dataclasses.replace(config, warps=w, stages=s, registers=r) for w in warps for s in stages for r in registers
     ]

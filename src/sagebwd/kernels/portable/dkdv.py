@@ -12,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
-from sagebwd.kernels.portable.config import Launch
+from sagebwd.call import Call
+from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
     LOG2_E,
     block_range,
@@ -297,10 +299,10 @@ def launch_dkdv(
     recipe, queries, keys = call.recipe, call.queries, call.keys
     dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
 
-    def run(launch: Launch) -> None:
+    def run(config: Config) -> None:
         blocked = {"q": q, "do": do, "q_t": q_t, "do_t": do_t}
-        block_q = recipe.block_q if launch.step is None else min(recipe.block_q, launch.step)
-        if launch.tma:
+        block_q = recipe.block_q if config.step is None else min(recipe.block_q, config.step)
+        if config.tma:
             rows_block = (block_q, call.block_d)
             views = {name: (queries.view(blocked[name]), rows_block) for name in ("q", "do")}
             copies = {"q_t": q_t, "do_t": do_t}
@@ -308,8 +310,8 @@ def launch_dkdv(
                 n: (transposed_view(x, call.head_dim), rows_block[::-1]) for n, x in copies.items() if x is not None
             }
             blocked |= described(views) or {}
-        grid = keys.grid(launch.rows)
-        call.launch(
+        grid = keys.grid(config.rows)
+        launch(
             dkdv_kernel,
             (grid * keys.batch * keys.heads,),
             blocked["q"],
@@ -356,14 +358,14 @@ def launch_dkdv(
             DO_CHANNEL=recipe.do_scale == "channel",
             P_PER_KEY=recipe.p_scale_dv == "key",
             DS_PER_KEY=recipe.ds_scale_dk == "key",
-            VARLEN=call.varlen,
+            VARLEN=call.packed,
             TMA=isinstance(blocked["q"], TensorDescriptor),
             PAD_Q=recipe.block_q,
             TILE_K=recipe.block_k,
             BLOCK_Q=block_q,
-            BLOCK_K=launch.rows,
+            BLOCK_K=config.rows,
             BLOCK_D=call.block_d,
-            **launch.options,
+            **config.options,
         )
 
     run_best("dkdv" if tile_maxima is None else "dkdv_given", call, run)

@@ -12,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
-from sagebwd.kernels.portable.config import Launch
+from sagebwd.call import Call
+from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
     LOG2_E,
     block_range,
@@ -275,16 +277,16 @@ def launch_dq(
     recipe, queries, keys = call.recipe, call.queries, call.keys
     dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
 
-    def run(launch: Launch) -> None:
+    def run(config: Config) -> None:
         blocked = {"k": k, "v": v, "k_t": k_t}
-        if launch.tma:
+        if config.tma:
             rows_block = (recipe.block_k, call.block_d)
             views = {name: (keys.view(blocked[name]), rows_block) for name in ("k", "v")}
             if k_t is not None:
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             blocked |= described(views) or {}
-        grid = queries.grid(launch.rows)
-        call.launch(
+        grid = queries.grid(config.rows)
+        launch(
             dq_kernel,
             (grid * queries.batch * queries.heads,),
             q,
@@ -326,13 +328,13 @@ def launch_dq(
             INT8_DQ=recipe.dq == INT8,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
-            VARLEN=call.varlen,
+            VARLEN=call.packed,
             TMA=isinstance(blocked["k"], TensorDescriptor),
             PAD_Q=recipe.block_q,
-            BLOCK_Q=launch.rows,
+            BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,
             BLOCK_D=call.block_d,
-            **launch.options,
+            **config.options,
         )
 
     run_best("dq", call, run)

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.call import Call, SmoothQ, described, transposed_view
-from sagebwd.kernels.portable.config import Launch
+from sagebwd.call import Call
+from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
     LN_2,
     LOG2_E,
@@ -345,14 +347,14 @@ def launch_forward(
     lse = queries.per_token(q.device)
     o_int8 = recipe.o == INT8
 
-    def run(launch: Launch) -> None:
+    def run(config: Config) -> None:
         blocked = {"k": k, "v": v}
-        if launch.tma:
+        if config.tma:
             block = (recipe.block_k, call.block_d)
             v_view = (transposed_view(v, call.head_dim), block[::-1]) if o_int8 else (keys.view(v), block)
             blocked = described({"k": (keys.view(k), block), "v": v_view}) or blocked
-        grid = queries.grid(launch.rows)
-        call.launch(
+        grid = queries.grid(config.rows)
+        launch(
             forward_kernel,
             (grid * queries.batch * queries.heads,),
             q,
@@ -395,12 +397,12 @@ def launch_forward(
             INT8_O=o_int8,
             K_TOKEN=recipe.k_scale != "block",
             V_SCALE=recipe.v_scale,
-            VARLEN=call.varlen,
+            VARLEN=call.packed,
             TMA=isinstance(blocked["k"], TensorDescriptor),
-            BLOCK_Q=launch.rows,
+            BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,
             BLOCK_D=call.block_d,
-            **launch.options,
+            **config.options,
         )
 
     run_best("forward", call, run)

@@ -16,32 +16,34 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from sagebwd.call import Call
 from sagebwd.environment import cache_folder, is_on
-from sagebwd.kernels.call import Call
-from sagebwd.kernels.portable.config import Launch, candidates, choose, smaller
+from sagebwd.kernels import device
+from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
 
 CACHE = cache_folder() / "launch.json"
 
-_FITTING: dict[tuple, Launch] = {}
+_FITTING: dict[tuple, Config] = {}
 """What was found to fit where the table's launch does not."""
 
 
-def run_best(kernel: str, call: Call, run: Callable[[Launch], None]) -> None:
+def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
     """Run a kernel with the table's launch, or with the tuned one where autotune is on.
 
     Raises NotImplementedError where no launch fits this GPU's shared memory.
     """
-    launch = choose(kernel, call.head_dim, call.recipe, call.arch)
-    if is_on("SAGEBWD_AUTOTUNE") and call.arch:
-        launch = _tuned(kernel, call, run, launch)
-    key = (kernel, call.head_dim, call.recipe, call.dtype, call.arch)
-    launch = _FITTING.get(key, launch)
-    for fitting in (launch, *smaller(launch, kernel, call.recipe)):
+    arch = device.capability(call.device)
+    config = choose(kernel, call.head_dim, call.recipe, arch)
+    if is_on("SAGEBWD_AUTOTUNE") and arch:
+        config = _tuned(kernel, call, run, config)
+    key = (kernel, call.head_dim, call.recipe, call.dtype, arch)
+    config = _FITTING.get(key, config)
+    for fitting in (config, *smaller(config, kernel, call.recipe)):
         try:
             run(fitting)
         except OutOfResources:
             continue
-        if fitting != launch:
+        if fitting != config:
             _FITTING[key] = fitting
         return
     raise NotImplementedError(
@@ -50,17 +52,17 @@ def run_best(kernel: str, call: Call, run: Callable[[Launch], None]) -> None:
     )
 
 
-def _tuned(kernel: str, call: Call, run: Callable[[Launch], None], default: Launch) -> Launch:
+def _tuned(kernel: str, call: Call, run: Callable[[Config], None], default: Config) -> Config:
     key = f"{torch.cuda.get_device_name()} triton {triton.__version__} {kernel} {call.head_dim} {call.recipe}"
     known = _read()
     if key not in known:
-        times = {launch: _time(run, launch) for launch in candidates(default)}
+        times = {config: _time(run, config) for config in candidates(default)}
         known[key] = dataclasses.asdict(min(times, key=times.get))
         CACHE.parent.mkdir(parents=True, exist_ok=True)
         temporary = CACHE.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(known, indent=1))
         temporary.replace(CACHE)
-    return Launch(**known[key])
+    return Config(**known[key])
 
 
 @cache
@@ -69,9 +71,9 @@ def _read() -> dict[str, dict]:
     return json.loads(CACHE.read_text()) if CACHE.exists() else {}
 
 
-def _time(run: Callable[[Launch], None], launch: Launch) -> float:
+def _time(run: Callable[[Config], None], config: Config) -> float:
     """Milliseconds; infinite for a launch that does not fit this GPU."""
     try:
-        return triton.testing.do_bench(lambda: run(launch), warmup=5, rep=20, return_mode="median")
+        return triton.testing.do_bench(lambda: run(config), warmup=5, rep=20, return_mode="median")
     except OutOfResources:
         return float("inf")

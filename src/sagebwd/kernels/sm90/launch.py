@@ -1,66 +1,75 @@
-"""Launches the sm_90a forward on operands that `sagebwd.kernels.operands.lane_codes` writes."""
+"""The sm_90a forward: what it runs, its passes and its launch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.call import Packing
-from sagebwd.kernels.replay import Launch, launch
-from sagebwd.kernels.sm90.compile import forward_kernel
-from sagebwd.kernels.sm90.config import TILES, Arguments, Variant
+from sagebwd.call import Call, Saved
+from sagebwd.kernels.alignment import fits_tma
+from sagebwd.kernels.operands.codes import launch_quantize
+from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
+from sagebwd.kernels.replay import launch
+from sagebwd.kernels.sm90.compile import forward_kernel, unavailable
+from sagebwd.kernels.sm90.config import SCALE_BLOCK, TILES, Arguments, Variant
+from sagebwd.kernels.support import lacks, other_dtype, outside
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
+
+# Those that a backward has (`TILES` has 96 too).
+HEAD_DIMS = (64, 128)
+# What recipes it runs have.
+FORWARD = {
+    "s": INT8, "o": SIXTEEN_BIT, "q_scale": "token", "k_scale": "lane", "block_k": SCALE_BLOCK, "smooth_k": True,
+    "smooth_q": False,
+}  # fmt: skip
 
 
-def launch_forward(
-    q: Tensor,
-    q_scale: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    v: Tensor,
-    queries: Packing,
-    keys: Packing,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    with_row_max: bool,
-    launch: Launch = launch,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """O, lse and, if asked for, row maxima times log2(e), FP32, of INT8 codes q and k and of v in 16 bit.
+def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why this kernel cannot run a forward, or None; whether the GPU is one of its is asked elsewhere."""
+    return outside("head_dim ", head_dim, HEAD_DIMS) or other_dtype(dtype) or lacks(recipe, FORWARD) or unavailable()
 
-    Args:
-        q, k: codes, (B, H, N, D) or packed (total, H, D), contiguous.
-        q_scale: FP32, one a token. k_scale: FP32, (heads, padded blocks of 128 keys, 4).
-        v: any strides but the last dimension's, all of whole 16 bytes; finite where ``key_mask`` masks.
-        key_mask: bool (B, N), True where a key counts, or None.
-        window_left, window_right: tokens, -1 without a bound.
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """o, lse of the smoothed scores, and what backward reads."""
+    codes = launch_codes(q, k, call.queries, call.keys, call.key_mask, SCALE_BLOCK)
+    if call.key_mask is not None:  # a masked key's V may be anything, NaN too
+        v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
+    # an expanded V too: TMA takes no stride of 0
+    v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
+    o, lse, row_max = launch_forward(call, codes, v, with_row_max=call.recipe.dv == FP8)
+    return Saved(o, lse, codes.q, codes.q_scale, codes.k, codes.k_scale, row_max, None, codes.k_mean)
+
+
+def launch_forward(call: Call, codes: Codes, v: Tensor, *, with_row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O, lse and, if asked for, row maxima times log2(e), FP32.
+
+    v: 16 bit, any strides but the last dimension's, all of whole 16 bytes; finite where the call's mask masks.
     """
-    head_dim, device = v.shape[-1], v.device
-    o = torch.empty(q.shape, dtype=v.dtype, device=device)
+    queries, device, band = call.queries, v.device, call.band
+    o = torch.empty(codes.q.shape, dtype=v.dtype, device=device)
     lse = queries.per_token(device)
     row_max = queries.per_token(device) if with_row_max else None
-    right = [bound for bound, given in ((0, is_causal), (window_right, window_right >= 0)) if given]
     variant = Variant(
-        head_dim, str(v.dtype).removeprefix("torch."), TILES[head_dim], lower=window_left >= 0, upper=bool(right),
-        varlen=queries.cu_seqlens is not None, key_mask=key_mask is not None, negative=scale < 0, row_max=with_row_max,
+        call.head_dim, str(v.dtype).removeprefix("torch."), TILES[call.head_dim], lower=band["HAS_LOWER"],
+        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
+        row_max=with_row_max,
     )  # fmt: skip
     arguments = Arguments(
-        q=q,
-        k=k,
+        q=codes.q,
+        k=codes.k,
         v=v,
         o=o,
         lse=lse,
         row_max=row_max,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        key_mask=None if key_mask is None else key_mask.view(torch.uint8),
+        q_scale=codes.q_scale,
+        k_scale=codes.lane_scale,
+        key_mask=None if call.key_mask is None else call.key_mask.view(torch.uint8),
         cu_seqlens_q=queries.cu_seqlens,
-        cu_seqlens_k=keys.cu_seqlens,
+        cu_seqlens_k=call.keys.cu_seqlens,
         longest=queries.tokens,
-        lower=-window_left if window_left >= 0 else 0,
-        upper=min(right, default=0),
-        scale=abs(scale),
+        lower=band["lower"] if band["HAS_LOWER"] else 0,
+        upper=band["upper"] if band["HAS_UPPER"] else 0,
+        scale=abs(call.scale),
     )
     launch(forward_kernel(variant), (), *arguments)
     return o, lse, row_max

@@ -1,49 +1,21 @@
-"""One attention call as the kernels see it: packing of tokens, mask, TMA descriptors.
+"""What an implementation of attention is given and gives back: `Call` says what is asked, `Saved` what forward leaves.
 
+An implementation is a pair of functions, ``forward(call, q, k, v) -> Saved`` and
+``backward(call, saved, do, dlse, q, k, v) -> (dq, dk, dv)``; `sagebwd.dispatch` chooses each.
+
+Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
+Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
 Dense and packed calls differ in strides and sequence bounds alone: `Packing` hides which one it is.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.replay import Launch, launch
-from sagebwd.recipe import Recipe
-
-# Steps of P (`Recipe.p_levels`) that forward kernels compute; any other value would get the numbers of one of these.
-P_LEVELS = (127, 254)
-# Addresses and strides that TMA reads from are multiples of so many bytes.
-TMA_BYTES = 16
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """90 for sm_90; 0 where the interpreter runs on a CPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two that tiles are wide: INT8 products reduce over at least 32."""
-    return max(32, 1 << (head_dim - 1).bit_length())
-
-
-def pass_warps(block: int, head_dim: int) -> int:
-    """Warps of a quantisation pass: 64 elements a thread."""
-    return max(4, block * padded_head_dim(head_dim) // 2048)
+from sagebwd.recipe import SIXTEEN_BIT, Recipe
 
 
 class Packing(NamedTuple):
@@ -104,74 +76,54 @@ class Packing(NamedTuple):
         return x if self.cu_seqlens is None else x.transpose(0, 1).unsqueeze(0)
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """As kernels read masks and values of tokens."""
-    return None if x is None else x.contiguous()
-
-
-def aligned_rows(x: Tensor | None) -> Tensor | None:
-    """As kernels read Q, K, V, O, dO and saved codes: any strides but the last, from an address that TMA takes.
-
-    The one place that looks at addresses: a view that begins elsewhere, as slices of a flat buffer do, is copied.
-    Without TMA too, where kernels would be compiled anew, to read K and V an element at a time again and again.
-    """
-    if x is None or (x.stride(-1) == 1 and x.data_ptr() % TMA_BYTES == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def fits_tma(x: Tensor) -> bool:
-    """TMA wants strides in multiples of 16 bytes, as the address is by `aligned_rows`."""
-    return all(s * x.element_size() % TMA_BYTES == 0 for s in x.stride()[:-1]) and min(x.shape) > 0
-
-
-def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:
-    """A TMA descriptor for each (tensor, block of its last two dimensions), or None if one has odd strides."""
-    if not all(fits_tma(x) for x, _ in blocks.values()):
-        return None
-    return {
-        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - 2) + list(block))
-        for name, (x, block) in blocks.items()
-    }
-
-
-def transposed_view(x: Tensor, head_dim: int) -> Tensor:
-    """A transposed copy as (heads, head_dim, padded tokens)."""
-    return x.view(x.shape[0], head_dim, -1)
-
-
-class SmoothQ(NamedTuple):
-    """What puts back into S and dK what Q-smoothing took out; all None without it."""
-
-    q_mean: Tensor | None = None  # (heads, blocks, D): the mean of each query block
-    k: Tensor | None = None
-    k_mean: Tensor | None = None
-
-
 class Call(NamedTuple):
-    """One attention call: what its three kernels have in common."""
+    """One attention call, but for q, k and v themselves."""
 
     recipe: Recipe
     scale: float
     dtype: torch.dtype
+    device: torch.device
     head_dim: int
     queries: Packing
     keys: Packing
-    key_mask: Tensor | None
-    is_causal: bool
-    window_left: int
-    window_right: int
-    arch: int
-    launch: Launch = launch
+    key_mask: Tensor | None = None
+    is_causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        is_causal: bool,
+        window_left: int,
+        window_right: int,
+        scale: float,
+        recipe: Recipe,
+        deterministic: bool = False,
+    ) -> Call:
+        """The call of the operators' arguments; q and k, or tensors of their shapes and q's dtype."""
+        queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
+        return cls(
+            recipe, scale, q.dtype, q.device, q.shape[-1], queries, keys, key_mask, is_causal, window_left,
+            window_right, deterministic,
+        )  # fmt: skip
 
     @property
-    def varlen(self) -> bool:
-        """Packed sequences."""
+    def packed(self) -> bool:
+        """Whether sequences lie one after another, with offsets."""
         return self.queries.cu_seqlens is not None
 
     @property
     def block_d(self) -> int:
-        """Columns of a tile: the power of two that holds head_dim; INT8 products reduce over at least 32."""
+        """Columns of a tile; see `padded_head_dim`."""
         return padded_head_dim(self.head_dim)
 
     @property
@@ -188,3 +140,35 @@ class Call(NamedTuple):
             "HAS_LOWER": self.window_left >= 0,
             "HAS_UPPER": self.is_causal or self.window_right >= 0,
         }
+
+
+class Saved(NamedTuple):
+    """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for.
+
+    ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean
+    taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape, with one FP32
+    scale a token, shaped as lse. Where a gradient product is FP8, also ``row_max``, the largest score of each query
+    times log2(e), shaped as lse, and, where V is quantised or smoothed, ``v_scale`` (B, Hkv, D), psi's scale of each
+    of V's channels.
+    """
+
+    o: Tensor
+    lse: Tensor
+    q_int8: Tensor | None
+    q_scale: Tensor | None
+    k_int8: Tensor | None
+    k_scale: Tensor | None
+    row_max: Tensor | None
+    v_scale: Tensor | None
+    k_mean: Tensor
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that tiles are wide: INT8 products reduce over at least 32."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
+    """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
+    always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
+    return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

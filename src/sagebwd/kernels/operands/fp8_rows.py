@@ -1,15 +1,22 @@
-"""Kernels before and after the e4m3 gradient products of `sagebwd.float8`; `fp8_passes` launches them.
+"""What backwards with e4m3 products (`sagebwd.float8`) read of each query, and the largest dO, Q and K of a head.
 
 Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sagebwd import float8
-from sagebwd.kernels.operands.codes import NO_SPECIALIZE, store_transposed
+from sagebwd.call import Call, Saved
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps
+from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
 
 # Zeros that a program writes at a time.
@@ -170,13 +177,6 @@ def power_of_2(exponent):
 
 
 @triton.jit
-def float8_factor(bits):
-    """2^g for a largest magnitude of these bits: what leaves it at most 448, which is 1.75 * 2^8."""
-    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
-    return ((262 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def keep_largest(largest, x):
     """Raise ``largest`` to that of x, none of which is negative."""
     # the next kernel reads it: no store of this program need be waited for
@@ -202,88 +202,84 @@ def largest_key(
         keep_largest(largest + program * 3 + 2, top_code * scale)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def float8_kernel(
-    do, q, k, do_factor, q_factor, k_scale, cu_seqlens, cu_seqlens_k, largest, do_t, q_t, k_t, do_stride_b,
-    do_stride_h, do_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, heads, heads_k,
-    programs, tokens, tokens_k, total, total_k, blocks, blocks_k, head_dim: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The operands of dV, dK and dQ: `write_float8` of dO, of Q's codes and of K's, one after the other along the
-    second axis, of which dO and Q have ``programs`` each. K's rows are PAIRS, its sequences padded to SPAN."""
-    program = tl.program_id(1)
-    if program < programs:
-        write_float8(
-            do, do_factor, cu_seqlens, largest, do_t, program, do_stride_b, do_stride_h, do_stride_t, heads, heads_k,
-            tokens, total, blocks, head_dim, 0, False, VARLEN, BLOCK, BLOCK, BLOCK_D,
-        )  # fmt: skip
-    elif program < 2 * programs:
-        write_float8(
-            q, q_factor, cu_seqlens, largest, q_t, program - programs, q_stride_b, q_stride_h, q_stride_t, heads,
-            heads_k, tokens, total, blocks, head_dim, 1, False, VARLEN, BLOCK, BLOCK, BLOCK_D,
-        )  # fmt: skip
-    else:
-        write_float8(
-            k, k_scale, cu_seqlens_k, largest, k_t, program - 2 * programs, k_stride_b, k_stride_h, k_stride_t,
-            heads_k, heads_k, tokens_k, total_k, blocks_k, head_dim, 2, True, VARLEN, BLOCK, SPAN, BLOCK_D,
-        )  # fmt: skip
+class RowValues(NamedTuple):
+    """What `row_values_kernel` writes of the queries; see there. dq_sums: FP16 zeros, (heads * D, padded queries)."""
+
+    planes: Tensor
+    delta_parts: Tensor
+    do_scaled: Tensor
+    do_factor: Tensor
+    q_factor: Tensor
+    spread: Tensor
+    dq_sums: Tensor
 
 
-@triton.jit
-def write_float8(
-    x, factor, cu_seqlens, largest, transposed, program, stride_b, stride_h, stride_t, heads, heads_k, tokens, total,
-    blocks, head_dim: tl.constexpr, WHOSE: tl.constexpr, PAIRS: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """e4m3 of BLOCK rows times their factor and 2^g, transposed by `store_transposed`; zeros up to a sequence's end in
-    whole SPANs, of which a head has ``blocks``. WHOSE: which of the three largest magnitudes."""
-    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
-    if first < tl.cdiv(length, SPAN) * SPAN:
-        parts: tl.constexpr = SPAN // BLOCK
-        block = (z * blocks + padded_block(start, batch, SPAN, VARLEN)) * parts + tl.program_id(0)
-        local = tl.arange(0, BLOCK)
-        columns = tl.arange(0, BLOCK_D)
-        inside = first + local < length
-        x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-        tile = load_rows(x, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
-        owner = batch * heads_k + head // (heads // heads_k)
-        multiplier = tl.load(factor + z * total + start + first + local, mask=inside, other=0)
-        code = tile.to(tl.float32) * multiplier[:, None] * float8_factor(tl.load(largest + owner * 3 + WHOSE))
-        code = code.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-        at = transposed.to(tl.pointer_type(tl.int8), bitcast=True)
-        store_transposed(at, code, z, block, blocks * parts, columns, head_dim, BLOCK, PAIRS)
+def launch_row_values(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, largest: Tensor, block: int
+) -> RowValues:
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest."""
+    queries, keys = call.queries, call.keys
+    o, q, k = saved.o, saved.q_int8, saved.k_int8
+    programs = queries.batch * queries.heads
+    grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
+    # each program clears its share, of two a word, in whole steps
+    clearing = max(math.prod(grid), 1)
+    rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
+    share = -(-rows * columns // (2 * CLEARED.value * clearing)) * CLEARED.value
+    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
+    out = RowValues(
+        queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
+        queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device),
+        queries.by_head(do),
+        *queries.per_token(do.device, 3).unbind(),
+        zeros.view(torch.float16)[: rows * columns].view(rows, columns),
+    )
+    launch(
+        row_values_kernel,
+        grid,
+        do,
+        o,
+        saved.lse,
+        dlse,
+        saved.row_max,
+        saved.v_scale,
+        q,
+        saved.q_scale,
+        k,
+        saved.k_scale,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        out.planes,
+        out.delta_parts,
+        out.do_factor,
+        out.q_factor,
+        out.spread,
+        out.do_scaled,
+        largest,
+        zeros,
+        share,
+        *queries.strides(do),
+        *queries.strides(o),
+        *queries.strides(q),
+        *keys.strides(k),
+        queries.heads,
+        keys.heads,
+        programs,
+        queries.tokens,
+        keys.tokens,
+        queries.total,
+        keys.total,
+        queries.blocks(block),
+        TOKEN=call.recipe.q_scale == "token",
+        K_TOKEN=call.recipe.k_scale != "block",
+        **shape_of(call, block),
+    )
+    return out
 
 
-@triton.jit
-def float8_scale(bits):
-    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
-    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
-    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
-    return tl.where(bits >= 0x7F800000, float("nan"), scale)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, heads_k, tokens, total, blocks, scale,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
-    if first >= length:
-        return
-    pitch = blocks * BLOCK
-    padded = (padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)) * BLOCK
-    local = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
-    inside = first + local < length
-    kept = inside[:, None] & (columns < head_dim)[None, :]
-    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
-    factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
-    owner = batch * heads_k + head // (heads // heads_k)
-    factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
-    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_t
-    at = dq + local.to(tl.int64)[:, None] * dq_t + columns[None, :]
-    tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
+def shape_of(call: Call, block: int) -> dict[str, object]:
+    """The constants of every pass, and its warps."""
+    return {
+        "head_dim": call.head_dim, "VARLEN": call.packed, "BLOCK": block, "BLOCK_D": call.block_d,
+        "num_warps": pass_warps(block, call.head_dim),
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+"""What an INT8 backward reads of dO, O and lse: dO's codes, delta and four values a query, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Call
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
+from sagebwd.kernels.replay import launch
+from sagebwd.kernels.tile import LOG2_E, abs_max, divide, load_rows, padded_block, psi_scale, to_int8, whose
+from sagebwd.recipe import INT8
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def grad_out_kernel(
+    do,
+    o,
+    lse,
+    dlse,
+    cu_seqlens,
+    q_scale,
+    transposed,
+    block_scale,
+    rows,
+    codes,
+    codes_transposed,
+    do_b,
+    do_h,
+    do_t,
+    o_b,
+    o_h,
+    o_t,
+    codes_b,
+    codes_h,
+    codes_t,
+    heads,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANES: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
+
+    delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
+    values than a program has threads are repeated by every thread. PLANES: they lie one after the other instead, a
+    block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
+    padding, so that P comes out 0 there without a mask.
+
+    codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
+    """
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    if codes is not None:  # noqa: SIM102, settled at compile time
+        if tl.program_id(2) == 1:
+            codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
+            codes += (start + first).to(tl.int64) * codes_t
+            transpose(codes, codes_t, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            return
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    inside = first + local < length
+    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_t
+    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_t
+    tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
+
+    row = z * total + start + first + local
+    row_delta = tl.sum(tile * out, 1)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+    row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+    # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
+    row_scale = row_delta * 0
+    if q_scale is not None:
+        row_scale = tl.load(q_scale + row, mask=inside, other=0)
+    rows += block * BLOCK * 4
+    if PLANES:
+        tl.store(rows + local, row_lse)
+        tl.store(rows + BLOCK + local, row_scale)
+        tl.store(rows + 2 * BLOCK + local, row_delta * row_scale)
+        tl.store(rows + 3 * BLOCK + local, row_delta)
+    else:
+        packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
+        tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
+
+    if GROUP == "block":
+        amax = abs_max(abs_max(tile, 1), 0)
+        scale = psi_scale(amax)
+        code = to_int8(divide(tile, scale, 1.0 / scale))
+        tl.store(block_scale + block, scale)
+    else:
+        amax = abs_max(tile, 0)
+        scale = psi_scale(amax)
+        code = to_int8(divide(tile, scale[None, :], (1.0 / scale)[None, :]))
+        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
+    if transposed is not None:
+        store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
+
+
+def launch_grad_out(
+    call: Call,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    q_scale: Tensor | None,
+    q_int8: Tensor | None,
+    *,
+    planes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """row_values, dO's scale, where dV is INT8 its transposed codes, and q_int8 transposed; see `grad_out_kernel`."""
+    recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
+    channels = (call.head_dim,) if recipe.do_scale == "channel" else ()
+    row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
+    scale = queries.padded(block, *channels, dtype=torch.float32, device=do.device)
+    transposed = None
+    if recipe.dv == INT8:
+        transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+    q_transposed = None
+    if q_int8 is not None:
+        q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+    launch(
+        grad_out_kernel,
+        (queries.grid(block), queries.batch * queries.heads, 1 if q_int8 is None else 2),
+        do,
+        o,
+        lse,
+        dlse,
+        queries.cu_seqlens,
+        q_scale,
+        transposed,
+        scale,
+        row_values,
+        q_int8,
+        q_transposed,
+        *queries.strides(do),
+        *queries.strides(o),
+        *queries.strides(do if q_int8 is None else q_int8),
+        queries.heads,
+        queries.tokens,
+        queries.total,
+        queries.blocks(block),
+        head_dim=call.head_dim,
+        GROUP=recipe.do_scale,
+        PLANES=planes,
+        VARLEN=call.packed,
+        BLOCK=block,
+        BLOCK_D=call.block_d,
+        num_warps=pass_warps(block, call.head_dim),
+    )
+    return row_values, scale, transposed, q_transposed

@@ -1,0 +1,110 @@
+"""Transposed copies of INT8 codes, tokens contiguous: what products that reduce over tokens read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.replay import launch
+from sagebwd.kernels.tile import interleave_rows, load_rows, padded_block, pair_rows, whose
+
+NO_SPECIALIZE = ["tokens", "total", "blocks"]
+
+
+def pass_warps(block: int, head_dim: int) -> int:
+    """Warps of a pass over blocks of tokens: 64 elements a thread."""
+    return max(4, block * padded_head_dim(head_dim) // 2048)
+
+
+@triton.jit
+def store_transposed(
+    transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr = False,
+):  # fmt: skip
+    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved or, PAIRS, in the order of `pair_rows`."""
+    pitch = blocks * BLOCK
+    at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
+    at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
+    code = pair_rows(code) if PAIRS else interleave_rows(code)
+    tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
+
+
+@triton.jit
+def transpose(
+    codes, stride_t, transposed, z, block, blocks, rows, head_dim: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write a block of INT8 rows, of which the first ``rows`` are there, as `store_transposed` does."""
+    columns = tl.arange(0, BLOCK_D)
+    tile = load_rows(codes, tl.arange(0, BLOCK), columns, stride_t, rows, head_dim, False, head_dim == BLOCK_D)
+    store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def transpose_kernel(
+    codes,
+    token_scale,
+    cu_seqlens,
+    transposed,
+    padded_scale,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    tokens,
+    total,
+    blocks,
+    head_dim: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep.
+
+    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
+    """
+    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
+    first = tl.program_id(0) * BLOCK
+    if first >= length:
+        return
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+    transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+    if padded_scale is not None:
+        local = tl.arange(0, BLOCK)
+        scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
+        tl.store(padded_scale + block * BLOCK + local, scale)
+
+
+def launch_transpose(
+    codes: Tensor, packing: Packing, block: int, token_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The transposed copy of saved codes, and their scales padded to whole blocks if given."""
+    head_dim = codes.shape[-1]
+    transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
+    padded_scale = None
+    if token_scale is not None:
+        padded_scale = packing.padded(block, block, dtype=torch.float32, device=codes.device)
+    launch(
+        transpose_kernel,
+        (packing.grid(block), packing.batch * packing.heads),
+        codes,
+        token_scale,
+        packing.cu_seqlens,
+        transposed,
+        padded_scale,
+        *packing.strides(codes),
+        packing.heads,
+        packing.tokens,
+        packing.total,
+        packing.blocks(block),
+        head_dim=head_dim,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+    )
+    return transposed, padded_scale
