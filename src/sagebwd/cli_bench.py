@@ -21,7 +21,7 @@ def bench(
     deterministic: Annotated[
         bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
     output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,

@@ -121,6 +121,15 @@ def test_interleaving_takes_turns():
     assert set(order) == {"a", "b"}
 
 
+def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
+    runs = []
+    monkeypatch.setattr(bench, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
+    times = bench.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
+    timed = bench.ROUND_MS / 2.0
+    assert runs == [2, 2, *[timed * bench.LEAD_MS / bench.ROUND_MS, timed] * 2]
+    assert times == {"a": (2.0, 1.0)}
+
+
 def test_results_are_saved_drawn_and_summarised(tmp_path):
     rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
     path = results.save(rows, results.environment("cpu", commit="abc1234"), tmp_path)

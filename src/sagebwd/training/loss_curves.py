@@ -16,7 +16,7 @@ from sagebwd.training.packed import read
 from sagebwd.training.report import Run, gap, smoothed
 
 BASELINE = "full precision"
-COLORS = {BASELINE: "black", f"{BASELINE} repeated": "0.6", "token": "C0", "paper": "C3"}
+COLORS = {BASELINE: "black", f"{BASELINE} repeated": "0.6", "token": "C0", "paper": "C3", "mixed": "C2"}
 
 
 def draw(experiments: dict[str, Sequence[Path]], picture: Path) -> None:
