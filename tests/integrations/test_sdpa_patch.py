@@ -1,0 +1,169 @@
+"""replace_sdpa as a patch: which function is in place in nested contexts, threads, compiled code, and afterwards."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
+from tests.inputs import draw
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def left_as_found():
+    yield
+    uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def qkv():
+    return draw(batch=2, heads=4, tokens=24, head_dim=16)[:3]
+
+
+def in_int8(*arguments, **options):
+    return sage_attention(*arguments, impl="reference", **options)
+
+
+def test_the_innermost_decides_alone_and_the_outer_returns():
+    arguments = qkv()
+    with replace_sdpa(impl="reference") as outer:
+        with replace_sdpa(impl="reference", min_tokens=1000) as inner:
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments))
+    assert inner.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1}}
+    assert outer.counts == {"replaced": 1, "kept": {}}
+
+
+def test_an_exception_restores_the_original():
+    with pytest.raises(KeyError), replace_sdpa(impl="reference"):
+        raise KeyError
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_leaving_in_any_order_restores_the_original():
+    for order in itertools.permutations(range(3)):
+        replacements = [replace_sdpa(impl="reference") for _ in range(3)]
+        for replacement in replacements:
+            replacement.__enter__()
+        left = set()
+        for index in order:
+            replacements[index].__exit__(None, None, None)
+            left.add(index)
+            inside = [replacements[i]._function for i in range(3) if i not in left]
+            assert F.scaled_dot_product_attention is (inside[-1] if inside else ORIGINAL)
+
+
+def test_a_patch_by_others_stays_and_reaches_the_original(monkeypatch):
+    arguments = qkv()
+    sdpa = replace_sdpa(impl="reference")
+    with monkeypatch.context() as patch:
+        with sdpa:
+            ours = F.scaled_dot_product_attention
+            patch.setattr(F, "scaled_dot_product_attention", lambda *x, **y: ours(*x, **y))
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments))
+        assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+    assert F.scaled_dot_product_attention is ours  # what the other patch put back
+    F.scaled_dot_product_attention = ORIGINAL
+    assert sdpa.counts == {"replaced": 1, "kept": {"after the context was left": 1}}
+
+
+def test_one_object_is_entered_once():
+    with replace_sdpa(impl="reference") as sdpa:
+        with pytest.raises(ValueError, match="in use"), sdpa:
+            pass
+        assert F.scaled_dot_product_attention is not ORIGINAL
+    with sdpa:  # and again afterwards
+        F.scaled_dot_product_attention(*qkv())
+    assert sdpa.counts["replaced"] == 1
+
+
+def test_counts_hold_across_threads():
+    x = torch.zeros(1, 1, 2, 8)
+    with replace_sdpa(impl="reference", min_tokens=1000) as sdpa:
+
+        def calls():
+            for _ in range(200):
+                F.scaled_dot_product_attention(x, x, x)
+
+        threads = [threading.Thread(target=calls) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sdpa.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1600}}
+
+
+def test_threads_that_enter_and_leave_restore_the_original():
+    def enter_and_leave():
+        for _ in range(200):
+            with replace_sdpa(impl="reference"):
+                pass
+
+    threads = [threading.Thread(target=enter_and_leave) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_counts_are_a_copy():
+    with replace_sdpa(impl="reference") as sdpa:
+        sdpa.counts["kept"]["mine"] = 1
+    assert sdpa.counts == {"replaced": 0, "kept": {}}
+
+
+def test_install_and_uninstall():
+    arguments = qkv()
+    first = install_sdpa(impl="reference")
+    second = install_sdpa("paper", impl="reference")
+    assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments, recipe="paper"))
+    assert (first.counts["replaced"], second.counts["replaced"]) == (0, 1)
+    uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+    uninstall_sdpa()  # nothing left to take back
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"recipe": "nothing"}, ValueError, "nothing"),
+        ({"impl": "cuda"}, ValueError, "impl='cuda'.*reference"),
+        ({"min_tokens": -1}, ValueError, "min_tokens=-1"),
+        ({"min_tokens": 1.5}, TypeError, "min_tokens=1.5"),
+        ({"unsupported": "sdpa"}, ValueError, "unsupported='sdpa' is not known; accepted: 'original', 'raise'"),
+    ],
+)
+def test_wrong_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        replace_sdpa(**arguments)
+    with pytest.raises(error, match=match):
+        install_sdpa(**arguments)
+
+
+def test_compile_follows_the_context():
+    """One compiled function, before, inside and after: traced through without a break, and traced again on change."""
+    arguments = qkv()
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(2 * q, k, v, is_causal=True) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    exact = attend(*arguments)
+    assert torch.equal(compiled(*arguments), exact)
+    with replace_sdpa(impl="reference") as sdpa:
+        leaves = [x.requires_grad_() for x in qkv()]
+        out = compiled(*leaves)
+        assert sdpa.counts == {"replaced": 0, "kept": {}}  # compiled calls are not counted
+        assert torch.equal(out, attend(*leaves))
+        for a, e in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(attend(*leaves).sum(), leaves)):
+            assert torch.equal(a, e)
+        assert not torch.equal(out, exact)
+    with replace_sdpa("paper", impl="reference"):
+        assert torch.equal(compiled(*arguments), attend(*arguments))
+        assert not torch.equal(compiled(*arguments), out)
+    assert torch.equal(compiled(*arguments), exact)
