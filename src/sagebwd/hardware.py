@@ -1,4 +1,4 @@
-"""The one FLOP count, and the peak rates it is held against."""
+"""The FLOP count of attention, and the peak rates of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print on, and how they are interrupted."""
+"""The terminal that commands print to, and how Ctrl-C ends them."""
 
 from __future__ import annotations
 

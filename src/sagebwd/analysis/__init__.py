@@ -1,1 +1,1 @@
-"""Where the error comes from: Table 1 and its like."""
+"""Error studies: random inputs, models layer by layer, ablations of recipes, attention sinks, causality."""

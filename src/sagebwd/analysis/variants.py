@@ -1,4 +1,4 @@
-"""What `sagebwd.recipe.Recipe` has no switch for, as small changes of the emulator: ablations to measure, not to use.
+"""Ablations that `sagebwd.recipe.Recipe` has no switch for, as small changes of the emulator: to measure, not to use.
 
 - dS, and P in dV, rounded stochastically, or with a scale below max / 127: what is larger is clipped.
 - S from two INT8 terms: with X1 the codes of X times their scale and X2 those of X - X1,

@@ -1,4 +1,4 @@
-"""What a model's training steps are timed with: full precision by one backend of torch's, or a recipe."""
+"""The attentions that a model's training steps are timed with: full precision by one backend of torch, or a recipe."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ One model, one AdamW (fused) and one clip of the gradient, as `sagebwd pretrain`
 random tokens; between steps only the attention changes, so that weights, data and memory are the same for all.
 Attentions take turns in every round and the median counts. A step is one micro-batch with its optimiser step.
 
-Under torchrun every process takes such a micro-batch of its own, gradients are averaged (DDP), and the first process
-tells: its times, and tokens a second of all. A run of one process and one of several thus say how it scales.
+Under torchrun every process takes such a micro-batch of its own and gradients are averaged (DDP). The first process
+reports its own times, and the tokens a second of all. A run of one process and one of several show how it scales.
 
 Before anything is timed, the gradients of the attention's projections are compared with the first baseline's, a kernel
 in full precision, on the same weights and tokens: an attention that is far off prints FAILED and no figure.

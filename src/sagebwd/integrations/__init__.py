@@ -1,1 +1,1 @@
-"""Where people train: adapters to other libraries, imported by name; `import sagebwd` imports sdpa alone."""
+"""Adapters to other libraries. Each is imported by its name; `import sagebwd` imports only `sdpa`."""

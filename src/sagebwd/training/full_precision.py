@@ -1,7 +1,7 @@
-"""Full precision as a model computes it: torch's own attention, causal by its flag.
+"""Attention in full precision for models that are trained: torch's own, with ``is_causal=True`` and no mask.
 
-Transformers' own function, while it is compiled, is handed the causal mask in full, which FlashAttention and cuDNN do
-not take on a GPU: a run would be slower than it has to be. Sequences here are whole, so no mask is needed.
+In a compiled model Transformers' own function gets the whole causal mask, which keeps FlashAttention from running on a
+GPU and makes cuDNN read it. Sequences here are whole, so no mask is needed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Gaps to full precision over several comparisons of the same variants, one a seed, beside the noise of such a gap.
+"""Mean gaps to full precision over several comparisons of the same variants, one a seed, and the noise of such a mean.
 
-Two runs that differ in nothing, not even the order of their data, end at different losses on a GPU: sums in another
-order, and training multiplies what is there. A variant with the baseline's own settings ("full precision repeated")
-measures it. Its gap d has no cause but that, so sqrt(mean d^2) over all such variants is the standard deviation that
-a recipe's gap has where the recipe does nothing; the mean over n seeds has 1 / sqrt(n) of it. A few repeats can miss
-how far runs part: the gaps of several seeds also tell it, by their own scatter.
+Two runs with the same settings and the same order of data end at different losses on a GPU, since it adds in another
+order each time and training amplifies the difference. A variant with the baseline's own settings ("full precision
+repeated") measures that. Its gap d has no other cause, so sqrt(mean d^2) over all such variants is the standard
+deviation of the gap of a recipe that changes nothing; that of a mean over n seeds is 1 / sqrt(n) of it. A few repeats
+may underestimate it, so the scatter of the gaps over seeds is printed too.
 """
 
 from __future__ import annotations

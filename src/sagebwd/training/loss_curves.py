@@ -1,4 +1,4 @@
-"""Loss curves of packed runs in one figure: a column an experiment, all its seeds on top of one another.
+"""Loss curves of packed runs in one figure: a column for each experiment, with the curves of all its seeds.
 
     python -m sagebwd.training.loss_curves PICTURE.png "TITLE=FOLDER[,FOLDER...]"...
 

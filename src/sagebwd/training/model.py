@@ -1,6 +1,6 @@
 """The model of a run, from Transformers: Llama, or Qwen3 where q and k are normalised.
 
-The latter is what `add_qk_norm` makes of the former, as a class that ``from_pretrained`` knows.
+Qwen3 is a Llama after `add_qk_norm`, as a class that ``from_pretrained`` knows.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ Cost: a check works on at most ``tokens`` tokens, where a step has tens or hundr
 heads a layer: the worst of the check before, so that a head in trouble stays in sight; the one with the largest
 max|q| max|k - mean k|, a bound on its logits; then the others in turn. In the demo's run on a CPU (3 layers of 2
 heads, 256 tokens, `configs/demo.yaml`) a check takes .1 seconds, a third of a step: .3% at every 100 steps; `BUDGET`
-leaves room for a check as long as two steps. It is measured, not trusted: each check logs its seconds and the share of
-the time so far, and a share above `BUDGET` is warned of with the ``every`` that would mend it. The spacing never
-follows the clock: a run would not repeat.
+leaves room for a check as long as two steps. Each check logs its seconds and the share of all checks in the time so
+far, and a share above `BUDGET` gives a warning with the ``every`` that would be below it. ``every`` does not change
+with the measured time, so that a run repeats.
 
 Threshold: .15 is half of what the paper prints for dQ and dK of its 325M model (Table 2: .26 and .31); Gaussian inputs
 reach it at a standard deviation of 5, and sound layers of our own runs lie at .01 to .07.

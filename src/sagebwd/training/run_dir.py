@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and how it is opened and written."""
+"""The folder of a run: the files in it, and how it is opened and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and the optimiser's state divided among processes, the numbers as they were.
+"""FSDP2: weights, gradients and the optimiser's state divided among processes, with the same losses.
 
 Trainer and Accelerate divide the model, a unit each decoder layer. What is done here in place of theirs:
 

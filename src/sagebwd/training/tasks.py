@@ -1,17 +1,15 @@
-"""Tasks to fine-tune on, made from any text of long documents; no data set is needed beside it.
+"""Tasks to fine-tune on, made from any text of long documents. No other data set is needed.
 
-``continuation``, for decoders: a passage, and four candidates for what comes next, each the same number of words from
-the beginning of a paragraph. One does come next; three begin paragraphs elsewhere in the same document. So there is a
-right answer, the author's; subject and style do not give it away, as all four share them, and neither does a
-candidate by itself: it takes attention to what the passage says. Only the document's first paragraph, which can never
-be the answer, is no candidate either. Some questions cannot be answered, two paragraphs later may fit as well: the
-best accuracy is below 1, chance is 0.25, and what counts is one attention against another on the same questions.
-``subject`` is the same question made easy, for small models, which learn nothing of the first: the three that are
-wrong begin paragraphs of other documents, so that it is enough to see what the passage is about.
+``continuation``, for decoders: a passage and four candidates for what comes next, the same number of words each, from
+the beginning of a paragraph. One does come next; the others begin paragraphs elsewhere in the same document. All four
+share subject and style, and no candidate gives itself away, so a model has to attend to what the passage says. The
+document's first paragraph can never be the answer and is no candidate. Chance is 0.25, and the best accuracy is below
+1, since a later paragraph may fit as well; what counts is the difference between attentions on the same questions.
+``subject`` is an easier question for small models, which do not learn ``continuation``: the wrong candidates are from
+other documents, so it is enough to see what the passage is about.
 
-``order``, for encoders: two neighbouring paragraphs, as they stand or swapped, every second pair. What tells is what
-the second one takes up from the first. ``neighbours``, again the easy one: two that are neighbours, in their order, or
-of which the second is from another document.
+``order``, for encoders: two neighbouring paragraphs, swapped in every second pair. A model can tell by what the second
+one takes up from the first. ``neighbours`` is easier: the second paragraph is the next one, or from another document.
 
 A document is all of it training or all of it held out. One seed gives one set of files.
 """
