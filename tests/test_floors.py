@@ -168,7 +168,7 @@ def print_floors():
 
 def print_tables():
     shapes = [(head_dim, is_causal) for head_dim in (64, 128) for is_causal in (False, True)]
-    names = [f"{head_dim} {'causal' if is_causal else 'full'}" for head_dim, is_causal in shapes]
+    names = [f"{head_dim} {'causal' if is_causal else 'no mask'}" for head_dim, is_causal in shapes]
     print_row("data", "recipe", *names)
     print_row(*["---"] * (2 + len(shapes)))
     for data in KINDS:

@@ -74,7 +74,7 @@ def measure(recipe: str, impl: str | None, head_dim: int, tokens: int, is_causal
         torch.cuda.synchronize()
     times = {event.key.split("(")[0][-32:]: event.device_time_total / runs for event in profiled.key_averages()}
     kernels = ", ".join(f"{name} {us:.0f}" for name, us in sorted(times.items(), key=lambda x: -x[1]) if us >= 1)
-    mask = "causal" if is_causal else "full"
+    mask = "causal" if is_causal else "no mask"
     return f"D{head_dim} N{tokens} {mask}: {kernels} us; errors {' '.join(f'{error:.4f}' for error in errors)}"
 
 

@@ -56,7 +56,7 @@ class Shape:
 
     def __str__(self) -> str:
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"D{self.head_dim} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'full'}"
+        return f"D{self.head_dim} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
 
     def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do, the same for all."""
