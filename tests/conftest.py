@@ -47,6 +47,8 @@ def poisoned_allocations(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_call_remembered():
     """Tests patch what calls launch."""
+    if "sagebwd.eager" in sys.modules:
+        sys.modules["sagebwd.eager"]._plans.clear()
     if "sagebwd.kernels.replay" in sys.modules:
         sys.modules["sagebwd.kernels.replay"]._calls.clear()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import dispatch, ops, switches
+from sagebwd import dispatch, eager, ops, switches
 from sagebwd.recipe import Recipe
 
 MAX_HEAD_DIM = 256
@@ -71,6 +71,12 @@ def sage_attention(
         NotImplementedError: dropout, a mask that is not key padding, a recipe that the implementation lacks, nested
             tensors, torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
     """
+    given = query, key, value, attn_mask, None, None
+    kind = eager.kind_of(given, recipe, window, is_causal, scale, impl, return_lse, dropout_p, enable_gqa)
+    plan = eager.plan_of(kind)
+    if plan is not None:
+        mask = None if attn_mask is None else attn_mask[:, 0, 0]
+        return _with_true_lse(query, None, plan.call.scale, *plan(query, key, value, mask, None, None))
     _check_kind(query, key, value)
     dims = {query.dim(), key.dim(), value.dim()}
     if dims != {4} and min(dims) >= 2 and (len(dims) == 1 or not enable_gqa):
@@ -98,15 +104,12 @@ def sage_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
-    o, lse, *_, k_mean = ops.attention(
-        query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
-    )
+    arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
+    o, lse, *_, k_mean = ops.attention(*arguments)
+    if kind is not None:
+        eager.remember(kind, given, arguments, with_lse=return_lse)
     o = o[..., :value_dim]
-    if not return_lse:
-        return o
-    groups = query.shape[1] // key.shape[1]
-    shift = (query.to(lse.dtype) * k_mean.repeat_interleave(groups, 1).unsqueeze(2)).sum(-1)
-    return o, lse + shift * settings[3]
+    return _with_true_lse(query, None, settings[3], o, lse, k_mean) if return_lse else o
 
 
 def sage_attention_varlen(
@@ -143,6 +146,12 @@ def sage_attention_varlen(
 
     Raises: as `sage_attention`.
     """
+    given = query, key, value, None, cu_seqlens_q, cu_seqlens_k
+    lengths = max_seqlen_q, max_seqlen_k
+    kind = eager.kind_of(given, recipe, window, is_causal, scale, impl, return_lse, *lengths)
+    plan = eager.plan_of(kind)
+    if plan is not None:
+        return _with_true_lse(query, cu_seqlens_q, plan.call.scale, *plan(*given))
     _check_kind(query, key, value)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, 3, "(total_tokens, heads, head_dim)")
@@ -161,18 +170,27 @@ def sage_attention_varlen(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
-    o, lse, *_, k_mean = ops.attention(
-        query, key, value, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *settings
-    )
+    arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
+    o, lse, *_, k_mean = ops.attention(*arguments)
+    if kind is not None:
+        eager.remember(kind, given, arguments, with_lse=return_lse)
     o = o[..., :value_dim]
-    if not return_lse:
+    return _with_true_lse(query, cu_seqlens_q, settings[3], o, lse, k_mean) if return_lse else o
+
+
+def _with_true_lse(
+    query: Tensor, cu_seqlens_q: Tensor | None, scale: float, o: Tensor, *lse_and_mean: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o, and where it is given lse with what K-smoothing took off."""
+    if not lse_and_mean:
         return o
-    groups = query.shape[1] // key.shape[1]
+    lse, k_mean = lse_and_mean
+    k_mean = k_mean.repeat_interleave(query.shape[1] // k_mean.shape[1], 1)
+    if cu_seqlens_q is None:
+        return o, lse + (query.to(lse.dtype) * k_mean.unsqueeze(2)).sum(-1) * scale
     tokens = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens_q.dtype)
     sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
-    k_mean = k_mean.repeat_interleave(groups, 1)[sequence]
-    shift = (query.to(lse.dtype) * k_mean).sum(-1)
-    return o, lse + shift.T * settings[3]
+    return o, lse + (query.to(lse.dtype) * k_mean[sequence]).sum(-1).T * scale
 
 
 def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.recipe import Recipe
+
+if TYPE_CHECKING:
+    from sagebwd.kernels.replay import Recording
 
 
 class Row(NamedTuple):
@@ -66,6 +69,22 @@ def backward(
     if impl == "reference":
         return _module(row).backward(call, saved, do, dlse, q, k, v)
     return _driver().backward(_module(row).backward, call, saved, do, dlse, q, k, v)
+
+
+def recorded_forward(impl: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Recording | None:
+    """What a later `forward` of this kind will launch, if that is recorded."""
+    if impl == "reference":
+        return None
+    row, _ = _first(FORWARD, (impl,), call.recipe, call.head_dim, call.dtype)
+    return _driver().recorded(_module(row).forward, call, q, k, v)
+
+
+def recorded_backward(
+    impl: str, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
+) -> Recording | None:
+    """What a later `backward` of this kind will launch, if that is recorded."""
+    row, _ = _first(BACKWARD, BACKWARD_FAMILIES[impl], call.recipe, call.head_dim, call.dtype)
+    return _driver().recorded(_module(row).backward, call, saved, do, dlse, q, k, v)
 
 
 def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:

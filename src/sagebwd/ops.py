@@ -211,7 +211,7 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
         if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
-            gradients = _OnceDifferentiable.apply(o, *gradients)
+            gradients = once_differentiable(o, *gradients)
         return None, *gradients, *(None,) * 12
 
 
@@ -228,6 +228,11 @@ class _OnceDifferentiable(torch.autograd.Function):
             "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
             "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
+
+
+def once_differentiable(o: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """Gradients that raise NotImplementedError where they are differentiated again; o, which needs gradients."""
+    return _OnceDifferentiable.apply(o, *gradients)
 
 
 def _below_autograd(keyset, *arguments):

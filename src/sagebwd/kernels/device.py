@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,3 +22,26 @@ def capability(device: torch.device) -> int:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of the stream that kernels of a GPU are to run on; 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
+
+
+def clear(address: int, size: int, device: torch.device, stream: int) -> None:
+    """Zero bytes of a GPU's memory in a stream's turn, as ``torch.zeros`` does at five times the host's time."""
+    if device.type != "cuda":
+        ctypes.memset(address, 0, size)
+        return
+    failed = _memset()(address, 0, size, stream)
+    if failed:
+        raise RuntimeError(f"cuMemsetD8Async of {size} bytes failed with CUDA's error {failed}")
+
+
+@cache
+def _memset() -> Callable[..., int]:
+    # PyDLL holds the interpreter, which this is too short to let go
+    function = ctypes.PyDLL("libcuda.so.1").cuMemsetD8Async
+    function.argtypes = (ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
+    return function

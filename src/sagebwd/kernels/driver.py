@@ -8,7 +8,9 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.alignment import aligned_rows, contiguous
-from sagebwd.kernels.replay import repeat
+from sagebwd.kernels.replay import recorded, repeat
+
+__all__ = ["backward", "forward", "recorded"]
 
 
 def forward(kernels: Callable[..., Saved], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:

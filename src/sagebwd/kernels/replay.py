@@ -12,12 +12,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
+
+from sagebwd.kernels.device import clear, current_stream
+from sagebwd.kernels.ffi import Function, Packed
 
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
@@ -27,36 +31,18 @@ COMPILING_SECONDS = 0.5
 ALIGNMENT = 512
 # By what is alike: how to do it again; True after the first call, False where it cannot be done so.
 _calls: dict[Hashable, Recording | bool] = {}
+# Compilers that were announced.
+_told: set[str] = set()
 # Where `launch` notes launches: in the thread whose call is watched alone.
 _watched_here = threading.local()
-
-
-class TensorKernel:
-    """A function that takes tensors and numbers, and the stream last, launched as Triton's kernels are.
-
-    Its grid is its own affair: it is launched with ().
-    """
-
-    arg_names = ()
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., TensorKernel]:
-        return self.run
-
-    def run(self, *arguments: Any) -> TensorKernel:
-        """Launch on the current stream."""
-        self.function(*arguments, torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0)
-        return self
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """``kernel[grid](*arguments, **options)``, noted where this thread's call is watched."""
     began = time.perf_counter()
     compiled = _start(kernel, grid, *arguments, **options)
-    if compiled is not None and time.perf_counter() - began > COMPILING_SECONDS:
-        say_what_takes_long()
+    if compiled is not None and not isinstance(compiled, Function) and time.perf_counter() - began > COMPILING_SECONDS:
+        say_what_takes_long("Triton's", "~/.triton/cache (TRITON_CACHE_DIR)")
     noted = getattr(_watched_here, "launches", None)
     if noted is not None:
         noted.append((compiled, grid, arguments, [options[x] for x in kernel.arg_names[len(arguments) :]]))
@@ -89,6 +75,13 @@ def repeat(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> t
     return function(*given)
 
 
+def recorded(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> Recording | None:
+    """What `repeat` replays for a call, if it does."""
+    leaves = list(_leaves(given))
+    found = _calls.get((function, *map(_alike, leaves), _shared(leaves)))
+    return found if isinstance(found, Recording) else None
+
+
 def _leaves(given: tuple) -> Iterator[Any]:
     """What is in named tuples, and the rest as it is."""
     for x in given:
@@ -98,13 +91,14 @@ def _leaves(given: tuple) -> Iterator[Any]:
             yield x
 
 
-@cache
-def say_what_takes_long() -> None:
-    """Warn, once, that kernels are compiled."""
-    logging.getLogger("sagebwd").warning(
-        "sagebwd: compiling kernels; the first call of each kind takes seconds, later processes find them in triton's "
-        "cache (~/.triton/cache, TRITON_CACHE_DIR)"
-    )
+def say_what_takes_long(whose: str, folder: str) -> None:
+    """Warn, once for each compiler, that kernels are compiled, and where later processes find them."""
+    if whose not in _told:
+        _told.add(whose)
+        logging.getLogger("sagebwd").warning(
+            f"sagebwd: {whose} compiler runs; the first call of each kind takes seconds, later processes find its "
+            f"kernels in {folder}"
+        )
 
 
 def _alike(x: Any) -> Hashable:
@@ -205,17 +199,11 @@ class _Owners:
         whole = x.shape == shape and x.is_contiguous()
         return number, None if whole else (x.shape, x.stride(), x.storage_offset())
 
-    def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> tuple:
-        """What to call, with what, and where in it addresses, descriptors and tensors go."""
+    def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> _Launch:
+        """How to do a launch again."""
         if compiled is None:
             raise _NotRepeatableError  # interpreted
-        addresses, descriptors, tensors, others = [], [], [], [*arguments, *constants]
-        if isinstance(compiled, TensorKernel):
-            for index, x in enumerate(arguments):
-                if isinstance(x, Tensor):
-                    others[index] = None
-                    tensors.append((index, *self.place(x), x.dtype, x.shape, x.stride()))
-            return compiled.run, others, addresses, descriptors, tensors
+        addresses, descriptors, others = [], [], [*arguments, *constants]
         for index, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 others[index] = 0
@@ -224,18 +212,60 @@ class _Owners:
             elif isinstance(getattr(x, "base", None), Tensor):
                 others[index] = None
                 descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
-        return compiled[(*grid, 1, 1)], others, addresses, descriptors, tensors
+        if isinstance(compiled, Function):
+            return _FunctionLaunch(Packed(compiled, arguments), [self.place(x) for x in arguments if _is_tensor(x)])
+        return _TritonLaunch(compiled, (*grid, 1, 1), others, addresses, descriptors)
+
+
+class _FunctionLaunch(NamedTuple):
+    """Whose memory each tensor of a function is, and how far into it."""
+
+    packed: Packed
+    places: list[tuple[int, int]]
+
+    def start(self, owners: list[int], stream: int) -> None:
+        """Launch on a stream, with memory at these addresses."""
+        self.packed.start([owners[owner] + offset for owner, offset in self.places], stream)
+
+
+class _TritonLaunch(NamedTuple):
+    """What to launch, with what, and where in it addresses and descriptors go."""
+
+    compiled: Any
+    grid: tuple[int, ...]  # and two ones
+    arguments: list
+    addresses: list[tuple[int, int, int]]
+    descriptors: list[tuple]
+
+    def start(self, owners: list[int], stream: int) -> None:
+        """Launch on a stream, with memory at these addresses."""
+        arguments = self.arguments.copy()
+        for index, owner, offset in self.addresses:
+            arguments[index] = owners[owner] + offset
+        for index, descriptor, fields, owner, offset in self.descriptors:
+            arguments[index] = made = descriptor.__new__(descriptor)
+            made.__dict__ = {**fields, "base": _Address(owners[owner] + offset)}
+        compiled = self.compiled
+        if not isinstance(compiled, CompiledKernel) or _is_hooked():
+            compiled[self.grid](*arguments)
+        else:  # what that does, but for questions of the stream and of hooks
+            compiled.run(
+                *self.grid[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+            )
+
+
+_Launch = _FunctionLaunch | _TritonLaunch
 
 
 class Recording(NamedTuple):
     """A call's launches and the memory that it makes, to do again with other tensors; see `_Owners`."""
 
     device: torch.device
-    memory: list
+    memory: list[tuple[Callable[..., Tensor], torch.Size, torch.dtype]]
     scratch_bytes: int
     zero_bytes: int
-    outputs: list
-    launches: list
+    outputs: list[tuple[int | None, tuple | None]]
+    launches: list[_Launch]
 
     @classmethod
     def of(cls, given: list, watch: _Watch, launched: list, outputs: tuple[Tensor | None, ...]) -> Recording:
@@ -247,26 +277,28 @@ class Recording(NamedTuple):
 
     def again(self, given: list) -> tuple[Tensor | None, ...]:
         """The call's outputs for other tensors."""
-        device = self.device
-        memory = [make(shape, dtype=dtype, device=device) for make, shape, dtype in self.memory]
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        zeros = torch.zeros(self.zero_bytes, dtype=torch.uint8, device=device)
-        tensors = [x for x in (*given, *memory, scratch, zeros) if isinstance(x, Tensor)]
-        owners = [x.data_ptr() for x in tensors]
-        for start, others, addresses, descriptors, views in self.launches:
-            arguments = others.copy()
-            for index, owner, offset in addresses:
-                arguments[index] = owners[owner] + offset
-            for index, descriptor, fields, owner, offset in descriptors:
-                arguments[index] = made = descriptor.__new__(descriptor)
-                made.__dict__ = {**fields, "base": _Address(owners[owner] + offset)}
-            for index, owner, *view in views:
-                arguments[index] = _view(tensors[owner], *view)
-            start(*arguments)
+        return self.again_at([x.data_ptr() for x in given if isinstance(x, Tensor)])
+
+    def again_at(self, addresses: list[int]) -> tuple[Tensor | None, ...]:
+        """The call's outputs for tensors that begin at these addresses."""
+        memory = [make(shape, dtype=dtype, device=self.device) for make, shape, dtype in self.memory]
+        self.launch([*addresses, *[x.data_ptr() for x in memory]])
         return tuple(
             None if x is None else memory[x] if view is None else memory[x].as_strided(*view)
             for x, view in self.outputs
         )
+
+    def launch(self, owners: list[int]) -> None:
+        """Launch with the tensors given, then those of ``memory``, at these addresses."""
+        stream, size = current_stream(self.device), self.scratch_bytes + self.zero_bytes
+        if size:
+            scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            owners += start, start + self.scratch_bytes
+            if self.zero_bytes:
+                clear(start + self.scratch_bytes, self.zero_bytes, self.device, stream)
+        for launch in self.launches:
+            launch.start(owners, stream)
 
 
 class _Address(int):
@@ -275,13 +307,14 @@ class _Address(int):
     data_ptr = int.__int__
 
 
-def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """A tensor that begins ``offset`` bytes into x, which is it, has its type, or is bytes."""
-    if offset == 0 and x.dtype == dtype and x.shape == shape and x.stride() == stride:
-        return x
-    if x.dtype == dtype:
-        return x.as_strided(shape, stride, x.storage_offset() + offset // x.element_size())
-    return x[offset:].view(dtype).as_strided(shape, stride)
+def _is_hooked() -> bool:
+    """Whether somebody, a profiler for one, asked Triton to be told of launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 def _storage(x: Tensor) -> int:

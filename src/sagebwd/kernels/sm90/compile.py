@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from sagebwd.environment import cache_folder
-from sagebwd.kernels.replay import TensorKernel
+from sagebwd.kernels.ffi import Function
+from sagebwd.kernels.replay import say_what_takes_long
 from sagebwd.kernels.sm90.config import Variant
 
 ARCHITECTURE = "sm_90a"
@@ -38,15 +39,14 @@ def unavailable() -> str | None:
 
 
 @cache
-def forward_kernel(variant: Variant) -> TensorKernel:
-    """A variant of the forward, from disk or compiled now."""
-    import tvm_ffi
-
+def forward_kernel(variant: Variant) -> Function:
+    """A variant of the forward, from disk or compiled now, which takes seconds and is announced."""
     path = object_path(variant)
     if not path.exists():
+        say_what_takes_long("CuTe DSL's", f"{path.parent} (SAGEBWD_CACHE_DIR)")
         build(variant, path)
     _load_runtime()
-    return TensorKernel(getattr(tvm_ffi.load_module(str(path)), ENTRY))
+    return Function(path, ENTRY)
 
 
 def object_path(variant: Variant) -> Path:
