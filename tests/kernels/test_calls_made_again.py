@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import _poison
 from tests.kernels.calls import KernelCall
 from tests.kernels.test_gluon import CALLS, VARIED
 from tests.kernels.test_portable import CALLS as PORTABLE
 
 pytest.importorskip("triton")
-from sagebwd import dispatch
+from sagebwd import attention, dispatch, eager, sage_attention, sage_attention_varlen
 from sagebwd.kernels import device, replay
+from sagebwd.switches import switches
 
 ALL = [("hopper", change + name) for change in ("", "fp8-", "fp8-deterministic-", "16bit-o-") for name in VARIED]
 ALL += [("triton", name) for name in PORTABLE]
@@ -175,3 +177,42 @@ def described(launched: list) -> list[int]:
 def kinds(launched: list) -> list[tuple]:
     """Kernels, grids, and which arguments are descriptors."""
     return [(name, grid, [hasattr(x, "base") for x in arguments]) for name, grid, arguments, _ in launched]
+
+
+EAGER = [(i, n) for i, n in ALL if n.endswith(("gqa-ragged", "key-mask", "packed", "fp16", "packed-causal-window"))]
+
+
+@pytest.mark.parametrize(("impl", "name"), EAGER, ids=identifiers(EAGER))
+def test_calls_without_operators_launch_the_same(impl, name, notes, monkeypatch):
+    """Forward and backward together: what forward saves lies in one buffer, where its own backward finds it."""
+    call, held, empty = CALLS[name], [], torch.empty
+
+    def kept(*args, **kwargs):  # lest memory of forward is backward's
+        held.append(_poison(empty(*args, **kwargs)))
+        return held[-1]
+
+    monkeypatch.setattr(torch, "empty", kept)
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_: impl)
+    results = []
+    for seed in (3, 4, 5, 6):
+        *inputs, do, _ = dataclasses.replace(call, seed=seed).inputs()
+        mask, cu_seqlens_q, cu_seqlens_k, *longest = call.settings()[:5]
+        mask = None if mask is None else mask[:, None, None]
+        leaves = [x.requires_grad_() for x in inputs]
+        settings = {"recipe": call.recipe, "is_causal": call.is_causal, "window": call.window}
+        notes.clear()
+        with switches(deterministic=call.deterministic):
+            if call.lengths_q:
+                offsets = cu_seqlens_q, cu_seqlens_k
+                o = sage_attention_varlen(*leaves, *offsets, *longest, **settings)
+            else:
+                o = sage_attention(*leaves, mask, enable_gqa=True, **settings)
+            gradients = torch.autograd.grad(o, leaves, do)
+        masks = mask, cu_seqlens_q, cu_seqlens_k
+        given = [x for x in (*inputs, do, *masks, o, *gradients) if x is not None]
+        results.append((notes.copy(), given, len(eager._plans) and next(iter(eager._plans.values()))))
+    plan = results[-1][-1]
+    assert isinstance(plan, eager.Plan)
+    assert len(plan.backwards) == 1
+    first, again = results[0], results[-1]
+    assert_same(first[0], again[0], list(zip(first[1], again[1])))
