@@ -1,9 +1,9 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
-the Gluon kernels on sm_90; MASK "causal" (grouped heads too) or "full" (neither). "loops" has instructions,
-`stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its own, as kernels
-of a process with TRITON_INTERPRET=1 cannot be compiled.
+the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "full" (neither) or of `tests.masks.KINDS`. "loops" has
+instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its
+own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -184,10 +184,11 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
 if __name__ == "__main__":
     arch, head_dim, recipe, *mask = sys.argv[1:]
-    causal = {"causal": True, "full": False}[mask[0] if mask else "causal"]
+    kind = mask[0] if mask else "causal"
+    causal = kind == "causal"
     shape = KernelCall(
         recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if causal else 4, tokens_q=256, tokens_k=256,
-        is_causal=causal,
+        is_causal=causal, mask="" if kind in ("causal", "full") else kind,
     )  # fmt: skip
     for row in launches(arch, shape):
         print(json.dumps(row))

@@ -10,12 +10,16 @@ Dense and packed calls differ in strides and sequence bounds alone: `Packing` hi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagebwd.mask import Mask
 from sagebwd.recipe import SIXTEEN_BIT, Recipe
+
+if TYPE_CHECKING:
+    from sagebwd.kernels.portable.lists import Lists
 
 
 class Packing(NamedTuple):
@@ -91,6 +95,8 @@ class Call(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     deterministic: bool = False
+    mask: Mask | None = None
+    lists: Lists | None = None  # of the mask, made for the portable kernels
 
     @classmethod
     def of(
@@ -108,12 +114,13 @@ class Call(NamedTuple):
         scale: float,
         recipe: Recipe,
         deterministic: bool = False,
+        mask: Mask | None = None,
     ) -> Call:
         """The call of the operators' arguments; q and k, or tensors of their shapes and q's dtype."""
         queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
         return cls(
             recipe, scale, q.dtype, q.device, q.shape[-1], queries, keys, key_mask, is_causal, window_left,
-            window_right, deterministic,
+            window_right, deterministic, mask,
         )  # fmt: skip
 
     @property

@@ -27,6 +27,7 @@ from torch import Tensor
 from sagebwd.band import Band
 from sagebwd.call import Call, Saved
 from sagebwd.float8 import Float8Operands
+from sagebwd.mask import Mask, shown
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -55,8 +56,8 @@ class _Operands:
 class Emulator:
     """One dense attention call under a recipe: operands prepared once, chunks computed on demand.
 
-    Args: q (B, Hq, N, D); k, v (B, Hkv, M, D), any strides; key_mask (B, M) bool, True where a key counts; band, which
-    keys a query sees; scale, the softmax scale.
+    Args: q (B, Hq, N, D); k, v (B, Hkv, M, D), any strides; key_mask (B, M) bool, True where a key counts; band and
+    mask, which keys a query sees; scale, the softmax scale.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Emulator:
         scale: float,
         band: Band,
         key_mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> None:
-        self.recipe, self.scale, self.band = recipe, scale, band
+        self.recipe, self.scale, self.band, self.mask = recipe, scale, band, mask
         self.dtype = q.dtype
         self.compute = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.tokens_q, self.tokens_k = q.shape[2], k.shape[2]
@@ -126,6 +128,8 @@ class Emulator:
             s = x.q_smooth[..., rows, :] @ x.k_smooth[..., keys, :].mT * self.scale
         if x.q_mean is not None:
             s = s + x.q_mean[..., rows, :] @ x.k_exact[..., keys, :].mT * self.scale
+        if self.mask is not None and self.mask.is_bias:
+            s = s + self._elements(rows, keys).to(self.compute)
         return s.masked_fill_(~self._visible(rows, keys), -math.inf)
 
     def _visible(self, rows: slice, keys: slice) -> Tensor:
@@ -138,7 +142,14 @@ class Emulator:
             visible = visible & band
         if self.k_valid is not None:
             visible = visible & self.k_valid[..., keys, :].mT
+        if self.mask is not None:
+            visible = visible & shown(self._elements(rows, keys))
         return visible
+
+    def _elements(self, rows: slice, keys: slice) -> Tensor:
+        """Those of the mask, (B or 1, H or 1, G or 1, rows or 1, keys or 1)."""
+        part = self.mask.part(rows, keys)
+        return part.unflatten(1, (self.heads_k, -1)) if part.shape[1] > 1 else part.unsqueeze(2)
 
     def _is_first(self, keys: slice) -> Tensor:
         """Which of these keys is the first that counts: (B or 1, 1, 1, 1, keys) bool."""
@@ -234,6 +245,8 @@ class Emulator:
                 continue
             s = self._scores(rows, keys)
             p = torch.exp(s - lse[..., rows, :])
+            if self.mask is not None and self.mask.is_bias:
+                p = p.clamp(max=1)  # beside a large bias lse loses the digits that keep it so
             dp = self._dp(do[..., rows, :], keys)
             ds = p * (dp - delta[..., rows, :])
             if observe is not None:
@@ -294,7 +307,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     nothing = (None,) * 6
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
-        o, lse, k_mean = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask).forward()
+        o, lse, k_mean = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask, call.mask).forward()
         return Saved(o, lse, *nothing, k_mean)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -314,7 +327,7 @@ def backward(
     o, lse, recipe, scale = saved.o, saved.lse, call.recipe, call.scale
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
-        return Emulator(q, k, v, recipe, scale, band, call.key_mask).backward(do, o, lse, dlse)
+        return Emulator(q, k, v, recipe, scale, band, call.key_mask, call.mask).backward(do, o, lse, dlse)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, band in _sequences(call):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)

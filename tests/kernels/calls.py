@@ -12,7 +12,9 @@ from sagebwd import dispatch
 from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.call import Call, Saved, keeps_inputs
 from sagebwd.conformance import emulator_error, violation
+from sagebwd.mask import Mask
 from sagebwd.recipe import Recipe
+from tests.masks import draw, read
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -45,6 +47,7 @@ class KernelCall:
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
     masked: bool = False
+    mask: str = ""  # of `tests.masks.KINDS`; `masked` beside it is a mask of keys too
     with_dlse: bool = False
     lengths_q: list[int] = field(default_factory=list)
     lengths_k: list[int] = field(default_factory=list)
@@ -101,6 +104,10 @@ class KernelCall:
             mask = torch.rand(self.batch, self.tokens_k, generator=generator) > 0.3
             mask[:, -self.tokens_k // 4 :] = False
             mask = mask.to(self.device)
+        drawn = self.mask_of()
+        if drawn is not None:
+            seen = drawn.keys.expand(self.batch, self.tokens_k)
+            mask = seen if mask is None else seen & mask
         if self.lengths_q:
             packing = tuple(
                 torch.tensor([0, *lengths], device=self.device).cumsum(0, dtype=torch.int32)
@@ -110,9 +117,16 @@ class KernelCall:
         mask, *packing = self._placed(TENSORS[5:8], (mask, *packing))
         return mask, *packing, *longest, self.is_causal, *self.window, self.head_dim**-0.5, Recipe.parse(self.recipe)
 
+    def mask_of(self) -> Mask | None:
+        """The mask that is none of keys alone."""
+        if not self.mask:
+            return None
+        shape = self.batch, self.heads, self.tokens_q, self.tokens_k
+        return read(draw(self.mask, shape, self.dtype, self.seed + 1)).to(self.device)
+
     def call(self, q: Tensor, k: Tensor) -> Call:
         """As an implementation gets it."""
-        return Call.of(q, k, *self.settings(), self.deterministic)
+        return Call.of(q, k, *self.settings(), self.deterministic, self.mask_of())
 
     def forward(self, impl: str, call: Call, inputs: tuple[Tensor, ...]) -> Saved:
         """What backward gets of forward."""

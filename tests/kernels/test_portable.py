@@ -238,7 +238,7 @@ def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared
     packing = Packing(1, 16, tokens, tokens, None)
     call = Call(Recipe.parse(recipe), 1.0, torch.bfloat16, torch.device("meta"), 128, packing, packing)
     gradient = torch.empty(1, 16, tokens, 128, dtype=torch.bfloat16, device="meta")
-    maxima = gradients._tile_maxima(call, gradient, gradient)
+    maxima = gradients._tile_maxima(call)
     assert (maxima is not None) == shared
     assert maxima is None or maxima.nbytes <= gradient.nbytes
 

@@ -7,8 +7,11 @@ INT8 tensor cores take their second operand only with the reduced axis contiguou
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from sagebwd import mask
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -19,6 +22,8 @@ ROUND = tl.constexpr(12582912.0)
 ROUND_BITS = tl.constexpr(0x4B400000)
 # Below this a group's largest magnitude counts as zero: its reciprocal would overflow.
 TINY = tl.constexpr(1e-30)
+HIDDEN_FP16 = tl.constexpr(mask.HIDDEN[torch.float16])
+HIDDEN_ELSE = tl.constexpr(mask.HIDDEN_ELSE)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -98,6 +103,41 @@ def visible(distance, lower, upper, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.const
     if HAS_UPPER:
         keep = keep & (distance <= upper)
     return keep
+
+
+@triton.jit
+def load_mask(
+    mask, listed, first_q, first_k, queries, keys, left_q, left_k, stride_q, stride_k, list_n, TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """A mask's elements of some queries and keys, which broadcast to the tile; what lies outside is 0 or never used.
+
+    mask: of the batch element and head, or where TILE is not 0 all of `sagebwd.mask.Mask`'s tiles; which is theirs
+    stands beside the block in its list. EVEN: nothing lies outside, and so many elements are loaded at a time.
+    """
+    if TILE:
+        tile = tl.load(listed + (list_n - 2) // 2)
+        corner = tile.to(tl.int64) * (TILE * TILE) + (first_q % TILE) * TILE + first_k % TILE
+        # without the hint loads are of single elements, and the tile's layout follows them
+        return tl.load(mask + tl.multiple_of(corner, 16) + queries * TILE + keys)
+    else:
+        at = mask + first_q.to(tl.int64) * stride_q + first_k.to(tl.int64) * stride_k
+        if EVEN:
+            return tl.load(at + queries * stride_q + keys * stride_k)
+        else:
+            inside = (queries < left_q) & (keys < left_k)
+            return tl.load(at + queries * stride_q + keys * stride_k, mask=inside, other=0)
+
+
+@triton.jit
+def shows(element, dtype: tl.constexpr, BIAS: tl.constexpr):
+    """Where an element of a mask lets its key be seen; see `sagebwd.mask.shown`."""
+    if BIAS:
+        HIDDEN: tl.constexpr = HIDDEN_FP16 if dtype == tl.float16 else HIDDEN_ELSE
+        hidden = element.to(tl.float32) <= HIDDEN
+        return hidden == 0
+    else:
+        return element != 0
 
 
 @triton.jit

@@ -8,10 +8,11 @@ its maximum must be found by one program; "dkdv_given" is dK and dV where the dQ
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from sagebwd.call import padded_head_dim
-from sagebwd.recipe import Recipe
+from sagebwd.call import Call, padded_head_dim
+from sagebwd.recipe import INT8, Recipe
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,21 @@ class Config:
     tma: bool = False
     registers: int | None = None
     step: int | None = None
+
+    def under_a_mask(self) -> Config:
+        """The same for a call with a mask, whose elements take registers."""
+        import os
+
+        return dataclasses.replace(
+            self,
+            registers=None,
+            stages=int(os.environ.get("ST", min(2, self.stages))),
+            warps=int(os.environ.get("WP", self.warps)),
+        )
+
+    def block_q(self, recipe: Recipe) -> int:
+        """Queries of a step of dK and dV."""
+        return recipe.block_q if self.step is None else min(recipe.block_q, self.step)
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -102,6 +118,39 @@ def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Config:
     return dataclasses.replace(
         config, rows=rows, warps=8 if rows > 64 else 4, stages=max(2, config.stages), registers=None
     )
+
+
+def shares_maxima(call: Call) -> bool:
+    """Whether dQ finds the maxima of tiles for dK and dV too.
+
+    Where both quantise the same dS: a tile at a time, Q's and K's scales left out. The table grows with queries times
+    keys and memory must not: there is none where it would be larger than dQ and dK (beyond 131072 tokens for `paper`
+    at head_dim 64), at the same numbers but for the order of FP32 additions.
+    """
+    recipe, queries, keys = call.recipe, call.queries, call.keys
+    int8 = all(getattr(recipe, name) == INT8 for name in ("dv", "dq", "dk"))
+    tiles = {recipe.p_scale_dv, recipe.ds_scale_dq, recipe.ds_scale_dk} == {"tile"}
+    if not (int8 and tiles and recipe.q_scale == recipe.k_scale == "block"):
+        return False
+    rows = max(queries.heads_in_all * queries.total, keys.heads_in_all * keys.total)
+    return 4 * math.prod(maxima_shape(call)) <= rows * call.head_dim * call.dtype.itemsize
+
+
+def maxima_shape(call: Call) -> tuple[int, ...]:
+    """Of the table of tiles' maxima."""
+    queries, keys = call.queries, call.keys
+    return queries.heads_in_all, keys.grid(call.recipe.block_k), queries.blocks(call.recipe.block_q), 2
+
+
+def list_tile(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> tuple[tuple[int, int], bool]:
+    """Queries and keys of the tile that a mask's lists are of, and whether a program's rows are keys.
+
+    No configuration that is tuned or fitted has larger ones.
+    """
+    config = choose(kernel, head_dim, recipe, arch)
+    if kernel.startswith("dkdv"):
+        return (config.block_q(recipe), config.rows), True
+    return (config.rows, recipe.block_k), False
 
 
 def _whole_groups(kernel: str, recipe: Recipe) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
+from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
@@ -27,12 +28,14 @@ from sagebwd.kernels.tile import (
     largest,
     largest_bits,
     load_block,
+    load_mask,
     load_row_values,
     load_rows,
     load_transposed,
     padded_block,
     rows_of,
     sequence,
+    shows,
     to_16bit,
     visible,
 )
@@ -60,6 +63,15 @@ def dkdv_kernel(
     key_mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
+    lists,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    list_b,
+    list_h,
+    list_n,
     q_b,
     q_h,
     q_n,
@@ -104,6 +116,10 @@ def dkdv_kernel(
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK_TILE: tl.constexpr,
+    MASK_EVEN: tl.constexpr,
+    LIST_ROWS: tl.constexpr,
     PAD_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -174,12 +190,20 @@ def dkdv_kernel(
         tile_0 = z_q * blocks_q + padded_q
         if tile_maxima is not None:
             maxima = tile_maxima + ((z_q * tiles_k + first_k // TILE_K) * blocks_q + padded_q) * 2
+        if mask is not None:
+            mask_head = mask + batch_64 * mask_b + head.to(tl.int64) * mask_h
+            list_at = batch_64 * list_b + head.to(tl.int64) * list_h + (first_k // LIST_ROWS).to(tl.int64) * list_n
         for masked in tl.static_range(2):
             count = full_end - full_begin
             if masked:
                 count = end - begin - count
+            if mask is not None:
+                count = tl.load(lists + list_at + masked)
+                listed = lists + list_at + 2 + masked * tl.load(lists + list_at)
             for i in tl.range(0, count):
-                if masked:
+                if mask is not None:
+                    block = tl.load(listed + i)
+                elif masked:
                     block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
                 else:
                     block = full_begin + i
@@ -210,11 +234,22 @@ def dkdv_kernel(
                     exact = load_rows(k_exact, keys, columns, exact_n, left_k, head_dim, False, EVEN).to(tl.float32)
                     bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
                     s = s + bias[:, None]
+                if mask is not None and masked:
+                    element = load_mask(
+                        mask_head, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k, mask_q,
+                        mask_k, list_n, MASK_TILE, MASK_EVEN,
+                    )  # fmt: skip
+                    if BIAS:
+                        s += element.to(tl.float32) * LOG2_E
                 p = exp2(s - row_lse[None, :])
+                if BIAS:
+                    p = tl.where(p > 1, 1.0, p)  # beside a large bias lse loses the digits that keep it so
                 if masked:
                     keep = visible(
                         (first_k + keys)[:, None] - (first_q + queries)[None, :], lower, upper, HAS_LOWER, HAS_UPPER
                     )
+                    if mask is not None:
+                        keep = keep & shows(element, mask.dtype.element_ty, BIAS)
                     p = tl.where(keep & keep_key[:, None], p, 0.0)
                 do_tile = load_block(
                     do_head, batch, head, start_q, first_q, length_q, do_n, head_dim, not masked,
@@ -297,11 +332,13 @@ def launch_dkdv(
 ) -> tuple[Tensor, Tensor]:
     """dk and dv; the operands as `dkdv_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
+    listed = None if call.lists is None else call.lists.by_key
+    kernel = "dkdv" if tile_maxima is None else "dkdv_given"
     dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
 
     def run(config: Config) -> None:
         blocked = {"q": q, "do": do, "q_t": q_t, "do_t": do_t}
-        block_q = recipe.block_q if config.step is None else min(recipe.block_q, config.step)
+        block_q = config.block_q(recipe)
         if config.tma:
             rows_block = (block_q, call.block_d)
             views = {name: (queries.view(blocked[name]), rows_block) for name in ("q", "do")}
@@ -333,6 +370,7 @@ def launch_dkdv(
             call.key_mask,
             queries.cu_seqlens,
             keys.cu_seqlens,
+            *lists.arguments(listed),
             *queries.strides(q),
             *keys.strides(k),
             *keys.strides(v),
@@ -359,6 +397,7 @@ def launch_dkdv(
             P_PER_KEY=recipe.p_scale_dv == "key",
             DS_PER_KEY=recipe.ds_scale_dk == "key",
             VARLEN=call.packed,
+            **lists.options(listed),
             TMA=isinstance(blocked["q"], TensorDescriptor),
             PAD_Q=recipe.block_q,
             TILE_K=recipe.block_k,
@@ -368,5 +407,5 @@ def launch_dkdv(
             **config.options,
         )
 
-    run_best("dkdv" if tile_maxima is None else "dkdv_given", call, run)
+    run_best(kernel, call, run)
     return dk, dv

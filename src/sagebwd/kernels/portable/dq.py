@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
+from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
@@ -27,11 +28,13 @@ from sagebwd.kernels.tile import (
     largest,
     largest_of_tile,
     load_block,
+    load_mask,
     load_rows,
     load_transposed,
     padded_block,
     rows_of,
     sequence,
+    shows,
     to_16bit,
     visible,
 )
@@ -58,6 +61,15 @@ def dq_kernel(
     key_mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
+    lists,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    list_b,
+    list_h,
+    list_n,
     q_b,
     q_h,
     q_n,
@@ -100,6 +112,10 @@ def dq_kernel(
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK_TILE: tl.constexpr,
+    MASK_EVEN: tl.constexpr,
+    LIST_ROWS: tl.constexpr,
     PAD_Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -161,6 +177,9 @@ def dq_kernel(
         shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
     if key_mask is not None:
         key_mask += batch_64 * tokens_k
+    if mask is not None:
+        mask += batch_64 * mask_b + head.to(tl.int64) * mask_h
+        lists += batch_64 * list_b + head.to(tl.int64) * list_h + (first_q // LIST_ROWS).to(tl.int64) * list_n
     if tile_maxima is not None:
         # by key block first: the kernel that reads them walks along the queries
         tile_maxima += (z_q * tiles_k * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN) + block_q) * 2
@@ -175,8 +194,13 @@ def dq_kernel(
         count = full_end - full_begin
         if masked:
             count = end - begin - count
+        if mask is not None:
+            count = tl.load(lists + masked)
+            listed = lists + 2 + masked * tl.load(lists)
         for i in tl.range(0, count):
-            if masked:
+            if mask is not None:
+                block = tl.load(listed + i)
+            elif masked:
                 block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
             else:
                 block = full_begin + i
@@ -206,7 +230,16 @@ def dq_kernel(
                 exact = load_rows(k_exact + first_64 * exact_n, keys, columns, exact_n, left, head_dim, False, EVEN)
                 bias = tl.sum((exact.to(tl.float32) - shift[None, :]) * mu[None, :], 1) * scale_2
                 s = s + bias[None, :]
+            if mask is not None and masked:
+                element = load_mask(
+                    mask, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left, mask_q, mask_k,
+                    list_n, MASK_TILE, MASK_EVEN,
+                )  # fmt: skip
+                if BIAS:
+                    s += element.to(tl.float32) * LOG2_E
             p = exp2(s - row_lse[:, None])
+            if BIAS:
+                p = tl.where(p > 1, 1.0, p)  # beside a large bias lse loses the digits that keep it so
             if masked:
                 keep = (
                     visible(
@@ -216,6 +249,8 @@ def dq_kernel(
                 )
                 if key_mask is not None:
                     keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
+                if mask is not None:
+                    keep = keep & shows(element, mask.dtype.element_ty, BIAS)
                 p = tl.where(keep, p, 0.0)
             v_tile = load_block(
                 v, batch, head_k, start_k, first_k, length_k, v_n, head_dim, not masked,
@@ -275,6 +310,7 @@ def launch_dq(
 ) -> Tensor:
     """dq; the operands as `dq_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
+    listed = None if call.lists is None else call.lists.by_query
     dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
 
     def run(config: Config) -> None:
@@ -305,6 +341,7 @@ def launch_dq(
             call.key_mask,
             queries.cu_seqlens,
             keys.cu_seqlens,
+            *lists.arguments(listed),
             *queries.strides(q),
             *keys.strides(k),
             *keys.strides(v),
@@ -329,6 +366,7 @@ def launch_dq(
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             VARLEN=call.packed,
+            **lists.options(listed),
             TMA=isinstance(blocked["k"], TensorDescriptor),
             PAD_Q=recipe.block_q,
             BLOCK_Q=config.rows,

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
+from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
 from sagebwd.kernels.portable.tune import run_best
@@ -27,11 +28,13 @@ from sagebwd.kernels.tile import (
     exp2,
     interleave,
     load_block,
+    load_mask,
     load_rows,
     load_transposed,
     padded_block,
     rows_of,
     sequence,
+    shows,
     to_16bit,
     to_int8,
     visible,
@@ -90,6 +93,18 @@ def forward_kernel(
     key_mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
+    lists,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    list_b,
+    list_h,
+    list_n,
+    first_mask,
+    first_mask_b,
+    first_mask_h,
     q_b,
     q_h,
     q_t,
@@ -126,6 +141,10 @@ def forward_kernel(
     HAS_UPPER: tl.constexpr,
     VARLEN: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK_TILE: tl.constexpr,
+    MASK_EVEN: tl.constexpr,
+    LIST_ROWS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -135,6 +154,9 @@ def forward_kernel(
     q, k: codes if INT8_S, else 16-bit rows. v: transposed codes if INT8_O, else 16-bit rows. q_mean (heads, blocks,
     D), k_exact (rows) and k_mean put back what Q-smoothing took from S. v_sum: 128 times the column sums of V's codes,
     where P has 254 levels. BLOCK_K is the recipe's. TMA: k and v are descriptors.
+
+    lists: where there is a mask, of every LIST_ROWS queries how many blocks of keys they see whole and in part, and
+    which (`sagebwd.kernels.portable.lists`). BIAS: the mask is added.
 
     k_rows: k, never a descriptor, and first_value (batch, heads, D): V's smoothed row of the first key, where it is
     apart, else None; first_key (batch,): which key that is, if there is a key_mask.
@@ -186,6 +208,10 @@ def forward_kernel(
     if key_mask is not None:
         key_mask += batch_64 * tokens_k
 
+    if mask is not None:
+        mask += batch_64 * mask_b + head.to(tl.int64) * mask_h
+        lists += batch_64 * list_b + head.to(tl.int64) * list_h + (first_q // LIST_ROWS).to(tl.int64) * list_n
+
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, BLOCK_Q, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
     )
@@ -205,6 +231,15 @@ def forward_kernel(
             q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_t, exact_t,
             head_dim,
         )  # fmt: skip
+        if mask is not None:
+            its_element = tl.load(
+                first_mask + batch_64 * first_mask_b + head.to(tl.int64) * first_mask_h + first_q + rows,
+                mask=inside,
+                other=0,
+            )
+            seen = seen & shows(its_element, mask.dtype.element_ty, BIAS)
+            if BIAS:
+                score += its_element.to(tl.float32) * LOG2_E
         m = tl.where(seen, score, m)
         l = tl.where(seen, 1.0, l)
         first_value += (batch * heads_k + head_k).to(tl.int64) * head_dim
@@ -217,8 +252,13 @@ def forward_kernel(
         count = full_end - full_begin
         if masked:
             count = end - begin - count
+        if mask is not None:
+            count = tl.load(lists + masked)
+            listed = lists + 2 + masked * tl.load(lists)
         for i in tl.range(0, count):
-            if masked:
+            if mask is not None:
+                block = tl.load(listed + i)
+            elif masked:
                 block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
             else:
                 block = full_begin + i
@@ -257,10 +297,20 @@ def forward_kernel(
                     keep = keep & (first_k + keys != first)[None, :]
                 if key_mask is not None:
                     keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
+                if mask is not None:
+                    element = load_mask(
+                        mask, listed + i, first_q, first_k, rows[:, None], keys[None, :], length_q - first_q, left,
+                        mask_q, mask_k, list_n, MASK_TILE, MASK_EVEN,
+                    )  # fmt: skip
+                    keep = keep & shows(element, mask.dtype.element_ty, BIAS)
+                    if BIAS:
+                        if INT8_S and q_mean is None:
+                            s = s * row_scale[:, None]
+                        s += element.to(tl.float32) * LOG2_E
                 s = tl.where(keep, s, float("-inf"))
             # S still lacks Q's scale, which is positive and the same along the row
             top = tl.max(s, 1)
-            if INT8_S and q_mean is None:
+            if INT8_S and q_mean is None and not (BIAS and masked):
                 top = tl.where(top == float("-inf"), top, top * row_scale)
                 offset = tl.where(top == float("-inf"), 0.0, top)
                 p = exp2(s * row_scale[:, None] - offset[:, None])
@@ -343,6 +393,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """o and lse; the operands as `forward_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
+    listed = None if call.lists is None else call.lists.by_query
     o = torch.empty(q.shape, dtype=call.dtype, device=q.device)
     lse = queries.per_token(q.device)
     o_int8 = recipe.o == INT8
@@ -376,6 +427,8 @@ def launch_forward(
             call.key_mask,
             queries.cu_seqlens,
             keys.cu_seqlens,
+            *lists.arguments(listed),
+            *lists.first_arguments(listed),
             *queries.strides(q),
             *keys.strides(k),
             *((0, 0, 0) if o_int8 else keys.strides(v)),
@@ -398,6 +451,7 @@ def launch_forward(
             K_TOKEN=recipe.k_scale != "block",
             V_SCALE=recipe.v_scale,
             VARLEN=call.packed,
+            **lists.options(listed),
             TMA=isinstance(blocked["k"], TensorDescriptor),
             BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.portable import host
+from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
 from sagebwd.kernels.portable.descriptor import SmoothQ
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
@@ -36,8 +35,10 @@ def backward(
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
     q_rows, k_rows, smooth_q = q, k, SmoothQ()
-    if k is not None and recipe.smooth_k and not (s_int8 and dq_int8):
-        k_rows = launch_quantize(k, keys, "token", recipe.block_k, k_mean, key_mask, smoothed=True).smoothed
+    # a masked key's K may be anything, NaN too
+    if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
+        shift = k_mean if recipe.smooth_k else None
+        k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     if recipe.smooth_q:
         q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
         q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
@@ -47,25 +48,14 @@ def backward(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
     )
     shared = q_operand, k_operand, v, do, k_scale
-    tile_maxima = _tile_maxima(call, do, v)
+    tile_maxima = _tile_maxima(call)
     dq = launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima)
     dk, dv = launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima)
     return dq, dk, dv
 
 
-def _tile_maxima(call: Call, do: Tensor, v: Tensor) -> Tensor | None:
-    """Room for two maxima of every tile, which the dQ kernel finds and the dK and dV kernel reads; None for its own.
-
-    Shared where both quantise the same dS: a tile at a time, Q's and K's scales left out. The table grows with queries
-    times keys and memory must not: there is none where it would be larger than dQ and dK (beyond 131072 tokens for
-    `paper` at head_dim 64), at the same numbers but for the order of FP32 additions.
-    """
-    recipe, queries, keys = call.recipe, call.queries, call.keys
-    int8 = all(getattr(recipe, name) == INT8 for name in ("dv", "dq", "dk"))
-    tiles = {recipe.p_scale_dv, recipe.ds_scale_dq, recipe.ds_scale_dk} == {"tile"}
-    if not (int8 and tiles and recipe.q_scale == recipe.k_scale == "block"):
+def _tile_maxima(call: Call) -> Tensor | None:
+    """Room for two maxima of every tile, which dQ's kernel finds and dK and dV's reads; None for its own."""
+    if not shares_maxima(call):
         return None
-    shape = queries.heads_in_all, keys.grid(recipe.block_k), queries.blocks(recipe.block_q), 2
-    if 4 * math.prod(shape) > max(do.nbytes, v.nbytes):
-        return None
-    return torch.empty(shape, dtype=torch.float32, device=do.device)
+    return torch.empty(maxima_shape(call), dtype=torch.float32, device=call.device)

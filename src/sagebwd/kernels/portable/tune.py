@@ -34,9 +34,11 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
     """
     arch = device.capability(call.device)
     config = choose(kernel, call.head_dim, call.recipe, arch)
+    if call.mask is not None:
+        config = config.under_a_mask()
     if is_on("SAGEBWD_AUTOTUNE") and arch:
         config = _tuned(kernel, call, run, config)
-    key = (kernel, call.head_dim, call.recipe, call.dtype, arch)
+    key = (kernel, call.head_dim, call.recipe, call.dtype, call.mask is None, arch)
     config = _FITTING.get(key, config)
     for fitting in (config, *smaller(config, kernel, call.recipe)):
         try:
@@ -54,6 +56,7 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
 
 def _tuned(kernel: str, call: Call, run: Callable[[Config], None], default: Config) -> Config:
     key = f"{torch.cuda.get_device_name()} triton {triton.__version__} {kernel} {call.head_dim} {call.recipe}"
+    key += " mask" * (call.mask is not None)
     known = _read()
     if key not in known:
         times = {config: _time(run, config) for config in candidates(default)}

@@ -1,0 +1,52 @@
+"""The portable kernels under masks of any shape, against the recipe emulator."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.kernels.calls import KernelCall
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+
+CALLS = {
+    "bool-all-gqa": KernelCall(mask="bool-all", batch=2, heads=4, kv_heads=2),
+    "bool-rows": KernelCall(mask="bool-rows", batch=2),
+    "bool-columns": KernelCall(mask="bool-columns", batch=2, tokens_q=130),
+    "bool-heads-causal": KernelCall(mask="bool-heads", batch=2, tokens_q=140, is_causal=True),
+    "bool-batch-window": KernelCall(mask="bool-batch", batch=2, tokens_q=150, tokens_k=150, window=(60, 20)),
+    "bool-matrix-key-mask": KernelCall(mask="bool-matrix", batch=2, masked=True, with_dlse=True),
+    "bool-none": KernelCall(mask="bool-none", batch=2, heads=1),
+    "bias-all-gqa": KernelCall(mask="bias-all", batch=2, heads=4, kv_heads=2, with_dlse=True),
+    "bias-rows": KernelCall(mask="bias-rows", batch=2, heads=1),
+    "bias-columns": KernelCall(mask="bias-columns", heads=1, tokens_q=130),
+    "bias-matrix-causal-key-mask": KernelCall(mask="bias-matrix", tokens_q=130, is_causal=True, masked=True),
+    "bias-float32-window": KernelCall(mask="bias-float32", tokens_q=130, window=(70, 5)),
+    "bias-fp16": KernelCall(mask="bias-all", dtype=torch.float16, heads=1),
+    "one-token": KernelCall(mask="bias-none", tokens_q=1, tokens_k=1),
+    "document": KernelCall(mask="document", tokens_q=300, tokens_k=300, heads=1),
+    "prefix-batch": KernelCall(mask="prefix", batch=2, tokens_q=150, tokens_k=150, heads=1, masked=True),
+    "chunked": KernelCall(mask="chunked", tokens_q=200, tokens_k=200, head_dim=128, heads=1),
+    "sinks-heads": KernelCall(mask="sinks", tokens_q=160, tokens_k=160, sink=12),
+    "paper": KernelCall(mask="bool-all", recipe="paper", tokens_q=200, kv_heads=2),
+    "paper-bias": KernelCall(mask="bias-heads", recipe="paper", tokens_q=130, is_causal=True),
+    "paper-document": KernelCall(mask="document", recipe="paper", tokens_q=300, tokens_k=300, heads=1),
+    "full": KernelCall(mask="bool-all", recipe="full"),
+    "full-bias": KernelCall(mask="bias-all", recipe="full", batch=2, heads=1),
+    "smooth-q-bias": KernelCall(mask="bias-all", recipe="token(smooth_q=True)"),
+    "first-key-int8": KernelCall(mask="bias-all", recipe="token(first_key=int8)"),
+    "16bit-o": KernelCall(mask="bool-all", recipe="token(o=16bit)"),
+    "16bit-gradients": KernelCall(mask="bias-all", recipe="token(dv=16bit, dq=16bit, dk=16bit)"),
+    "blocks-32-128": KernelCall(mask="bool-all", recipe="token(block_q=32, block_k=128)"),
+    "blocks-128-32": KernelCall(mask="bias-all", recipe="token(block_q=128, block_k=32)", heads=1),
+    "head-dim-96": KernelCall(mask="bool-all", head_dim=96, heads=1),
+    "head-dim-256": KernelCall(mask="bias-matrix", head_dim=256, tokens_k=70, heads=1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_is_the_recipe(name):
+    dataclasses.replace(CALLS[name], device=DEVICE).check("triton")

@@ -1,0 +1,81 @@
+"""Masks as the reference and the kernels read them: elements, maps of blocks, and tiles of a BlockMask."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from sagebwd import mask as masks
+from sagebwd.mask import BLOCK, MASKED, SKIP, WHOLE, blocks_of, shown, tiles_of
+from tests.masks import AXES, MODS, bias, boolean, dense, draw
+
+
+def by_hand(visible, whole):
+    """The map's blocks of dense (N, M)."""
+    found = []
+    for rows, whole_rows in zip(visible.split(BLOCK, 0), whole.split(BLOCK, 0)):
+        found.append([
+            SKIP if not part.any() else WHOLE if all_of.all() else MASKED
+            for part, all_of in zip(rows.split(BLOCK, 1), whole_rows.split(BLOCK, 1))
+        ])  # fmt: skip
+    return torch.tensor(found, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("form", ["bool", "bias"])
+def test_blocks_of_a_tensor(form, axes, monkeypatch):
+    monkeypatch.setattr(masks, "ROWS", 64)
+    shape, generator = (2, 3, 150, 135), torch.Generator().manual_seed(0)
+    mask = boolean(shape, axes, generator) if form == "bool" else bias(shape, axes, torch.bfloat16, generator)
+    blocks, keys = blocks_of(mask)
+    visible, whole = shown(mask), shown(mask) if form == "bool" else mask == 0
+    for b, h in [(b, h) for b in range(mask.shape[0]) for h in range(mask.shape[1])]:
+        full = [x[b, h].expand(150, 135) for x in (visible, whole)]
+        assert torch.equal(blocks[b, h].expand(5, 5), by_hand(*full))
+    expected = visible.expand(2, 3, 150, 135).any(1).any(1)
+    assert torch.equal(keys.expand(2, 135), expected)
+
+
+@pytest.mark.parametrize("kind", MODS)
+@pytest.mark.parametrize("block", [128, (64, 256), 48])
+def test_tiles_of_a_block_mask(kind, block, monkeypatch):
+    monkeypatch.setattr(masks, "TILES", 3)
+    shape = (2, 3, 300, 270)
+    mask, expected = tiles_of(draw(kind, shape, torch.bfloat16, 0, block)), dense(kind, shape)
+    part = mask.part(slice(0, 320), slice(0, 384))
+    assert torch.equal(part[:, :, :300, :270], expected)
+    assert not part[:, :, 300:].any()
+    for rows, keys in ((slice(64, 128), slice(128, 256)), (slice(256, 320), slice(0, 270))):
+        part = mask.part(rows, keys)
+        assert torch.equal(part[:, :, : 300 - rows.start], expected[:, :, rows, keys])
+    for b, h in [(b, h) for b in range(expected.shape[0]) for h in range(expected.shape[1])]:
+        found = mask.blocks[b, h]
+        exact = by_hand(expected[b, h], expected[b, h])
+        assert torch.equal(found == SKIP, exact == SKIP)
+        assert not ((found == WHOLE) & (exact != WHOLE)).any()
+        assert torch.equal(found[:-1, :-1], exact[:-1, :-1])
+    assert torch.equal(mask.keys, expected.any(1).any(1))
+
+
+def test_lists_of_blocks_go_before_the_function():
+    """As in flex_attention: a full block is not asked, and one that is not listed is hidden."""
+    counts, indices = (
+        torch.tensor([[[1, 1]]], dtype=torch.int32),
+        torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32),
+    )
+    full = torch.tensor([[[0, 1]]], dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    given = BlockMask.from_kv_blocks(
+        counts, indices, *full, BLOCK_SIZE=64, mask_mod=lambda b, h, q, k: q % 2 == k % 2, seq_lengths=(128, 128)
+    )
+    part = tiles_of(given).part(slice(0, 128), slice(0, 128))[0, 0]
+    even = torch.arange(64)[:, None] % 2 == torch.arange(64) % 2
+    assert not part[:64, :64].any()
+    assert torch.equal(part[:64, 64:], even)
+    assert torch.equal(part[64:, :64], even)
+    assert part[64:, 64:].all()
+
+
+def test_partial_tiles_alone_are_stored():
+    mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 1024, 1024, device="cpu")
+    tiles = tiles_of(mask)
+    assert tiles.elements.shape[0] == 2 + 8
+    assert torch.equal(tiles.tiles[0, 0].diagonal(), torch.arange(2, 10, dtype=torch.int32))
