@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd import Recipe, ops, sage_attention, sage_attention_varlen
 from tests.inputs import draw
+from tests.masks import draw as draw_mask
+from tests.masks import read
 
 OFFSETS = torch.tensor([0, 30, 70], dtype=torch.int32)
 
@@ -22,26 +24,62 @@ def dense(recipe="token", dtype=torch.float32, requires_grad=True):
     q, k, v, _ = draw(batch=2, heads=4, kv_heads=2, tokens=70, head_dim=16, dtype=dtype)
     inputs = leaves(q, k, v) if requires_grad else [q, k, v]
     mask = (torch.arange(70) < torch.tensor([70, 50])[:, None]).contiguous()
-    return *inputs, mask, None, None, 70, 70, True, -1, -1, 0.25, recipe, "reference", False
+    return *inputs, mask, None, None, None, None, None, 70, 70, True, -1, -1, 0.25, recipe, "reference", False
 
 
 def packed(recipe="token"):
     q, k, v, _ = (x[0].transpose(0, 1) for x in draw(heads=4, kv_heads=2, tokens=70, head_dim=16))
-    return *leaves(q, k, v), None, OFFSETS, OFFSETS, 40, 40, True, 12, -1, 0.25, recipe, "reference", False
+    return (
+        *leaves(q, k, v),
+        None,
+        None,
+        None,
+        None,
+        OFFSETS,
+        OFFSETS,
+        40,
+        40,
+        True,
+        12,
+        -1,
+        0.25,
+        recipe,
+        "reference",
+        False,
+    )
+
+
+def masked(recipe="token"):
+    """`dense` under an additive mask."""
+    mask = read(draw_mask("bias-all", (2, 4, 70, 70), torch.float32, 0))
+    return *dense(recipe)[:3], mask.keys, mask.elements, None, mask.blocks, *dense(recipe)[7:]
+
+
+def tiled(recipe="token"):
+    """`dense` under a BlockMask."""
+    mask = read(draw_mask("prefix", (2, 4, 70, 70), torch.float32, 0))
+    return *dense(recipe)[:3], mask.keys, mask.elements, mask.tiles, mask.blocks, *dense(recipe)[7:]
 
 
 @pytest.mark.parametrize("recipe", ["token", "paper", "full", "token(smooth_q=True)"])
-@pytest.mark.parametrize("arguments", [dense, packed])
+@pytest.mark.parametrize("arguments", [dense, packed, masked, tiled])
 def test_opcheck_forward(recipe, arguments):
     outcome = torch.library.opcheck(torch.ops.sagebwd.attention.default, arguments(recipe))
     assert set(outcome.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("kind", ["bool-heads", "bias-rows"])
+def test_opcheck_of_a_map(kind):
+    mask = draw_mask(kind, (2, 4, 70, 70), torch.float32, 0)
+    assert set(torch.library.opcheck(torch.ops.sagebwd.mask_blocks.default, (mask,)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("form", [dense, masked, tiled])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_opcheck_backward(with_lse):
-    arguments = dense(requires_grad=False)
-    q, k, v, mask, *settings = arguments
-    o, lse, *saved = ops.attention(*arguments)
+def test_opcheck_backward(form, with_lse):
+    q, k, v, mask, *settings = form()
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, lse, *saved = ops.attention(q, k, v, mask, *settings)
     dlse = torch.ones_like(lse) if with_lse else None
     outcome = torch.library.opcheck(
         torch.ops.sagebwd.attention_backward.default,

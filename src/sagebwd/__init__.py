@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from sagebwd.attention import sage_attention, sage_attention_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
+    from sagebwd.mask_argument import read_block_mask
     from sagebwd.recipe import RECIPES, Recipe
     from sagebwd.switches import switches
     from sagebwd.version import __version__
@@ -21,6 +22,7 @@ __all__ = [
     "Recipe",
     "__version__",
     "install_sdpa",
+    "read_block_mask",
     "replace_sdpa",
     "sage_attention",
     "sage_attention_varlen",

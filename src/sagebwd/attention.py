@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import dispatch, eager, ops, switches
+from sagebwd import dispatch, eager, mask_argument, ops, switches
+from sagebwd.mask import Mask
 from sagebwd.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 MAX_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -30,6 +35,7 @@ def sage_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    block_mask: BlockMask | Mask | None = None,
     window: tuple[int, int] | None = None,
     recipe: str | Recipe = "token",
     impl: str | None = None,
@@ -46,12 +52,16 @@ def sage_attention(
             with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
             the lesser is filled with zeros, which changes no number and costs as much as the greater.
-        attn_mask: None, or a boolean key-padding mask (batch, 1, 1, kv_tokens), True where a key counts; of
-            query's dimensions.
+        attn_mask: (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), or fewer of the last dimensions: boolean,
+            True where a query sees a key, or floating point, added to the scaled scores; a number of at most -1.6e38,
+            of fp16 -32752, hides as -inf does. ``is_causal`` and ``window`` hold beside it. Keys that no query sees
+            do not count at all, NaN in them neither; of the others K's mean and V's scales are taken over all.
         dropout_p: 0.
         is_causal: query i sees keys up to i (aligned top left, also where the lengths differ).
         scale: softmax scale; 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
+        block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it,
+            which torch.compile needs; attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
         recipe: a name (of `sagebwd.RECIPES`: "token", "token_fp8", "paper", "full" and others), a text such as
             "token(smooth_v=False)", or a Recipe.
@@ -68,11 +78,13 @@ def sage_attention(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
-        NotImplementedError: dropout, a mask that is not key padding, a recipe that the implementation lacks, nested
-            tensors, torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
+        NotImplementedError: dropout, an additive mask that needs a gradient, a recipe that the implementation lacks
+            (FP8 gradients under a mask that is more than key padding), nested tensors, torch.func's transforms and
+            forward mode, torch.jit.trace; in backward, a second derivative.
     """
     given = query, key, value, attn_mask, None, None
-    kind = eager.kind_of(given, recipe, window, is_causal, scale, impl, return_lse, dropout_p, enable_gqa)
+    settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
+    kind = None if block_mask is not None else eager.kind_of(given, recipe, window, *settings)
     plan = eager.plan_of(kind)
     if plan is not None:
         mask = None if attn_mask is None else attn_mask[:, 0, 0]
@@ -81,10 +93,12 @@ def sage_attention(
     dims = {query.dim(), key.dim(), value.dim()}
     if dims != {4} and min(dims) >= 2 and (len(dims) == 1 or not enable_gqa):
         query, key, value = _of_equal_dimensions(query, key, value)
-        four = [None if x is None else _four_dimensions(x, enable_gqa) for x in (query, key, value, attn_mask)]
+        if isinstance(attn_mask, Tensor):
+            attn_mask = mask_argument.in_four_dimensions(attn_mask, query, enable_gqa)
+        four = [_four_dimensions(x, enable_gqa) for x in (query, key, value)]
         outcome = sage_attention(
-            *four, dropout_p, is_causal, scale, enable_gqa, window=window, recipe=recipe, impl=impl,
-            return_lse=return_lse,
+            *four, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, window=window,
+            recipe=recipe, impl=impl, return_lse=return_lse,
         )  # fmt: skip
         o, lse = outcome if return_lse else (outcome, None)
         o = o.reshape(*query.shape[:-1], value.shape[-1])
@@ -99,14 +113,16 @@ def sage_attention(
             f"dropout_p={dropout_p} is not supported, only 0; "
             "apply dropout to the output, or call torch.nn.functional.scaled_dot_product_attention"
         )
-    key_mask = _key_mask(attn_mask, key)
+    key_mask, mask = mask_argument.read(attn_mask, block_mask, query, key)
     value_dim = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _equal_head_dims(query, key, value)
-    settings = _settings(query, is_causal, scale, window, recipe, impl)
+    settings = _settings(query, is_causal, scale, window, recipe, impl, mask is not None)
     arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
-    o, lse, *_, k_mean = ops.attention(*arguments)
-    if kind is not None:
+    elements = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
+    o, lse, *_, k_mean = ops.attention(*arguments[:4], *elements, *arguments[4:])
+    plain = attn_mask is None or (mask is None and attn_mask.shape == (query.shape[0], 1, 1, key.shape[2]))
+    if kind is not None and plain:
         eager.remember(kind, given, arguments, with_lse=return_lse)
     o = o[..., :value_dim]
     return _with_true_lse(query, None, settings[3], o, lse, k_mean) if return_lse else o
@@ -171,7 +187,7 @@ def sage_attention_varlen(
     query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
     arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
-    o, lse, *_, k_mean = ops.attention(*arguments)
+    o, lse, *_, k_mean = ops.attention(*arguments[:4], None, None, None, *arguments[4:])
     if kind is not None:
         eager.remember(kind, given, arguments, with_lse=return_lse)
     o = o[..., :value_dim]
@@ -193,8 +209,10 @@ def _with_true_lse(
     return o, lse + (query.to(lse.dtype) * k_mean[sequence]).sum(-1).T * scale
 
 
-def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> str:
+def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None, masked: bool = False) -> str:
     """The implementation that a call runs on; `dispatch.FASTEST` for the kernels of a GPU while torch.compile traces.
+
+    masked: by a mask that is more than key padding.
 
     Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
     the implementation lacks, each naming the way out.
@@ -219,8 +237,8 @@ def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None) -> st
         )
     if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
         if chosen == dispatch.FASTEST:
-            chosen = dispatch.fastest(recipe, query.shape[-1], query.dtype, query.device)
-        dispatch.check_supported(chosen, recipe, query.shape[-1], query.dtype)
+            chosen = dispatch.fastest(recipe, query.shape[-1], query.dtype, query.device, masked)
+        dispatch.check_supported(chosen, recipe, query.shape[-1], query.dtype, masked)
     return chosen
 
 
@@ -235,6 +253,7 @@ def _settings(
     window: tuple[int, int] | None,
     recipe: str | Recipe,
     impl: str | None,
+    masked: bool = False,
 ) -> tuple[bool, int, int, float, str, str, bool]:
     """The checked scalar arguments of the operator, in its order."""
     if not isinstance(is_causal, bool):
@@ -247,7 +266,7 @@ def _settings(
         raise ValueError(f"scale={scale} must be finite")
     left, right = _window(window)
     parsed = switches.apply_to(Recipe.parse(recipe))
-    chosen = choose_implementation(query, parsed, impl)
+    chosen = choose_implementation(query, parsed, impl, masked)
     return is_causal, left, right, float(scale), str(parsed), chosen, switches.current.deterministic
 
 
@@ -378,22 +397,3 @@ def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
         )
     if offsets.device != device:
         raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")
-
-
-def _key_mask(attn_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """The (batch, kv_tokens) mask of a (batch, 1, 1, kv_tokens) key-padding mask."""
-    if attn_mask is None:
-        return None
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask: expected a tensor or None, got {type(attn_mask).__name__}")
-    accepted = (key.shape[0], 1, 1, key.shape[2])
-    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) != accepted:
-        raise NotImplementedError(
-            f"attn_mask: {attn_mask.dtype} of shape {tuple(attn_mask.shape)} is not supported; accepted: a boolean "
-            f"key-padding mask of shape {accepted}, True where a key counts. Use is_causal and window for causal and "
-            "sliding-window masks, sage_attention_varlen for packed sequences, and "
-            "torch.nn.functional.scaled_dot_product_attention for biases and other masks"
-        )
-    if attn_mask.device != key.device:
-        raise ValueError(f"attn_mask: device {attn_mask.device} differs from key's {key.device}")
-    return attn_mask[:, 0, 0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import FP8, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.kernels.replay import Recording
@@ -51,7 +51,7 @@ def forward(impl: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """The output, and what `backward` reads of it."""
     impl = _settled(impl, call)
     kind = call.recipe, call.head_dim, call.dtype
-    check_supported(impl, *kind)
+    check_supported(impl, *kind, call.mask is not None)
     row, _ = _first(FORWARD, (impl,), *kind)
     if impl == "reference":
         return _module(row).forward(call, q, k, v)
@@ -87,20 +87,30 @@ def recorded_backward(
     return _driver().recorded(_module(row).backward, call, saved, do, dlse, q, k, v)
 
 
-def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton"."""
-    if is_hopper(device) and is_supported("hopper", recipe, head_dim, dtype):
+def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
+    """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton".
+
+    masked: by a mask that is more than key padding.
+    """
+    if is_hopper(device) and is_supported("hopper", recipe, head_dim, dtype, masked):
         return "hopper"
     return "triton"
 
 
-def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> bool:
+def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> bool:
     """Whether a kernel family runs a recipe, forward and backward; the reference runs all."""
-    return unsupported(impl, recipe, head_dim, dtype) is None
+    return unsupported(impl, recipe, head_dim, dtype, masked) is None
 
 
-def unsupported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
+def unsupported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> str | None:
     """Why a kernel family cannot run a recipe, or None."""
+    if masked and impl == "hopper":
+        return "masks other than causal, windows and key padding run on impl='triton'"
+    if masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
+        return (
+            f"recipe {str(recipe)!r} has FP8 gradients, which Hopper's own kernels alone compute, and these take no "
+            "masks but causal, windows and key padding; use recipe='token' for this call"
+        )
     for table, families in ((FORWARD, (impl,)), (BACKWARD, BACKWARD_FAMILIES[impl])):
         row, reason = _first(table, families, recipe, head_dim, dtype)
         if row is None:
@@ -108,9 +118,9 @@ def unsupported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) ->
     return None
 
 
-def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> None:
+def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> None:
     """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
-    reason = unsupported(impl, recipe, head_dim, dtype)
+    reason = unsupported(impl, recipe, head_dim, dtype, masked)
     if reason is not None:
         raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
 
@@ -128,7 +138,9 @@ def backward_family(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype
 
 
 def _settled(impl: str, call: Call) -> str:
-    return fastest(call.recipe, call.head_dim, call.dtype, call.device) if impl == FASTEST else impl
+    if impl != FASTEST:
+        return impl
+    return fastest(call.recipe, call.head_dim, call.dtype, call.device, call.mask is not None)
 
 
 @cache

@@ -2,8 +2,9 @@
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
 chooses for ``impl``. Autocast is off inside: the reference's own products must not be rounded. `sagebwd.call` has the
-shapes; what `sagebwd.call.Saved` lacks is an empty tensor here. q and k themselves are kept for backward only where a
-product needs them in 16 bit.
+shapes; what `sagebwd.call.Saved` lacks is an empty tensor here. mask, mask_tiles and mask_blocks are elements, tiles
+and blocks of `sagebwd.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves are kept for
+backward only where a product needs them in 16 bit.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.call import Call, Saved, keeps_inputs
+from sagebwd.mask import BLOCK, Mask, blocks_of
 from sagebwd.recipe import FP8, INT8, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
@@ -66,11 +68,27 @@ def _read(recipe: str) -> Recipe:
 
 
 @_operator
+def mask_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`sagebwd.mask.blocks_of` a mask in four dimensions."""
+    return blocks_of(mask)
+
+
+@torch.library.register_fake("sagebwd::mask_blocks", lib=_LIBRARY)
+def _(mask):
+    batch, heads, tokens_q, tokens_k = mask.shape
+    blocks = mask.new_empty((batch, heads, -(-tokens_q // BLOCK), -(-tokens_k // BLOCK)), dtype=torch.uint8)
+    return blocks, mask.new_empty((batch, tokens_k), dtype=torch.bool)
+
+
+@_operator
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    mask: Tensor | None,
+    mask_tiles: Tensor | None,
+    mask_blocks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
@@ -92,10 +110,14 @@ def attention(
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
     call = Call.of(
         q, k, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-        scale, _read(recipe), deterministic,
+        scale, _read(recipe), deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         return _without_none(dispatch.forward(impl, call, q, k, v))
+
+
+def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
+    return None if mask is None else Mask(mask, tiles, blocks, keys)
 
 
 def _without_none(saved: Saved) -> tuple[Tensor, ...]:
@@ -132,8 +154,8 @@ def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe:
 
 @torch.library.register_fake("sagebwd::attention", lib=_LIBRARY)
 def _(
-    q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-    scale, recipe, impl, deterministic,
+    q, k, v, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
     return _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
 
@@ -155,6 +177,9 @@ def attention_backward(
     v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
+    mask: Tensor | None,
+    mask_tiles: Tensor | None,
+    mask_blocks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
@@ -173,6 +198,7 @@ def attention_backward(
     call = Call.of(
         o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
         scale, _read(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
+        _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max, v_scale))
     saved = Saved(o, lse, *there, k_mean)
@@ -190,29 +216,28 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keyset, *arguments):
-        q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, *settings = arguments
+        q, k, v = arguments[:3]
+        masks, settings = arguments[3:9], arguments[9:]
         output = o, lse, *saved = _below_autograd(keyset, *arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
         keep_q, keep_k = keeps_inputs(_read(recipe), impl)
-        ctx.save_for_backward(
-            q if keep_q else None, k if keep_k else None, v, o, lse, *saved, key_mask, cu_seqlens_q, cu_seqlens_k
-        )
+        ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
         return output
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * 16
+            return (None,) * 19
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
             gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
         if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
             gradients = once_differentiable(o, *gradients)
-        return None, *gradients, *(None,) * 12
+        return None, *gradients, *(None,) * 15
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -29,6 +29,7 @@ CALLS = {
     "one-token": KernelCall(mask="bias-none", tokens_q=1, tokens_k=1),
     "document": KernelCall(mask="document", tokens_q=300, tokens_k=300, heads=1),
     "prefix-batch": KernelCall(mask="prefix", batch=2, tokens_q=150, tokens_k=150, heads=1, masked=True),
+    "one-block-of-documents": KernelCall(mask="document", batch=2, tokens_q=40, tokens_k=40, heads=1),
     "chunked": KernelCall(mask="chunked", tokens_q=200, tokens_k=200, head_dim=128, heads=1),
     "sinks-heads": KernelCall(mask="sinks", tokens_q=160, tokens_k=160, sink=12),
     "paper": KernelCall(mask="bool-all", recipe="paper", tokens_q=200, kv_heads=2),

@@ -62,7 +62,8 @@ def arguments(listed: Listed | None) -> tuple:
     if listed is None:
         return (None,) * 9
     of_elements = (0,) * 4 if listed.is_tiled else _strides(listed.elements)
-    return listed.elements, listed.lists, *of_elements, *_strides(listed.lists)[:3]
+    # the last says how long a list is
+    return listed.elements, listed.lists, *of_elements, *_strides(listed.lists)[:2], listed.lists.stride(2)
 
 
 def first_arguments(listed: Listed | None) -> tuple:

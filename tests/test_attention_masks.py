@@ -1,0 +1,276 @@
+"""`sage_attention` under masks of any shape, against torch's own attention in full precision."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+
+from sagebwd import mask_argument, ops, read_block_mask, sage_attention
+from sagebwd.mask import shown
+from tests.inputs import draw
+from tests.masks import KINDS, MODS
+from tests.masks import dense as dense_of
+from tests.masks import draw as draw_mask
+
+SHAPE = 2, 4, 70, 90
+
+
+def inputs(shape=SHAPE, kv_heads=2, dtype=torch.float64):
+    q, k, v, do = draw("normal", shape[0], shape[1], kv_heads, shape[2], shape[3], 16, dtype=dtype)
+    return [x.requires_grad_() for x in (q, k, v)], do
+
+
+def exact(leaves, mask, is_causal=False, window=None):
+    """By torch, with a band as part of the mask; (output, lse), of queries that see no key 0 and -inf."""
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
+    tokens_q, tokens_k = q.shape[-2], k.shape[-2]
+    distance = torch.arange(tokens_k) - torch.arange(tokens_q)[:, None]
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    visible = shown(mask).expand(s.shape)
+    if not mask.dtype.is_floating_point:
+        mask = torch.zeros((), dtype=q.dtype)
+    if is_causal:
+        visible = visible & (distance <= 0)
+    if window is not None:
+        visible = visible & (distance >= -window[0]) & (distance <= window[1])
+    s = torch.where(visible, s + torch.where(visible, mask.to(q.dtype), 0), -torch.inf)
+    lse = s.logsumexp(-1)
+    return torch.where(visible, (s - lse.nan_to_num(neginf=0)[..., None]).exp(), 0) @ v, lse
+
+
+def agree(leaves, do, expected, **arguments):
+    (o, lse), (exact_o, exact_lse) = sage_attention(*leaves, **arguments, return_lse=True), expected
+    torch.testing.assert_close(o, exact_o)
+    torch.testing.assert_close(lse, exact_lse)
+    weight = torch.where(exact_lse.isfinite(), 1.0, 0.0)
+    found, right = (
+        torch.autograd.grad((x * do).sum() + (torch.where(y.isfinite(), y, 0) * weight).sum(), leaves)
+        for x, y in ((o, lse), (exact_o, exact_lse))
+    )
+    for a, e in zip(found, right):
+        torch.testing.assert_close(a, e)
+
+
+def arguments_of(mask):
+    return {"attn_mask": mask} if isinstance(mask, torch.Tensor) else {"block_mask": mask}
+
+
+@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (20, 9)}], ids=["", "causal", "window"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_precision_is_torchs(kind, band):
+    leaves, do = inputs()
+    mask = draw_mask(kind, SHAPE, torch.float64, 3)
+    tensor = mask if isinstance(mask, torch.Tensor) else dense_of(kind, SHAPE)
+    expected = exact(leaves, tensor, **band)
+    agree(leaves, do, expected, **arguments_of(mask), **band, enable_gqa=True, recipe="full")
+
+
+@pytest.mark.parametrize("kind", ["bool-all", "bias-heads", "bool-matrix"])
+def test_is_scaled_dot_product_attention(kind):
+    leaves, do = inputs()
+    mask = draw_mask(kind, SHAPE, torch.float64, 3)
+    mask = mask if mask.dtype == torch.bool else mask.clamp(min=-1e4)
+    expected = F.scaled_dot_product_attention(*leaves, mask, enable_gqa=True)
+    found = sage_attention(*leaves, mask, enable_gqa=True, recipe="full")
+    torch.testing.assert_close(found, expected)
+    for a, e in zip(torch.autograd.grad(found, leaves, do), torch.autograd.grad(expected, leaves, do)):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize(("before", "mask_before"), [
+    ((), ()), ((3,), ()), ((3,), (3,)), ((3,), (1,)), ((2, 3), (3,)), ((2, 3), ()), ((2, 2, 3), (2, 1)),
+    ((2, 2, 3), (3,)), ((2, 2, 3), (2, 2, 3)),
+])  # fmt: skip
+def test_any_number_of_dimensions(before, mask_before):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*before, n, 16, generator=generator, dtype=torch.float64) for n in (20, 30, 30))
+    mask = torch.rand(*mask_before, 20, 30, generator=generator) < 0.5
+    found = sage_attention(q, k, v, mask, recipe="full")
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("recipe", ["token", "paper", "token_fp8", "mixed"])
+@pytest.mark.parametrize("kind", MODS)
+def test_a_block_mask_is_its_dense_mask(kind, recipe):
+    leaves, do = inputs(dtype=torch.float32)
+    outcomes = []
+    for arguments in ({"block_mask": draw_mask(kind, SHAPE, torch.float32, 0)}, {"attn_mask": dense_of(kind, SHAPE)}):
+        o = sage_attention(*leaves, **arguments, enable_gqa=True, recipe=recipe)
+        outcomes.append([o, *torch.autograd.grad(o, leaves, do)])
+    for a, e in zip(*outcomes):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_padding_beside_a_block_mask(impl):
+    """Key padding and a BlockMask, or a mask with the padding in it."""
+    dtype = torch.bfloat16 if impl == "triton" else torch.float32
+    shape = 2, 2, 40, 40
+    leaves, _ = inputs(shape, dtype=dtype)
+    if impl == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the kernels run on the GPU")
+    padding = (torch.arange(40) < torch.tensor([40, 23])[:, None])[:, None, None]
+    block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 40, 40, device="cpu")
+    one = sage_attention(*leaves, padding, block_mask=block_mask, impl=impl)
+    other = sage_attention(*leaves, padding & torch.ones(40, 40, dtype=torch.bool).tril(), impl=impl)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("recipe", ["token", "paper", "full"])
+@pytest.mark.parametrize("kind", ["bool-batch", "bias-all", "chunked"])
+def test_hidden_queries_and_keys(kind, recipe, impl):
+    """A query that sees nothing gives zeros; a key that none sees may hold NaN, which no result sees."""
+    if impl == "triton" and (torch.cuda.is_available() or kind == "bool-batch"):
+        pytest.skip("tests/kernels/test_masks.py has it")
+    shape = 1, 2, 60, 60
+    (q, k, v), do = inputs(shape, 2, torch.bfloat16)
+    mask = draw_mask(kind, shape, torch.bfloat16, 1)
+    tensor = mask if isinstance(mask, torch.Tensor) else dense_of(kind, shape)
+    visible = shown(tensor).expand(shape).clone()
+    if kind == "chunked":
+        visible[..., 10, :] = visible[..., 7] = False
+        visible &= torch.ones(60, 60, dtype=torch.bool)
+        mask = create_block_mask(lambda b, h, i, j: visible[0, 0][i, j], None, None, 60, 60, device="cpu")
+    spoilt = [x.detach().masked_fill(~visible.any(2).any(1)[:, None, :, None], torch.nan) for x in (k, v)]
+    outcomes = []
+    for keys in ((k, v), spoilt):
+        leaves = [x.detach().requires_grad_() for x in (q, *keys)]
+        o, lse = sage_attention(*leaves, **arguments_of(mask), recipe=recipe, impl=impl, return_lse=True)
+        outcomes.append([o, lse, *torch.autograd.grad(o, leaves, do)])
+    for a, e in zip(*outcomes):
+        assert torch.equal(a, e)
+    o, lse, dq, dk, dv = outcomes[0]
+    blind, unseen = ~visible.any(3), ~visible.any(2)
+    assert blind.any()
+    assert unseen.any()
+    assert (o[blind] == 0).all()
+    assert (lse[blind] == -torch.inf).all()
+    assert (dq[blind] == 0).all()
+    assert (dk[unseen] == 0).all()
+    assert (dv[unseen] == 0).all()
+
+
+def test_large_biases_are_numbers():
+    """-1e9 hides beside other keys; where all keys have it, the output is that of none, and gradients are finite."""
+    (q, k, v), do = inputs((1, 1, 20, 20), 1, torch.float32)
+    mask = torch.full((20, 20), -1e9).triu(1)
+    mask[3] = -1e9
+    o = sage_attention(q, k, v, mask, recipe="full")
+    expected = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), mask.double())
+    torch.testing.assert_close(o[:, :, 4:].double(), expected[:, :, 4:], rtol=1e-4, atol=1e-4)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o, (q, k, v), do))
+
+
+def test_nan_in_a_bias_shows():
+    (q, k, v), _ = inputs((1, 1, 20, 20), 1, torch.float32)
+    mask = torch.zeros(20, 20)
+    mask[4, 5] = torch.nan
+    o = sage_attention(q, k, v, mask)
+    assert o[0, 0, 4].isnan().all()
+    assert o[0, 0, 5].isfinite().all()
+
+
+def test_a_mask_is_read_once(monkeypatch):
+    q, k, v = (x.detach() for x in inputs((1, 2, 40, 40), 2, torch.float32)[0])
+    read = []
+    monkeypatch.setattr(mask_argument.ops, "mask_blocks", lambda x: read.append(1) or ops.blocks_of(x))
+    mask = torch.rand(40, 40) < 0.5
+    first = sage_attention(q, k, v, mask)
+    assert torch.equal(sage_attention(q, k, v, mask), first)
+    assert len(read) == 1
+    mask[:, 20:] = True  # written to: another mask
+    expected = sage_attention(q, k, v, mask.clone())
+    assert torch.equal(sage_attention(q, k, v, mask), expected)
+    assert len(read) == 3
+    gone = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_block_mask_is_read_once_and_freed(monkeypatch):
+    q, k, v = (x.detach() for x in inputs((1, 2, 40, 40), 2, torch.float32)[0])
+    tiles_of, read = mask_argument.tiles_of, []
+    monkeypatch.setattr(mask_argument, "tiles_of", lambda x: read.append(1) or tiles_of(x))
+    mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40, device="cpu")
+    for _ in range(2):
+        sage_attention(q, k, v, block_mask=mask)
+    assert len(read) == 1
+    gone = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", ["bool-matrix", "bias-all", "sinks"])
+def test_compiles_without_a_break(kind):
+    leaves, do = inputs(dtype=torch.float32)
+    mask = draw_mask(kind, SHAPE, torch.float32, 0)
+    arguments = {"attn_mask": mask} if isinstance(mask, torch.Tensor) else {"block_mask": read_block_mask(mask)}
+
+    def attend(q, k, v, **arguments):
+        return torch.tanh(sage_attention(1.5 * q, k, v, enable_gqa=True, **arguments))
+
+    outcomes = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        o = function(*leaves, **arguments)
+        outcomes.append([o, *torch.autograd.grad(o, leaves, do)])
+    for a, e in zip(*outcomes):
+        assert torch.equal(a, e)
+
+
+def test_a_block_mask_under_compile_says_what_to_do():
+    leaves, _ = inputs(dtype=torch.float32)
+    mask = draw_mask("sinks", SHAPE, torch.float32, 0)
+    attend = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="read_block_mask"):
+        attend(*leaves, block_mask=mask, enable_gqa=True)
+
+
+BLOCK_MASK = create_block_mask(lambda b, h, i, j: j <= i, None, None, 70, 90, device="cpu")
+REFUSED = {
+    "dtype": (TypeError, "int64", {"attn_mask": torch.ones(70, 90, dtype=torch.int64)}),
+    "no-tensor": (TypeError, "got list", {"attn_mask": [[True]]}),
+    "block-mask-as-attn-mask": (TypeError, "block_mask=", {"attn_mask": BLOCK_MASK}),
+    "shape": (ValueError, r"\(70, 91\) does not broadcast", {"attn_mask": torch.ones(70, 91, dtype=torch.bool)}),
+    "one-dimension": (ValueError, "does not broadcast", {"attn_mask": torch.ones(90, dtype=torch.bool)}),
+    "heads": (ValueError, "does not broadcast", {"attn_mask": torch.ones(2, 2, 70, 90, dtype=torch.bool)}),
+    "device": (ValueError, "device meta", {"attn_mask": torch.ones(70, 90, dtype=torch.bool, device="meta")}),
+    "gradient": (NotImplementedError, "detach", {"attn_mask": torch.zeros(70, 90, requires_grad=True)}),
+    "block-mask-type": (TypeError, "block_mask: .* got Tensor", {"block_mask": torch.ones(70, 90)}),
+    "block-mask-tokens": (ValueError, r"made for \(40, 40\)", {
+        "block_mask": create_block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40, device="cpu")
+    }),
+    "block-mask-heads": (ValueError, "3 heads", {
+        "block_mask": create_block_mask(lambda b, h, i, j: j <= i + h, None, 3, 70, 90, device="cpu")
+    }),
+    "both": (NotImplementedError, "beside a block_mask", {
+        "attn_mask": torch.ones(70, 90, dtype=torch.bool), "block_mask": BLOCK_MASK
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    kind, message, arguments = REFUSED[name]
+    leaves, _ = inputs(dtype=torch.float32)
+    with pytest.raises(kind, match=message):
+        sage_attention(*leaves, **arguments, enable_gqa=True)
+
+
+@pytest.mark.parametrize("recipe", ["token_fp8", "mixed"])
+def test_kernels_refuse_recipes_with_fp8_gradients(recipe):
+    pytest.importorskip("triton")
+    leaves, _ = inputs(dtype=torch.bfloat16)
+    if torch.cuda.is_available():
+        leaves = [x.detach().cuda() for x in leaves]
+    mask = torch.ones(70, 90, dtype=torch.bool, device=leaves[0].device).tril()
+    with pytest.raises(NotImplementedError, match="use recipe='token'"):
+        sage_attention(*leaves, mask, enable_gqa=True, recipe=recipe, impl="triton")
