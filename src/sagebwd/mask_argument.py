@@ -49,7 +49,7 @@ def read(
     elements = None if attn_mask is None else _checked(attn_mask, shape, key.device)
     if 0 in shape:
         return None, None
-    padding = elements is not None and elements.dtype == torch.bool and elements.shape[1] == elements.shape[2] == 1
+    padding = elements is not None and is_key_padding(elements)
     if block_mask is None:
         if padding:
             return elements[:, 0, 0].expand(shape[0], shape[3]), None
@@ -65,6 +65,11 @@ def read(
     made_of = (mask.blocks,) if elements is None else (mask.blocks, attn_mask)
     keys = _once(made_of, shape, lambda: _keys(mask.keys, shape, None if elements is None else elements[:, 0, 0]))
     return keys, mask
+
+
+def is_key_padding(mask: Tensor) -> bool:
+    """Whether a mask in four dimensions is boolean and the same for all heads and queries, by its strides."""
+    return mask.dtype == torch.bool and all(mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (1, 2))
 
 
 def in_four_dimensions(mask: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:

@@ -103,8 +103,21 @@ def test_key_padding_is_replaced(name):
     assert torch.equal(out, in_int8(*arguments, attn_mask=padding()))
 
 
-def dense_mask():
-    return MASKS["over-queries"](padding()).clone()
+DENSE = {
+    "copied": MASKS["over-queries"](padding()).clone(),
+    "matrix": torch.ones(24, 24, dtype=torch.bool).tril(),
+    "bias": torch.randn(2, 1, 1, 24, generator=torch.Generator().manual_seed(0)),
+    "bias-heads": torch.randn(4, 24, 1, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_masks_of_any_shape_are_replaced(name):
+    arguments = qkv()
+    with replace_sdpa("full", impl="reference") as sdpa:
+        out = F.scaled_dot_product_attention(*arguments, attn_mask=DENSE[name])
+    assert sdpa.counts["replaced"] == 1
+    torch.testing.assert_close(out, ORIGINAL(*arguments, attn_mask=DENSE[name]), rtol=1e-4, atol=1e-5)
 
 
 KEPT = {
@@ -113,9 +126,7 @@ KEPT = {
     "dimensions differ": ((qkv()[0][0], *qkv()[1:]), {}),
     "heads differ": (qkv(kv_heads=1), {}),
     "shapes differ": ((qkv()[0], *(x[:1] for x in qkv()[1:])), {}),
-    "attn_mask is not boolean key padding": (qkv(), {"attn_mask": torch.zeros(2, 1, 1, 24)}),
-    "attn_mask is not boolean key padding ": (qkv(), {"attn_mask": dense_mask()}),
-    "attn_mask is not boolean key padding  ": (qkv(), {"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()}),
+    "attn_mask needs a gradient": (qkv(), {"attn_mask": torch.zeros(2, 1, 1, 24, requires_grad=True)}),
     "attn_mask with is_causal": (qkv(), {"attn_mask": padding(), "is_causal": True}),
     "scale is not a finite number": (qkv(), {"scale": float("nan")}),
     "fewer keys than min_tokens": (qkv(tokens=40, kv_tokens=23), {}),
@@ -167,9 +178,7 @@ def test_a_causal_bias_is_its_mask(name, options):
         out = F.scaled_dot_product_attention(*arguments, bias, **options)
     expected = ORIGINAL(*arguments, visible)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-    kept = "dropout" if options else "attn_mask is not boolean key padding"
-    replaced = not options and name != "lower-right-more-queries"
-    assert sdpa.counts == {"replaced": int(replaced), "kept": {} if replaced else {kept: 1}}
+    assert sdpa.counts == ({"replaced": 0, "kept": {"dropout": 1}} if options else {"replaced": 1, "kept": {}})
 
 
 def test_a_causal_bias_beside_is_causal_is_an_error():
@@ -285,9 +294,7 @@ REFUSED = {
     "dimensions differ": (NotImplementedError, "dimensions differ: not supported"),
     "heads differ": (ValueError, "pass enable_gqa=True"),
     "shapes differ": (ValueError, "key: batch 1 differs"),
-    "attn_mask is not boolean key padding": (NotImplementedError, "torch.float32 of shape"),
-    "attn_mask is not boolean key padding ": (NotImplementedError, "sage_attention_varlen"),
-    "attn_mask is not boolean key padding  ": (NotImplementedError, "Use is_causal"),
+    "attn_mask needs a gradient": (NotImplementedError, "gradients of an additive mask"),
     "attn_mask with is_causal": (NotImplementedError, "attn_mask with is_causal: not supported.*'original'"),
     "scale is not a finite number": (ValueError, "scale=nan must be finite"),
     "a NestedTensor": (NotImplementedError, "a nested tensor: not supported"),
@@ -335,7 +342,7 @@ def test_function_transforms_are_refused():
 
 
 def test_after_the_context_a_held_function_is_the_original():
-    arguments, options = KEPT["attn_mask is not boolean key padding"]
+    arguments, options = KEPT["attn_mask needs a gradient"]
     with replace_sdpa(impl="reference", unsupported="raise"):
         held = F.scaled_dot_product_attention
     assert torch.equal(held(*arguments, **options), ORIGINAL(*arguments, **options))
@@ -365,10 +372,10 @@ def test_compile_keeps_what_eager_keeps(dynamic):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.4)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    masks = MASKS["over-queries"](padding()), dense_mask()
+    masks = MASKS["over-queries"](padding()), torch.zeros(24, 24, requires_grad=True)
     calls = [*((*qkv(dtype=torch.float64), mask) for mask in masks), qkv(tokens=4, head_dim=264, dtype=torch.float64)]
     with replace_sdpa(impl="reference") as sdpa:
         for arguments in calls:
             torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-12, atol=1e-12)
-    kept = {"attn_mask is not boolean key padding": 1, "head_dim 264": 1}
+    kept = {"attn_mask needs a gradient": 1, "head_dim 264": 1}
     assert sdpa.counts == {"replaced": 1, "kept": kept}

@@ -42,6 +42,8 @@ SAMPLE_ERROR = {
 def test_opinfo_samples_match_or_are_refused(recipe, dtype, record_property):
     seen, worst = collections.Counter(), 0.0
     for arguments, options in op_samples(dtype):
+        if "attn_mask" in options:  # whose own gradient is refused by name
+            options = options | {"attn_mask": options["attn_mask"].detach()}
         try:
             out = in_int8(*arguments, **options, recipe=recipe)
         except REFUSALS as error:
@@ -56,8 +58,8 @@ def test_opinfo_samples_match_or_are_refused(recipe, dtype, record_property):
                 torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
     record_property("counted", f"worst relative L2 {worst:.1e}; {listed(seen)}")
     assert worst <= SAMPLE_ERROR[recipe][dtype]
-    assert seen["matched"] >= 4
-    assert all(what == "matched" or "dropout" in what or "attn_mask" in what for what in seen)  # never for dimensions
+    assert all(what == "matched" or "dropout" in what for what in seen)
+    assert seen["matched"] >= 13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 
 from sagebwd import dispatch
 from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
+from sagebwd.mask_argument import in_four_dimensions, is_key_padding
 from sagebwd.recipe import Recipe
 from sagebwd.switches import apply_to
 
@@ -121,8 +122,8 @@ def replace_sdpa(
 
     Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
     head_dim), or any other number of dimensions before tokens, of one dtype that the implementation takes (after
-    autocast), head_dim up to 256, no dropout, and no mask, a CausalBias, or in four dimensions a boolean key-padding
-    mask: (batch, 1, 1, kv_tokens), or that one expanded over heads or tokens. All others go to the function that was
+    autocast), head_dim up to 256, no dropout, and no mask, a CausalBias, or a boolean or additive mask that broadcasts
+    to (..., tokens, kv_tokens) and needs no gradient. All others go to the function that was
     there before, with the very arguments that came in: FP32 tensors outside autocast too, unless the reference runs
     the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
 
@@ -191,14 +192,15 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             if is_causal:
                 raise ValueError("CausalBias should not be used with causal=True")
             attn_mask, is_causal, window = _of_bias(attn_mask, query, key)
-        arguments, padding = (query, key, value), attn_mask
+        arguments = query, key, value
         reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
-            padding = None if attn_mask is None else attn_mask[:, :1, :1]
             arguments = _autocast(*arguments)
-            reason = _reason_in_implementation(*arguments, replacement)
+            reason = _reason_in_implementation(
+                *arguments, _is_more_than_keys(attn_mask, query, enable_gqa), replacement
+            )
         if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
-            _refuse(reason, replacement, *arguments, padding, dropout_p, is_causal, scale, enable_gqa)
+            _refuse(reason, replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         # a graph cannot hold the side effect of counting
         if not torch.compiler.is_compiling():
             replacement._count(reason)
@@ -209,7 +211,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         return sage_attention(
-            *arguments, padding, 0.0, is_causal, scale, enable_gqa,
+            *arguments, attn_mask, 0.0, is_causal, scale, enable_gqa,
             window=window, recipe=replacement.recipe, impl=replacement.impl,
         )  # fmt: skip
 
@@ -329,7 +331,12 @@ def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: boo
 
 
 def _reason_in_options(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> str | None:
     if dropout_p != 0.0:
         return "dropout"
@@ -342,7 +349,25 @@ def _reason_in_options(
     # the original refuses or combines the two as its backend likes
     if is_causal:
         return "attn_mask with is_causal"
-    return None if _is_key_padding(attn_mask, query, key) else "attn_mask is not boolean key padding"
+    return _reason_in_mask(query, key, attn_mask)
+
+
+def _reason_in_mask(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
+    if type(mask) not in (Tensor, nn.Parameter):
+        return f"attn_mask is a {type(mask).__name__}"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return f"attn_mask dtype {str(mask.dtype).removeprefix('torch.')}"
+    if mask.requires_grad and torch.is_grad_enabled():
+        return "attn_mask needs a gradient"
+    if mask.device != key.device:
+        return "devices differ"
+    full = *query.shape[:-1], key.shape[-2]
+    fits = 2 <= mask.dim() <= query.dim() and all(n in (1, size) for n, size in zip(mask.shape[::-1], full[::-1]))
+    return None if fits else "attn_mask does not broadcast"
+
+
+def _is_more_than_keys(mask: Tensor | None, query: Tensor, enable_gqa: bool) -> bool:
+    return mask is not None and not is_key_padding(in_four_dimensions(mask, query, enable_gqa))
 
 
 def _is_finite_number(scale: object) -> bool:
@@ -350,20 +375,9 @@ def _is_finite_number(scale: object) -> bool:
     return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
-def _is_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is (batch, 1, 1, kv_tokens), or that expanded, without a copy, over heads or query tokens."""
-    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.device != key.device:
-        return False
-    if mask.dim() != 4 or key.dim() != 4:
-        return False
-    if mask.shape[0] != key.shape[0] or mask.shape[3] != key.shape[2]:
-        return False
-    return all(
-        mask.shape[axis] == 1 or (mask.shape[axis] == query.shape[axis] and mask.stride(axis) == 0) for axis in (1, 2)
-    )
-
-
-def _reason_in_implementation(query: Tensor, key: Tensor, value: Tensor, settings: SdpaReplacement) -> str | None:
+def _reason_in_implementation(
+    query: Tensor, key: Tensor, value: Tensor, masked: bool, settings: SdpaReplacement
+) -> str | None:
     """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them."""
     if not query.dtype == key.dtype == value.dtype:
         return "dtypes differ"
@@ -371,7 +385,7 @@ def _reason_in_implementation(query: Tensor, key: Tensor, value: Tensor, setting
     if query.dtype not in REFERENCE_DTYPES:
         return f"dtype {dtype}"
     try:
-        choose_implementation(query, apply_to(settings.recipe), settings.impl)
+        choose_implementation(query, apply_to(settings.recipe), settings.impl, masked)
     except TypeError:
         return f"dtype {dtype}"
     except NotImplementedError:
