@@ -22,7 +22,6 @@ from enum import Enum
 from types import ModuleType
 
 import diffusers
-import torch
 from diffusers.utils import constants
 from torch import Tensor
 
@@ -129,12 +128,12 @@ def _backend(recipe: Recipe, impl: str | None) -> Callable[..., Tensor]:
         """The backend that Diffusers calls.
 
         Args: query (batch, tokens, heads, head_dim); key, value (batch, kv_tokens, kv_heads, head_dim); attn_mask,
-        None or boolean key padding, see `key_padding`; scale, enable_gqa and is_causal as in `sage_attention`.
+        (batch, kv_tokens), or as in `sage_attention`, as scale, enable_gqa and is_causal are.
 
         Returns: (batch, tokens, heads, head_dim) in query's dtype.
 
-        Raises NotImplementedError for dropout, masks other than key padding, a mask with is_causal, and each other
-        argument that is not at its default, and as `sage_attention`.
+        Raises NotImplementedError for dropout, a mask with is_causal, and each other argument that is not at its
+        default, and as `sage_attention`.
         """
         _refuse("dropout_p", dropout_p, 0.0, "set the model's attention dropout to 0, or use 'native'")
         _refuse("return_lse", return_lse, False, "call sagebwd.sage_attention(..., return_lse=True)")
@@ -148,9 +147,10 @@ def _backend(recipe: Recipe, impl: str | None) -> Callable[..., Tensor]:
                 "is_causal=True with an attn_mask is not supported by the attention backend 'sagebwd'; "
                 "accepted: one of the two"
             )
-        mask = None if attn_mask is None else key_padding(attn_mask, query, key)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]  # two dimensions are (batch, kv_tokens), as the native backend has it
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = sage_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, impl=impl)
+        out = sage_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, impl=impl)
         return out.transpose(1, 2)
 
     return attention
@@ -161,30 +161,3 @@ def _refuse(name: str, value: object, accepted: object, advice: str) -> None:
         raise NotImplementedError(
             f"{name}={value} is not supported by the attention backend 'sagebwd'; accepted: {accepted}; {advice}"
         )
-
-
-def key_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The (batch, 1, 1, kv_tokens) mask that an attn_mask of Diffusers means.
-
-    Args: mask, boolean, True where a key counts: (batch, kv_tokens), or (batch or 1, 1, 1, kv_tokens), or that one
-    expanded, without a copy, over heads or query tokens; query, key (batch, tokens, heads, head_dim).
-
-    Raises NotImplementedError for all others: whether a copied mask is the same in each row is in its values, and
-    to read those would stop a GPU at every call.
-    """
-    batch, tokens, heads, _ = query.shape
-    kv_tokens = key.shape[1]
-    # (batch, kv_tokens), as the native backend reads two dimensions
-    view = mask[:, None, None] if mask.dim() == 2 and mask.shape[0] == batch else mask
-    fits = mask.dtype == torch.bool and view.dim() == 4 and view.shape[0] in (1, batch) and view.shape[3] == kv_tokens
-    if fits:
-        repeats = ((1, heads), (2, tokens))
-        fits = all(view.shape[d] == 1 or (view.shape[d] == size and view.stride(d) == 0) for d, size in repeats)
-    if not fits:
-        raise NotImplementedError(
-            f"attn_mask: {mask.dtype} of shape {tuple(mask.shape)} is not supported by the attention backend "
-            f"'sagebwd'; accepted: a boolean key-padding mask of shape {(batch, kv_tokens)} or "
-            f"{(batch, 1, 1, kv_tokens)}, True where a key counts, also expanded without a copy over heads or query "
-            "tokens. Use 'native' for biases and other masks"
-        )
-    return view[:, :1, :1].expand(batch, 1, 1, kv_tokens)
