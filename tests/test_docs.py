@@ -113,11 +113,36 @@ def test_speeds_in_the_readme_are_those_of_the_file():
         if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
     }
     lines = re.findall(r"^\| `(\w+)`, head_dim (\d+)(, causal)? \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) >= 6
+    assert len(lines) >= 4
     for recipe, head_dim, causal, cells in lines:
-        rows = [times[recipe, int(head_dim), bool(causal), 1024 << n] for n in range(6)]
+        rows = [times[recipe, int(head_dim), bool(causal), 4096 << n] for n in range(4)]
         assert cells.split(" | ") == [f"{row['peer_ms'] / row['ms']:.2f}" for row in rows]
         assert {row["peer"] for row in rows} == {"fa4"}
+
+
+def test_tflops_in_speed_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    name = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)[0]
+    tflops = {
+        (row["impl" if row["recipe"] == "bf16" else "recipe"], row["head_dim"], row["causal"], row["tokens"],
+         row["direction"]): row["tflops"]
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if row["heads"] == row["kv_heads"]
+    }  # fmt: skip
+    lines = re.findall(r"^\| (\d+), (none|causal), (\d+)(K?).*? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 16
+    for head_dim, mask, number, thousands, cells in lines:
+        shape = int(head_dim), mask == "causal", int(number) * (1024 if thousands else 1)
+        fa4, mixed = (
+            [tflops[kernel, *shape, way] for way in ("fwd", "bwd", "fwd+bwd")] for kernel in ("fa4", "mixed")
+        )
+        ratio = " / ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(mixed, fa4)).rsplit(" ", 1)
+        expected = [" / ".join(f"{x:.0f}" for x in fa4), " / ".join(f"{x:.0f}" for x in mixed)]
+        expected += [
+            f"{ratio[0]} **{ratio[1]}**",
+            *(f"{tflops[name, *shape, 'fwd+bwd']:.0f}" for name in ("cudnn", "fa2")),
+        ]
+        assert cells.split(" | ") == expected
 
 
 def test_errors_in_the_readme_are_those_of_the_files():
