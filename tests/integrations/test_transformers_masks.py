@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     Aimv2TextConfig,
     Aimv2TextModel,
@@ -33,6 +34,7 @@ from transformers import (
     StaticCache,
     masking_utils,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read
@@ -205,19 +207,37 @@ def test_chunks_that_hold_every_token_are_a_causal_mask(side):
     assert_same(pair(llama4(11), Llama4ForCausalLM), attention_mask, input_ids=ids)
 
 
-def test_chunks_are_refused():
-    with pytest.raises(NotImplementedError, match=r"chunks of 8; use attn_implementation='sdpa'"):
-        pair(llama4(8), Llama4ForCausalLM)[1](input_ids=tokens(2, 20))
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_chunks_are_sdpas(side):
+    """Regression: the registered mask function dropped them."""
+    ids, attention_mask = padded(side, (20, 20 if side == "none" else 12))
+    assert_same(pair(llama4(8), Llama4ForCausalLM), attention_mask, input_ids=ids)
 
 
-def test_blocks_of_image_tokens_are_refused():
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generation_in_chunks_is_sdpas(cache):
+    generated(pair(llama4(8), Llama4ForCausalLM), cache, input_ids=tokens(2, 11))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_blocks_of_image_tokens_are_sdpas(name):
     """What Gemma 3 and PaliGemma make of images and prefixes."""
-    model = pair(DECODERS["llama"]())[1]
-    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1, -1, -1], [-1] * 5 + [0] * 6])
     function = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks))
-    made = mask(1, 6, 6, mask_function=function)
-    with pytest.raises(NotImplementedError, match="asks a tensor which tokens are special"):
-        model(input_ids=tokens(1, 6), attention_mask=made)
+    ids, outcomes = tokens(2, 11), []
+    for model, make in zip(pair(DECODERS[name]()), (masking_utils.sdpa_mask, mask)):
+        made = make(2, 11, 11, mask_function=function, allow_is_causal_skip=False)
+        outcomes.append(model(input_ids=ids, attention_mask=made).logits)
+    assert relative_l2(*outcomes) < 1e-4
+
+
+def test_chunks_compile_without_a_graph_break():
+    torch._dynamo.reset()
+    exact, model = pair(llama4(8), Llama4ForCausalLM)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = tokens(2, 20)
+    assert relative_l2(compiled(input_ids=ids, use_cache=False).logits, exact(input_ids=ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -257,33 +277,47 @@ def test_padding_as_an_older_model_adds_it(side):
     assert_same(pair(layout(), LayoutLMModel, "eager"), attention_mask, input_ids=ids)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.5, float("nan"), torch.finfo(torch.float32).min])
-def test_what_is_added_beyond_padding_is_refused(value):
-    module = pair(DECODERS["llama"]())[1].model.layers[0].self_attn
-    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
-    added = torch.zeros(2, 1, 1, 6)
-    added[0] = value
-    with pytest.raises(NotImplementedError, match=r"attention_mask of shape \(2, 1, 1, 6\)"):
-        integration.attention(module, q, k, v, added)
+@pytest.mark.parametrize("value", [-1.0, 0.5, -float("inf")])
+def test_what_is_added_beyond_padding_is_sdpas(value):
+    outcomes = []
+    for model in pair(DECODERS["llama"]()):
+        module = model.model.layers[0].self_attn
+        q, k, v = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+        added = torch.zeros(2, 1, 1, 6)
+        added[0, ..., 2:] = value
+        call = integration.attention if model.config._attn_implementation == "sagebwd" else sdpa_attention_forward
+        outcomes.append(call(module, q, k[:, :2], v[:, :2], added)[0])
+    assert relative_l2(*outcomes) < 1e-5
 
 
-def test_masks_that_a_caller_makes_are_refused():
+@pytest.mark.parametrize("kind", ["boolean", "additive", "block"])
+def test_masks_that_a_caller_makes_are_sdpas(kind):
+    prefix = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    prefix[1, ..., :3] = True
+    made = prefix if kind == "boolean" else torch.where(prefix, 0.0, torch.finfo(torch.float32).min)
+    exact, model = pair(DECODERS["llama"]())
+    expected = exact(input_ids=tokens(2, 6), attention_mask=made).logits
+    if kind == "block":
+        made = create_block_mask(lambda b, h, q, k: prefix[b, 0, q, k], 2, None, 6, 6, device="cpu")
+    assert relative_l2(model(input_ids=tokens(2, 6), attention_mask=made).logits, expected) < 1e-5
+
+
+def test_a_mask_that_needs_a_gradient_is_refused():
     model = pair(DECODERS["llama"]())[1]
-    for made in (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(2, 1, 6, 6)):
-        with pytest.raises(NotImplementedError, match=r"attention_mask of shape \(2, 1, 6, 6\)"):
-            model(input_ids=tokens(2, 6), attention_mask=made)
+    with pytest.raises(NotImplementedError, match="an attention_mask that needs a gradient"):
+        model(input_ids=tokens(2, 6), attention_mask=torch.zeros(2, 1, 6, 6, requires_grad=True))
 
 
-def test_a_model_that_computes_with_its_mask_is_told():
+def test_a_model_that_computes_with_its_mask_has_sdpas():
     made = mask(2, 6, 6, attention_mask=torch.tensor([[True] * 5 + [False]] * 2))
+    exact = masking_utils.sdpa_mask(2, 6, 6, attention_mask=torch.tensor([[True] * 5 + [False]] * 2))
     for compute in (
-        lambda: torch.cat((made, made)), lambda: made[:, :, :3], lambda: made & made, lambda: made.dtype,
-        lambda: torch.ones(2, 1, 6, 6) * made, lambda: made.unsqueeze(1), lambda: 1 - made, lambda: made == 0,
-        lambda: made.to(torch.float32), lambda: ~made, lambda: torch.where(made, 1.0, 0.0),
+        lambda m: torch.cat((m, m)), lambda m: m[:, :, :3], lambda m: m & m, lambda m: torch.ones(2, 1, 6, 6) * m,
+        lambda m: m.unsqueeze(1), lambda m: 1 - m.int(), lambda m: m == 0, lambda m: m.to(torch.float32), lambda m: ~m,
+        lambda m: torch.where(m, 1.0, 0.0),
     ):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="computes with its attention mask itself"):
-            compute()
-    assert not hasattr(made, "dtype")
+        assert torch.equal(compute(made), compute(exact))
+    assert made.dtype == torch.bool
     assert made.contiguous() is made
 
 
@@ -374,10 +408,11 @@ def test_any_other_mask_function_is_unreadable(name):
         lambda b, h, q, k: k < q,
     ],
 )
-def test_what_kernels_do_not_have_is_kept_for_the_attention_to_refuse(function):
+def test_what_is_no_band_is_carried(function):
     made = mask(1, 3, 3, mask_function=function)
     assert isinstance(made, Mask)
     assert isinstance(made.visible, str)
+    assert torch.equal(made.dense, expected_of(function, 3, 1))
 
 
 def test_a_model_on_the_meta_device_has_shapes():

@@ -12,9 +12,9 @@ BF16 v.
 Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
 "layers": {"0": {"recipe": "full"}}}``, every key optional; ``layers`` overrides by layer index.
 
-What is visible is read from the model's own mask function (`transformers_masks`); what the kernels do not have is
-refused. Padded and packed batches run as packed sequences, without the padding. Calls that continue a KV cache go to
-torch's scaled_dot_product_attention: a warning says so once.
+What is visible is read from the model's own mask function (`transformers_masks`); what is no band of distances within
+documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding. Calls that
+continue a KV cache go to torch's scaled_dot_product_attention: a warning says so once.
 
 `add_qk_norm` gives a model that is to be pre-trained the norm of queries and keys that INT8 attention wants.
 """
@@ -27,6 +27,7 @@ from functools import partial, wraps
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -161,15 +162,18 @@ def attention(
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
-    Raises NotImplementedError for dropout, masks that the kernels do not have, soft-capping, sinks, position biases.
+    Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, sinks, position biases.
     """
     _refuse_unsupported(dropout, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
-    if mask is None or mask.dense is not None:
+    if mask is None or mask.continues:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
+    chosen = settings(getattr(module, "config", None), getattr(module, "layer_idx", None))
+    if isinstance(mask.visible, str):
+        return _carried(query, key, value, mask.dense, {"scale": scaling, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
         raise NotImplementedError(
@@ -183,7 +187,7 @@ def attention(
     )
     shared = {
         "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window,
-        **settings(getattr(module, "config", None), getattr(module, "layer_idx", None)),
+        **chosen,
     }  # fmt: skip
     offsets = _packed_offsets(mask, query, key, kwargs)
     if offsets is not None:
@@ -217,10 +221,12 @@ def _known_mask(
     padding = _key_padding(mask, key) if isinstance(mask, Tensor) else None
     if padding is not None:
         return Mask(shape, Visible(), padding)
-    raise NotImplementedError(
-        f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; "
-        "accepted: (batch, tokens). Give position_ids or cu_seq_lens for packed sequences, or use 'sdpa'"
-    )
+    if not isinstance(mask, (Tensor, BlockMask)):
+        raise NotImplementedError(
+            f"an attention_mask that is a {type(mask).__name__} is not supported by attn_implementation='sagebwd'; "
+            "accepted: a tensor or a BlockMask"
+        )
+    return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
 
 
 def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
@@ -240,11 +246,6 @@ def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
 
 def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Visible]:
     """Keys and values that the mask speaks of, and what it lets through."""
-    if isinstance(mask.visible, str):
-        raise NotImplementedError(
-            f"the model's attention mask is not supported by attn_implementation='sagebwd', which has causal and "
-            f"bidirectional masks, sliding windows, padding and packed documents: {mask.visible}; {USE_INSTEAD}"
-        )
     visible, made = mask.visible, mask.shape[2:]
     if mask.padding is None and not visible.is_banded:
         return key, value, visible
@@ -298,6 +299,21 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, s
     grouped = query.shape[1] != key.shape[1]
     visible = None if visible is None else visible.to(query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _carried(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | BlockMask, shared: dict[str, object]
+) -> Tensor:
+    """A mask that is no band of distances, by the kernels that take any."""
+    visible = visible.to(query.device)
+    if isinstance(visible, Tensor) and visible.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "an attention_mask that needs a gradient, such as a learned bias, is not supported by "
+            f"attn_implementation='sagebwd'; {USE_INSTEAD}"
+        )
+    name = "attn_mask" if isinstance(visible, Tensor) else "block_mask"
+    out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **{name: visible}, **shared)
     return out.transpose(1, 2).contiguous()
 
 

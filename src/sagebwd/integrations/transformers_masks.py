@@ -3,16 +3,17 @@
 A mask function says of a batch, head, query and key index whether the query sees the key: causal, windowed, chunked,
 packed documents, blocks of image tokens, joined by ``and`` and ``or``. `mask` calls it with symbols for the indices
 and so finds the band of distances and the documents that the kernels can be given: exactly the mask, without a tensor
-of queries x keys, and under torch.compile too. A function that does anything else is refused where attention needs it.
+of queries x keys, and under torch.compile too.
 
-Queries that continue a KV cache have the boolean mask that SDPA would be given.
+A function that does anything else, and queries that continue a KV cache, have the boolean mask that SDPA would be
+given; so has a model that computes with its mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NoReturn
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -243,22 +245,14 @@ def read(mask_function: Callable, tokens: int) -> Visible:
     return visible
 
 
-class _Untouchable(NotImplementedError, AttributeError):
-    """What a model gets that computes with a `Mask`; hasattr sees an AttributeError."""
-
-
-def _refuse_change(operation: str) -> NoReturn:
-    raise _Untouchable(
-        f"the model computes with its attention mask itself ({operation}), which is not supported by "
-        f"attn_implementation='sagebwd'; {USE_INSTEAD}"
-    )
-
-
 class Mask(BlockMask):
     """A mask on its way through a model to its attentions; to Transformers a BlockMask, which it leaves alone.
 
-    Args: shape (batch, 1, tokens, kv_tokens); visible, or why it could not be read; padding (batch, kv_tokens) bool,
-    True where a token counts, None where all do; dense, the boolean mask in ``shape``, in place of the other two.
+    Whatever else is done with it is done with `dense`.
+
+    Args: shape (batch, 1, tokens, kv_tokens); visible, or why it could not be read, and then there must be dense;
+    padding (batch, kv_tokens) bool, True where a token counts, None where all do; dense, the boolean mask in
+    ``shape``, or what makes it; continues, whether the queries continue a KV cache.
     """
 
     def __init__(
@@ -266,16 +260,24 @@ class Mask(BlockMask):
         shape: tuple[int, int, int, int],
         visible: Visible | str,
         padding: Tensor | None = None,
-        dense: Tensor | None = None,
+        dense: Tensor | Callable[[], Tensor] | None = None,
+        continues: bool = False,
     ) -> None:
-        self._shape, self.visible, self.padding, self.dense = shape, visible, padding, dense
-        self.is_left_out = False
+        self._shape, self.visible, self.padding, self._dense = shape, visible, padding, dense
+        self.is_left_out, self.continues = False, continues
         self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, 1, tokens, kv_tokens), as Transformers made it."""
         return self._shape
+
+    @property
+    def dense(self) -> Tensor:
+        """The mask that SDPA would be given."""
+        if not isinstance(self._dense, Tensor) and callable(self._dense):
+            self._dense = self._dense()
+        return self._dense
 
     @cached_property
     def real(self) -> tuple[Tensor, Tensor]:
@@ -313,39 +315,45 @@ class Mask(BlockMask):
         """The same mask."""
         return self
 
-    def to(self, device: torch.device | str | int, **_: object) -> Mask:
-        """The same mask: attentions take its tensors to their own device."""
-        if isinstance(device, (torch.dtype, Tensor)):
-            _refuse_change("to")
-        return self
+    def to(self, device: torch.device | str | int | torch.dtype | Tensor, **options: object) -> Mask | Tensor:
+        """The same mask: attentions take its tensors to their own device; of another dtype, a tensor."""
+        return self.dense.to(device, **options) if isinstance(device, (torch.dtype, Tensor)) else self
 
     def __repr__(self) -> str:
         return f"Mask(shape={self._shape}, visible={self.visible})"
 
     __str__ = __repr__
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse_change(name)
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.dense, name)
 
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: object = None) -> NoReturn:
-        _refuse_change(getattr(func, "__name__", "a function of torch"))
+    def __torch_function__(
+        cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        return func(*tree_map(_as_tensor, args), **tree_map(_as_tensor, kwargs or {}))
 
 
-def _refusal_of(operation: str) -> Callable:
-    def refuse(*_: object) -> NoReturn:
-        _refuse_change(operation)
+def _as_tensor(x: object) -> object:
+    return x.dense if isinstance(x, Mask) else x
 
-    return refuse
+
+def _operator(name: str) -> Callable:
+    def compute(self: Mask, *others: object) -> Tensor:
+        return getattr(self.dense, name)(*tree_map(_as_tensor, others))
+
+    return compute
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _OPERATORS = (*_ARITHMETIC, *("r" + name for name in _ARITHMETIC), *_COMPARISONS, "getitem", "invert", "neg")
 for _name in _OPERATORS:
-    setattr(Mask, f"__{_name}__", _refusal_of(_name))
+    setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _offsets_of(documents: Tensor) -> tuple[Tensor, int]:
@@ -380,18 +388,18 @@ def mask(
         visible = _limit(read(mask_function, kv_offset + kv_length), max(q_length, kv_length))
     except Unreadable as error:
         visible = str(error)
+    dense = partial(
+        sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, **kwargs,
+    )  # fmt: skip
     everything = isinstance(visible, Visible) and not visible.is_banded
     if not everything and not _start_together(q_offset, kv_offset):
-        dense = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, **kwargs,
-        )  # fmt: skip
-        return Mask(shape, visible, dense=dense)
+        return Mask(shape, visible, dense=dense(), continues=True)
     if isinstance(visible, str):
-        return Mask(shape, visible)
+        return Mask(shape, visible, dense=dense())
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
-    made = Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length))
+    made = Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length), dense)
     may_be = allow_is_bidirectional_skip if everything else allow_is_causal_skip and visible.lower is None
     made.is_left_out = may_be and made.padding is None and visible.documents is None
     return made
