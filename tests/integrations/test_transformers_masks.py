@@ -12,6 +12,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    DogeConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -300,6 +301,13 @@ def test_masks_that_a_caller_makes_are_sdpas(kind):
     if kind == "block":
         made = create_block_mask(lambda b, h, q, k: prefix[b, 0, q, k], 2, None, 6, 6, device="cpu")
     assert relative_l2(model(input_ids=tokens(2, 6), attention_mask=made).logits, expected) < 1e-5
+
+
+def test_a_model_that_leaves_our_masks_out_is_refused():
+    """Doge: its own masking sees tensors alone."""
+    config = DogeConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"})
+    with pytest.raises(NotImplementedError, match="DogeAttention makes its mask of tensors and leaves others out"):
+        pair(config)[1](input_ids=tokens(2, 6))
 
 
 def test_a_mask_that_needs_a_gradient_is_refused():

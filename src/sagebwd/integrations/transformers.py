@@ -21,6 +21,7 @@ continue a KV cache go to torch's scaled_dot_product_attention: a warning says s
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import partial, wraps
 
@@ -168,6 +169,11 @@ def attention(
     query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
+        raise NotImplementedError(  # Doge, which leaves out what was made for it
+            f"{type(module).__name__} makes its mask of tensors and leaves others out, which is not supported by "
+            f"attn_implementation='sagebwd'; {USE_INSTEAD}"
+        )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
     if mask is None or mask.continues:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
