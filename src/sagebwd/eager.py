@@ -73,7 +73,8 @@ def kind_of(
 
 def _casts(q: Tensor) -> bool:
     """Whether autocast is on and casts to another dtype."""
-    return torch.is_autocast_enabled(q.device.type) and torch.get_autocast_dtype(q.device.type) != q.dtype
+    device = q.device.type
+    return device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != q.dtype
 
 
 def plan_of(kind: Hashable) -> Plan | None:
