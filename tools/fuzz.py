@@ -14,14 +14,18 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sagebwd import sage_attention, sage_attention_varlen
+from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.conformance import emulator_error, violation
+from sagebwd.mask import Mask
+from sagebwd.recipe import FP8
 from tests.inputs import KINDS, draw
+from tests.masks import KINDS as MASKS
+from tests.masks import draw as draw_mask
 
 RECIPES = (
     "token", "token", "token", "paper", "paper", "full", "token(smooth_v=False)", "token(smooth_k=False)",
@@ -46,7 +50,8 @@ class Case:
     kv_heads: int
     lengths_q: tuple[int, ...]
     lengths_k: tuple[int, ...]
-    layout: str  # "dense", "padded" or "packed"
+    layout: str  # "dense", "padded", "packed" or "masked"
+    mask: str  # of `tests.masks.KINDS`, where it is masked
     is_causal: bool
     window: tuple[int, int] | None
     scale: float
@@ -60,7 +65,9 @@ class Case:
         def length() -> int:
             return rng.choice([rng.randint(1, longest), rng.choice((1, 17, 63, 64, 65, 127, 128, 129)), longest])
 
-        layout = kernels.choice(("dense", "dense", "padded", "packed"))
+        layout = kernels.choice(("dense", "dense", "padded", "packed", "masked"))
+        if layout == "masked" and recipe is not None and FP8 in asdict(Recipe.parse(recipe)).values():
+            layout = "dense"  # FP8 gradients are refused under a mask
         head_dim = kernels.choice((32, 64, 64, 64, 96, 128, 128, 128, 256, 40))
         if recipe is not None:
             head_dim = kernels.choice((64, 128))
@@ -70,7 +77,7 @@ class Case:
         same = rng.random() < 0.5
         lengths_q = tuple(length() for _ in range(batch)) if layout == "packed" else (length(),) * batch
         lengths_k = lengths_q if same else tuple(length() for _ in range(batch))
-        if layout == "dense":
+        if layout in ("dense", "masked"):
             lengths_k = lengths_k[:1] * batch
         return cls(
             seed=seed,
@@ -82,6 +89,7 @@ class Case:
             lengths_q=lengths_q,
             lengths_k=lengths_k,
             layout=layout,
+            mask=kernels.choice(MASKS),
             is_causal=kernels.random() < 0.5,
             window=(rng.choice((0, 7, 100)) if left else -1, rng.choice((0, 30)) if right else -1)
             if left or right
@@ -89,6 +97,12 @@ class Case:
             scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
             recipe=recipe or kernels.choice(RECIPES),
         )
+
+    def drawn_mask(self) -> Tensor | Mask:
+        """The mask of a masked case."""
+        shape = len(self.lengths_q), self.heads, max(self.lengths_q), max(self.lengths_k)
+        mask = draw_mask(self.mask, shape, self.dtype, self.seed)
+        return mask if isinstance(mask, Tensor) else read_block_mask(mask)
 
     def inputs(self, device: str) -> list[Tensor]:
         """q, k, v and do in the layout's shape, with strides that a fused projection leaves."""
@@ -126,11 +140,14 @@ def outcome(case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dty
         ]
         out, lse = sage_attention_varlen(*leaves, *offsets, max(case.lengths_q), max(case.lengths_k), **shared)
     else:
-        mask = None
+        masks = {}
         if case.layout == "padded":
             keys = torch.arange(max(case.lengths_k), device=do.device)
-            mask = (keys < torch.tensor(case.lengths_k, device=do.device)[:, None])[:, None, None]
-        out, lse = sage_attention(*leaves, attn_mask=mask, enable_gqa=True, **shared)
+            masks["attn_mask"] = (keys < torch.tensor(case.lengths_k, device=do.device)[:, None])[:, None, None]
+        elif case.layout == "masked":
+            mask = case.drawn_mask().to(do.device)
+            masks["attn_mask" if isinstance(mask, Tensor) else "block_mask"] = mask
+        out, lse = sage_attention(*leaves, **masks, enable_gqa=True, **shared)
     gradients = torch.autograd.grad(out, leaves, do, retain_graph=True)
     return [out, torch.where(torch.isinf(lse), 0, lse), *gradients]
 
