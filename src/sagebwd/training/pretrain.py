@@ -45,8 +45,10 @@ from sagebwd.training.run_dir import (
     METRICS,
     RESULT,
     checkpoints,
+    digest_after,
     open_run_dir,
     read_metrics,
+    switches_in,
     write_whole,
 )
 from sagebwd.version import __version__
@@ -59,8 +61,8 @@ class TrainingStopped(ValueError):
 def run(config: Config, output: Path, resume: bool = False) -> None:
     """Train one model into ``output``.
 
-    With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped. Warns
-    where S is INT8 and the model has no QK-norm.
+    With ``resume`` it goes on from the newest whole checkpoint, to the losses of a run that was never stopped, or,
+    from there, with another attention. Warns where S is INT8 and the model has no QK-norm.
 
     Raises ValueError where tokens_per_step does not divide among the devices, where the folder holds another run,
     where there is nothing to resume, or where the loss is not finite (the last good checkpoint stays); OSError where a
@@ -348,8 +350,10 @@ def _result(config: Config, output: Path, trainer: Trainer, monitor: AttentionMo
     tokens = trainer.state.global_step * config.optimisation.tokens_per_step
     # of every part of a run that was resumed, evaluations and checks not counted
     seconds = max((line["seconds"] for line in lines if "seconds" in line), default=0.0)
+    switched = switches_in(output)
     return {
-        "digest": config.digest(),
+        "digest": digest_after(config, switched),
+        **({"switched": switched} if switched else {}),
         "held_out_loss": evaluations[-1]["held_out_loss"] if evaluations else None,
         "train_loss": sum(last) / len(last) if last else None,
         "largest_logit": max((line["largest_logit"] for line in evaluations), default=None),

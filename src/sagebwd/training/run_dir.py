@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -53,17 +54,54 @@ def end_of(config: Config, run_dir: Path) -> str | None:
     return next((name for name in (RESULT, DIVERGED) if (run_dir / name).exists()), None)
 
 
+def switches_in(run_dir: Path) -> list[dict[str, object]]:
+    """What attention a run had before it was resumed with another: ``until``, a step, ``recipe`` and ``impl``."""
+    known = run_dir / CONFIG
+    return yaml.safe_load(known.read_text(encoding="utf-8")).get("switched", []) if known.exists() else []
+
+
+def digest_after(config: Config, switched: list[dict[str, object]]) -> str:
+    """The config's digest, another one where the run began with other attention."""
+    if not switched:
+        return config.digest()
+    return hashlib.sha256(json.dumps([config.digest(), switched], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _switched(config: Config, before: dict, switched: list[dict[str, object]], step: int) -> list[dict[str, object]]:
+    """``switched`` with the attention of ``before``, the same run in all else. Raises ValueError where it is not."""
+    attention = before.get("attention")
+    if not attention or not hasattr(config, "attention"):
+        return []
+    as_it_was = config.replace({f"attention.{name}": value for name, value in attention.items()})
+    if before["digest"] != digest_after(as_it_was, switched):
+        return []
+    if config.monitor.precision == "auto":
+        raise ValueError(
+            "attention.recipe cannot change on --resume under monitor.precision=auto, whose checkpoints hold a recipe "
+            "for each layer; set monitor.precision=fixed from the start"
+        )
+    return [*switched, {"until": step, **attention}]
+
+
 def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     """Make or check the run's folder; returns the checkpoint to go on from.
+
+    A resumed run may have another attention than before: config.yaml then says which it had until when.
 
     Raises ValueError where it holds another run or a finished one, or does not fit ``resume``.
     """
     known = run_dir / CONFIG
-    whole = checkpoints(run_dir)
+    whole, switched = checkpoints(run_dir), switches_in(run_dir)
     if known.exists():
         before = yaml.safe_load(known.read_text(encoding="utf-8"))
-        if before["digest"] != config.digest():
-            raise ValueError(f"{run_dir} holds a run of another config; choose another --output, or delete the folder")
+        if before["digest"] != digest_after(config, switched):
+            step = int(whole[-1].name.rsplit("-", 1)[1]) if whole else 0
+            switched = _switched(config, before, switched, step) if resume and whole else []
+            if not switched:
+                raise ValueError(
+                    f"{run_dir} holds a run of another config; choose another --output, or delete the folder "
+                    "(attention.recipe and attention.impl alone may change, with --resume)"
+                )
         if (run_dir / RESULT).exists():
             raise ValueError(f"{run_dir} holds this run, finished; choose another --output, or delete the folder")
         if whole and not resume:
@@ -74,7 +112,8 @@ def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     (run_dir / DIVERGED).unlink(missing_ok=True)
     for path in set(run_dir.glob("checkpoint-*")) - set(whole):
         shutil.rmtree(path)
-    write_whole(known, yaml.safe_dump({"digest": config.digest(), **config.as_dict()}, sort_keys=False))
+    content = {"digest": digest_after(config, switched), **config.as_dict()}
+    write_whole(known, yaml.safe_dump({**content, "switched": switched} if switched else content, sort_keys=False))
     return whole[-1] if whole else None
 
 
