@@ -52,6 +52,8 @@ def kind_of(
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or (recipe.__class__ is not str and recipe.__class__ is not Recipe)
         or (window is not None and window.__class__ is not tuple)
+        or tensors[0].__class__ not in PLAIN
+        or (tensors[0].is_cuda and tensors[0].get_device() != torch.cuda.current_device())
     ):
         return None
     switched = switches.current
@@ -79,7 +81,10 @@ def _casts(q: Tensor) -> bool:
 
 def plan_of(kind: Hashable) -> Plan | None:
     """How to do a call of this kind again, if that is known."""
-    return _plans.get(kind)
+    try:
+        return _plans.get(kind)
+    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
+        return None
 
 
 def remember(kind: Hashable, given: tuple, arguments: tuple, *, with_lse: bool) -> None:
@@ -208,7 +213,8 @@ class Plan:
         with torch.no_grad():
             gradients = dispatch.backward(*given)
         recording = dispatch.recorded_backward(*given)
-        if recording is not None:
+        others = (x for x in (*outputs, *inputs) if x is not None)
+        if recording is not None and do.data_ptr() not in {x.data_ptr() for x in others}:
             self.backwards[kind] = recording
         return gradients
 

@@ -13,6 +13,7 @@ times a call, and copies them each time: 0.1 ms of host time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -112,8 +113,13 @@ def attention(
         q, k, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
         scale, _read(recipe), deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), _device_of(q):
         return _without_none(dispatch.forward(impl, call, q, k, v))
+
+
+def _device_of(x: Tensor) -> AbstractContextManager:
+    """Where kernels launch: on x's GPU, whichever is the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
@@ -202,7 +208,7 @@ def attention_backward(
     )  # fmt: skip
     there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max, v_scale))
     saved = Saved(o, lse, *there, k_mean)
-    with torch.autocast(v.device.type, enabled=False):
+    with torch.autocast(v.device.type, enabled=False), _device_of(v):
         return dispatch.backward(impl, call, saved, do, dlse, q, k, v)
 
 
