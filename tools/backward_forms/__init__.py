@@ -1,0 +1,1 @@
+"""Skeletons of a backward in CuTe DSL."""
