@@ -15,13 +15,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.compiler import CompiledKernel
 
 from sagebwd.kernels.device import clear, current_stream
 from sagebwd.kernels.ffi import Function, Packed
+from sagebwd.kernels.relaunch import FunctionRelaunch, Relaunch, TritonRelaunch
 
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
@@ -199,10 +198,13 @@ class _Owners:
         whole = x.shape == shape and x.is_contiguous()
         return number, None if whole else (x.shape, x.stride(), x.storage_offset())
 
-    def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> _Launch:
+    def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> Relaunch:
         """How to do a launch again."""
         if compiled is None:
             raise _NotRepeatableError  # interpreted
+        if isinstance(compiled, Function):
+            places = [self.place(x) for x in arguments if isinstance(x, Tensor)]
+            return FunctionRelaunch(Packed(compiled, arguments), places)
         addresses, descriptors, others = [], [], [*arguments, *constants]
         for index, x in enumerate(arguments):
             if isinstance(x, Tensor):
@@ -210,51 +212,8 @@ class _Owners:
                 if x.numel() > 0:
                     addresses.append((index, *self.place(x)))
             elif isinstance(getattr(x, "base", None), Tensor):
-                others[index] = None
-                descriptors.append((index, type(x), {**vars(x), "base": None}, *self.place(x.base)))
-        if isinstance(compiled, Function):
-            return _FunctionLaunch(Packed(compiled, arguments), [self.place(x) for x in arguments if _is_tensor(x)])
-        return _TritonLaunch(compiled, (*grid, 1, 1), others, addresses, descriptors)
-
-
-class _FunctionLaunch(NamedTuple):
-    """Whose memory each tensor of a function is, and how far into it."""
-
-    packed: Packed
-    places: list[tuple[int, int]]
-
-    def start(self, owners: list[int], stream: int) -> None:
-        """Launch on a stream, with memory at these addresses."""
-        self.packed.start([owners[owner] + offset for owner, offset in self.places], stream)
-
-
-class _TritonLaunch(NamedTuple):
-    """What to launch, with what, and where in it addresses and descriptors go."""
-
-    compiled: Any
-    grid: tuple[int, ...]  # and two ones
-    arguments: list
-    addresses: list[tuple[int, int, int]]
-    descriptors: list[tuple]
-
-    def start(self, owners: list[int], stream: int) -> None:
-        """Launch on a stream, with memory at these addresses."""
-        arguments = self.arguments.copy()
-        for index, owner, offset in self.addresses:
-            arguments[index] = owners[owner] + offset
-        for index, descriptor, fields, owner, offset in self.descriptors:
-            arguments[index] = made = descriptor.__new__(descriptor)
-            made.__dict__ = {**fields, "base": _Address(owners[owner] + offset)}
-        compiled = self.compiled
-        if not isinstance(compiled, CompiledKernel) or _is_hooked():
-            compiled[self.grid](*arguments)
-        else:  # what that does, but for questions of the stream and of hooks
-            compiled.run(
-                *self.grid[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
-            )
-
-
-_Launch = _FunctionLaunch | _TritonLaunch
+                descriptors.append((index, *self.place(x.base)))
+        return TritonRelaunch(compiled, (*grid, 1, 1), others, addresses, descriptors)
 
 
 class Recording(NamedTuple):
@@ -265,7 +224,7 @@ class Recording(NamedTuple):
     scratch_bytes: int
     zero_bytes: int
     outputs: list[tuple[int | None, tuple | None]]
-    launches: list[_Launch]
+    launches: list[Relaunch]
 
     @classmethod
     def of(cls, given: list, watch: _Watch, launched: list, outputs: tuple[Tensor | None, ...]) -> Recording:
@@ -299,22 +258,6 @@ class Recording(NamedTuple):
                 clear(start + self.scratch_bytes, self.zero_bytes, self.device, stream)
         for launch in self.launches:
             launch.start(owners, stream)
-
-
-class _Address(int):
-    """Stands for a tensor in a descriptor."""
-
-    data_ptr = int.__int__
-
-
-def _is_hooked() -> bool:
-    """Whether somebody, a profiler for one, asked Triton to be told of launches."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
 
 
 def _storage(x: Tensor) -> int:
