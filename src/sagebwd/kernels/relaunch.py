@@ -23,11 +23,11 @@ class FunctionRelaunch(NamedTuple):
     """Whose memory each tensor of a function is, and how far into it."""
 
     packed: Packed
-    places: list[tuple[int, int]]
+    locations: list[tuple[int, int]]
 
     def start(self, owners: list[int], stream: int) -> None:
         """Launch on a stream, with memory at these addresses."""
-        self.packed.start([owners[owner] + offset for owner, offset in self.places], stream)
+        self.packed.start([owners[owner] + offset for owner, offset in self.locations], stream)
 
 
 class TritonRelaunch:
@@ -45,7 +45,7 @@ class TritonRelaunch:
         descriptors: list[tuple[int, int, int]],
     ) -> None:
         self.compiled, self.grid, self.arguments, self.addresses = compiled, grid, arguments, addresses
-        self.descriptors = [(*place, _Descriptor(arguments[place[0]])) for place in descriptors]
+        self.descriptors = [(*found, _Descriptor(arguments[found[0]])) for found in descriptors]
         self.run = compiled.run if isinstance(compiled, CompiledKernel) else None
         self.encoded = _Encoded.of(self) if descriptors and self.run else None
         for index, *_ in descriptors:  # no tensor is kept
@@ -106,7 +106,7 @@ class _Encoded:
             kind = metadata[len(self.descriptors)]
             self.descriptors.append((len(self.arguments), owner, offset, descriptor, kind, {}))
             self.arguments += [None, *make_tensordesc_arg(x, kind)[1:]]
-        self.addresses = [(moved[index], *place) for index, *place in launch.addresses]
+        self.addresses = [(moved[index], *location) for index, *location in launch.addresses]
 
     @classmethod
     def of(cls, launch: TritonRelaunch) -> _Encoded | None:

@@ -178,7 +178,7 @@ class _Owners:
                 self.sizes[zeros] += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
         self._tensors = len(tensors)
 
-    def place(self, x: Tensor) -> tuple[int, int]:
+    def locate(self, x: Tensor) -> tuple[int, int]:
         """Whose memory a tensor is, and how far into it."""
         if x.data_ptr() in self._given:
             return self._given[x.data_ptr()], 0
@@ -203,16 +203,16 @@ class _Owners:
         if compiled is None:
             raise _NotRepeatableError  # interpreted
         if isinstance(compiled, Function):
-            places = [self.place(x) for x in arguments if isinstance(x, Tensor)]
-            return FunctionRelaunch(Packed(compiled, arguments), places)
+            locations = [self.locate(x) for x in arguments if isinstance(x, Tensor)]
+            return FunctionRelaunch(Packed(compiled, arguments), locations)
         addresses, descriptors, others = [], [], [*arguments, *constants]
         for index, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 others[index] = 0
                 if x.numel() > 0:
-                    addresses.append((index, *self.place(x)))
+                    addresses.append((index, *self.locate(x)))
             elif isinstance(getattr(x, "base", None), Tensor):
-                descriptors.append((index, *self.place(x.base)))
+                descriptors.append((index, *self.locate(x.base)))
         return TritonRelaunch(compiled, (*grid, 1, 1), others, addresses, descriptors)
 
 

@@ -20,7 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.gluon.dkdv import load_queries, probabilities
-from sagebwd.kernels.gluon.dq_sums import add_dq, count_added, dq_product, place_rank_and_count, store_block, store_dq
+from sagebwd.kernels.gluon.dq_sums import (
+    add_dq,
+    count_added,
+    counter_rank_and_count,
+    dq_product,
+    store_block,
+    store_dq,
+)
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
@@ -52,11 +59,13 @@ def load(
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
-    descriptors, memory, barriers, place, turns, number, grid, blocks, heads, sizes = operands
+    descriptors, memory, barriers, origin, turns, number, grid, blocks, heads, sizes = operands
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
+    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = (
+        origin
+    )
     blocks_q, z_q, block_0 = blocks
     length_q, lower, upper = sizes
     SPAN: gl.constexpr = CONSUMERS * ROWS
@@ -150,7 +159,7 @@ def accumulate(
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
-        place_before = -1
+        counter_before = -1
         stage, phase = ring(begun, STAGES)
         mbarrier.wait(full.index(stage * 3), phase, pred=begin < end)
         s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -172,11 +181,11 @@ def accumulate(
                 if GROUPED:
                     to_row = gl.where(i == begin, last_row, row)
                     to_block = gl.where(i == begin, end, i)
-                place, rank, count = place_rank_and_count(
+                counter, rank, count = counter_rank_and_count(
                     to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
                     HAS_UPPER, BLOCK_Q, BLOCK_D,
                 )  # fmt: skip
-                place = gl.where(step == 0, -1, place)
+                counter = gl.where(step == 0, -1, counter)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.wait(full.index(stage * 3 + 1), phase)
@@ -212,15 +221,15 @@ def accumulate(
                 dv_acc, dk_acc, dq = warpgroup_mma_wait(0, deps=[dv_acc, dk_acc, dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 mbarrier.arrive(empty.index(stage), count=1)
-                store_dq(dq_part, dq * sum_scale, added, place_before)
+                store_dq(dq_part, dq * sum_scale, added, counter_before)
                 # not before: dQ's registers are needed
                 following, phase_following = ring(step + 1, STAGES)
                 more = (i + 1 < end) | (head + 1 < heads)
                 mbarrier.wait(full.index(following * 3), phase_following, pred=more)
                 q = q_memory.index(following).permute((1, 0))
                 s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-                add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, place, rank, count)
-                place_before = place
+                add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
+                counter_before = counter
             last_row = row
             begun += end - begin
         # asked for here, there when they are needed
@@ -235,23 +244,23 @@ def accumulate(
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
-        place, rank, count = place_rank_and_count(
+        counter, rank, count = counter_rank_and_count(
             last_row, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
             HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
         )  # fmt: skip
-        place = gl.where(begin < end, place, -1)
-        store_dq(dq_part, dq * sum_scale, added, place_before)
-        add_dq(dq_desc, dq_part, last_row, column + end * BLOCK_Q, added, place, rank, count)
+        counter = gl.where(begin < end, counter, -1)
+        store_dq(dq_part, dq * sum_scale, added, counter_before)
+        add_dq(dq_desc, dq_part, last_row, column + end * BLOCK_Q, added, counter, rank, count)
         if added is not None:
-            count_added(added, place)
+            count_added(added, counter)
 
         if RAGGED:
             rows_out = first_k + CONSUMER * ROWS + gl.arange(0, ROWS, ROW_OUT)
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
             written = gl.expand_dims(rows_out < length_k, 1)
-            out_b, out_h, out_t = strides
+            out_b, out_h, out_n = strides
             out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
-            at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+            at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
             gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
             gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
         else:
@@ -277,7 +286,7 @@ def accumulate(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
-    v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
+    v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
     grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
@@ -307,7 +316,7 @@ def backward_kernel(
     if turns == 0:
         return
     z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    place = (
+    origin = (
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
         head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
         q_h, q_column, batch * do_b + start_q, do_h, do_column,
@@ -356,12 +365,12 @@ def backward_kernel(
     pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
     shared = (
         memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
-        (dk_b, dk_h, dk_t), (scale, sum_scale),
+        (dk_b, dk_h, dk_n), (scale, sum_scale),
     )  # fmt: skip
     blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
     heads = (head_k * group, head_k * group + group)
     sizes = (length_q, lower, upper)
-    operands = (descriptors, memory, barriers[:4], place, turns, number, grid, blocks, heads, sizes)
+    operands = (descriptors, memory, barriers[:4], origin, turns, number, grid, blocks, heads, sizes)
     gl.warp_specialize(
         [
             (

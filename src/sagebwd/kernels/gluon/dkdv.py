@@ -30,7 +30,7 @@ from sagebwd.kernels.gluon.tile import (
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, full, empty, place, steps, heads, step, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    descriptors, memory, full, empty, origin, steps, heads, step, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
@@ -39,7 +39,7 @@ def load_queries(
     """
     q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
     q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
-    row_q, row_q_h, column_q, row_do, row_do_h, column_do = place
+    row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
     begin, count, blocks_q, z_q, block_0 = steps
     step = gl.to_tensor(step)
     for head in range(heads[0], heads[1]):
@@ -74,10 +74,10 @@ def load(
     operands, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """The loading warp: the keys' K and V once, then four operands and the row values of each query block."""
-    descriptors, memory, keys_full, full, empty, place, steps, heads = operands
+    descriptors, memory, keys_full, full, empty, origin, steps, heads = operands
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
-    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = place
+    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = origin
     mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 3)
     for consumer in gl.static_range(CONSUMERS):
         load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
@@ -139,7 +139,7 @@ def accumulate(
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys."""
-    memory, keys_full, full, empty, pointers, place, steps, heads, sizes, scale = shared
+    memory, keys_full, full, empty, pointers, origin, steps, heads, sizes, scale = shared
     # INT32 sums are rescaled a part of head_dim at a time, for the registers
     HALF: gl.constexpr = 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -150,9 +150,9 @@ def accumulate(
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
     k_scale, do_scale, key_mask, dk, dv = pointers
-    z_q, block_0 = place
+    z_q, block_0 = origin
     begin, count, blocks_q = steps
-    first_k, length_k, length_q, lower, upper, out_t = sizes
+    first_k, length_k, length_q, lower, upper, out_n = sizes
     first_k += CONSUMER * ROWS
     keys = first_k + gl.arange(0, ROWS, ROW)
     key_scale = gl.load(k_scale + keys, mask=keys < length_k, other=0) * (scale * LOG2_E)
@@ -235,7 +235,7 @@ def accumulate(
 
     rows_out = first_k + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, HALF, gl.SliceLayout(0, OUT_LAYOUT))
-    at = gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+    at = gl.expand_dims(rows_out.to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
     written = gl.expand_dims(rows_out < length_k, 1)
     gl.store(dk + at, (k_low * scale).to(dk.dtype.element_ty), mask=written)
     gl.store(dv + at, v_low.to(dv.dtype.element_ty), mask=written)
@@ -253,7 +253,7 @@ def accumulate(
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, k_scale, do_scale, key_mask, dk, dv,
     cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column,
-    dk_b, dk_h, dk_t, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
+    dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, lower, upper, scale,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, GROUPED: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -289,13 +289,13 @@ def dkdv_kernel(
     heads = (head_k * group, head_k * group + group)
     steps = (begin, end - begin, blocks_q)
     token_k = start_k + first_k
-    place = (
+    origin = (
         batch * k_b + head_k * k_h + token_k, head_k * k_column, batch * v_b + head_k * v_h + token_k,
         head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column, z_q,
         padded_q,
     )  # fmt: skip
-    sizes = (first_k, length_k, length_q, lower, upper, dk_t)
-    out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_t
+    sizes = (first_k, length_k, length_q, lower, upper, dk_n)
+    out = batch.to(gl.int64) * dk_b + head_k.to(gl.int64) * dk_h + start_k.to(gl.int64) * dk_n
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
     pointers = (k_scale + z_k * total_k + start_k, do_scale, key_mask, dk + out, dv + out)
@@ -322,7 +322,7 @@ def dkdv_kernel(
     memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory)
     at = (z_q, padded_q)
     shared = (memory, keys_full, full, empty, pointers, at, steps, heads, sizes, scale)
-    operands = (descriptors, memory, keys_full, full, empty, place, steps, heads)
+    operands = (descriptors, memory, keys_full, full, empty, origin, steps, heads)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -31,10 +31,10 @@ PIECE = gl.constexpr(64)
 @gluon.jit
 def load(operands, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr):
     """The loading warp: the queries' Q and dO once, then K, V, K's transposed copy and scales of each key block."""
-    descriptors, memory, queries_full, full, empty, place, steps = operands
+    descriptors, memory, queries_full, full, empty, origin, steps = operands
     q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc = descriptors
     q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory = memory
-    row_q, column_q, row_do, column_do, row_k, column_k, row_v, column_v, row_t, row_scale, block_0 = place
+    row_q, column_q, row_do, column_do, row_k, column_k, row_v, column_v, row_t, row_scale, block_0 = origin
     begin, count = steps
     PIECES: gl.constexpr = BLOCK_K // PIECE
     mbarrier.expect(queries_full, CONSUMERS * ROWS * BLOCK_D * 3)
@@ -105,7 +105,7 @@ def accumulate(
     q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory = memory
     row_values, key_mask, dq = pointers
     begin, count = steps
-    first_q, length_q, length_k, lower, upper, padded_q, out_t = sizes
+    first_q, length_q, length_k, lower, upper, padded_q, out_n = sizes
     first_q += CONSUMER * ROWS
     rows = gl.arange(0, ROWS, ROW)
     inside = first_q + rows < length_q
@@ -190,7 +190,7 @@ def accumulate(
     s = warpgroup_mma_wait(0, deps=[s])
     rows_out = first_q + gl.arange(0, ROWS, ROW_OUT)
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
-    at = dq + gl.expand_dims(rows_out.to(gl.int64) * out_t, 1) + gl.expand_dims(columns, 0)
+    at = dq + gl.expand_dims(rows_out.to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
     gl.store(at, (acc * scale).to(dq.dtype.element_ty), mask=gl.expand_dims(rows_out < length_q, 1))
 
 
@@ -202,7 +202,7 @@ def accumulate(
 )  # fmt: skip
 def dq_kernel(
     q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc, row_values, key_mask, dq, cu_seqlens_q, cu_seqlens_k,
-    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_t, heads, group,
+    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, dq_b, dq_h, dq_n, heads, group,
     tokens_q, tokens_k, blocks_q, blocks_k, grid, lower, upper, scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
@@ -236,14 +236,14 @@ def dq_kernel(
     padded_q = z_q * blocks_q + padded_block(start_q, batch, ROWS, VARLEN) + block_q * CONSUMERS
     padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
     token_q = start_q + first_q
-    place = (
+    origin = (
         batch * q_b + head * q_h + token_q, head * q_column, batch * do_b + head * do_h + token_q, head * do_column,
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
         head_k * v_column, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k,
     )  # fmt: skip
     steps = (begin, end - begin)
-    sizes = (first_q, length_q, length_k, lower, upper, padded_q, dq_t)
-    dq += batch.to(gl.int64) * dq_b + head.to(gl.int64) * dq_h + start_q.to(gl.int64) * dq_t
+    sizes = (first_q, length_q, length_k, lower, upper, padded_q, dq_n)
+    dq += batch.to(gl.int64) * dq_b + head.to(gl.int64) * dq_h + start_q.to(gl.int64) * dq_n
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
     pointers = (row_values, key_mask, dq)
@@ -268,7 +268,7 @@ def dq_kernel(
     descriptors = (q_desc, do_desc, k_desc, v_desc, k_t_desc, k_scale_desc)
     memory = (q_memory, do_memory, k_memory, v_memory, k_t_memory, k_scale_memory)
     shared = (memory, queries_full, full, empty, pointers, steps, sizes, scale)
-    operands = (descriptors, memory, queries_full, full, empty, place, steps)
+    operands = (descriptors, memory, queries_full, full, empty, origin, steps)
     gl.warp_specialize(
         [
             (accumulate, (shared, 0, HAS_LOWER, HAS_UPPER, RAGGED, STAGES, BLOCK_K, BLOCK_D)),

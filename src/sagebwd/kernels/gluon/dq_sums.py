@@ -30,7 +30,7 @@ def dq_product(
 
 
 @gluon.jit
-def place_rank_and_count(
+def counter_rank_and_count(
     row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -43,49 +43,49 @@ def place_rank_and_count(
         _, _, _, end = block_range(
             (block - 1) * BLOCK_Q, length_k, lower, upper, BLOCK_Q, SPAN, HAS_LOWER, HAS_UPPER, False
         )
-        place = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
-        return place, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(place, 0), volatile=True)
+        counter = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
+        return counter, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(counter, 0), volatile=True)
 
 
 @gluon.jit
-def store_dq(memory, dq, added, place_before):
+def store_dq(memory, dq, added, counter_before):
     """Leave a block of dQ^T for `add_dq`, once TMA has read, or where blocks are counted written, the one before."""
     if added is None:
         tma.store_wait(0)
         barrier()
     else:
-        count_added(added, place_before)
+        count_added(added, counter_before)
     memory.store(dq.to(memory.dtype))
 
 
 @gluon.jit
-def add_dq(dq_desc, memory, row, column, added, place, rank, count):
+def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
     """Hand a block of dQ^T to TMA.
 
-    added: how many blocks of keys have added to each block of dQ^T, by place; this one comes after ``rank`` of them,
-    of which ``count`` had when last asked. None: in any order. A place under 0 is that of zeros, which may come at any
-    time.
+    added: how many blocks of keys have added to each block of dQ^T, by counter; this one comes after ``rank`` of
+    them, of which ``count`` had when last asked. None: in any order. A counter under 0 is that of zeros, which may
+    come at any time.
     """
     fence_async_shared()
     barrier()
     if added is not None:  # noqa: SIM102 (one is of compile time)
-        if place >= 0:
+        if counter >= 0:
             while count != rank:
-                count = gl.load(added + place, volatile=True)
+                count = gl.load(added + counter, volatile=True)
     # zeros before a first block: a negative column is an illegal instruction
     add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
 
 
 @gluon.jit
-def count_added(added, place):
+def count_added(added, counter):
     """Let the next block of keys add to a block of dQ^T, now that TMA has.
 
     Relaxed: nothing but TMA's additions need be seen, and those are done. A release would wait for all stores besides.
     """
-    writes_done(place)
+    writes_done(counter)
     barrier()
-    if place >= 0:
-        gl.atomic_add(added + place, 1, sem="relaxed")
+    if counter >= 0:
+        gl.atomic_add(added + counter, 1, sem="relaxed")
 
 
 @gluon.jit

@@ -82,14 +82,14 @@ def block_at(step, blocks):
 
 @gluon.jit
 def load(
-    descriptors, memory, full, empty, place, blocks, K_TOKEN: gl.constexpr, LEVELS: gl.constexpr,
+    descriptors, memory, full, empty, origin, blocks, K_TOKEN: gl.constexpr, LEVELS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: Q once, then K and V of each block, with what scales them, into a ring of stages."""
     q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc = descriptors
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    row_q, column_q, row_k, column_k, row_v, block_k, padded_k = place
+    row_q, column_q, row_k, column_k, row_v, block_k, padded_k = origin
     HALF: gl.constexpr = BLOCK_K // 2
     K_BYTES: gl.constexpr = BLOCK_K * (BLOCK_D + 4) if K_TOKEN else BLOCK_K * BLOCK_D
     V_BYTES: gl.constexpr = (BLOCK_K + 4) * BLOCK_D if LEVELS == 254 else BLOCK_K * BLOCK_D
@@ -192,7 +192,7 @@ def first_score(
 
 @gluon.jit
 def attend(
-    memory, full, empty, pointers, place, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
+    memory, full, empty, pointers, origin, blocks, sizes, scale_2, head_dim: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, K_TOKEN: gl.constexpr, V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr,
     LEVELS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -207,8 +207,8 @@ def attend(
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
     q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, first_codes, first_scale, first_value = pointers
-    block_k = place[5]
-    first_q, length_q, length_k, lower, upper, row, mean_row, o_t, first = sizes
+    block_k = origin[5]
+    first_q, length_q, length_k, lower, upper, row, mean_row, o_n, first = sizes
     apart = None if first_value is None else first
     steps = blocks[3]
     whole = gl.minimum(blocks[2] - blocks[1], steps)
@@ -329,7 +329,7 @@ def attend(
     unseen = (m == float("-inf")) & (l == 0)
     acc = gl.where(gl.expand_dims(gl.convert_layout(unseen, ROW_O), 1), 0.0, acc)
     rows_o = first_q + gl.arange(0, ROWS, ROW_O)
-    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_n, 1) + gl.expand_dims(columns, 0)
     gl.store(at, acc.to(o.dtype.element_ty), mask=gl.expand_dims(rows_o < length_q, 1))
     log = gl.where(unseen, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + row + first_q + rows, log, mask=inside)
@@ -344,7 +344,7 @@ def attend(
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max,
-    first_codes, first_scale, first_value, first_key, cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_t, heads, group,
+    first_codes, first_scale, first_value, first_key, cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_n, heads, group,
     tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper, scale, head_dim: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, K_TOKEN: gl.constexpr,
     V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr, STAGES: gl.constexpr,
@@ -383,15 +383,15 @@ def forward_kernel(
         first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None,
         first_value is not None,
     )  # fmt: skip
-    place = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
-    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
+    origin = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
+    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_n
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
     first = 0 * length_k
     if first_key is not None:
         first = gl.load(first_key + batch)
     sizes = (
-        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_t,
+        first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_n,
         first,
     )  # fmt: skip
 
@@ -425,11 +425,11 @@ def forward_kernel(
             (
                 attend,
                 (
-                    memory, full, empty, pointers, place, blocks, sizes, scale * LOG2_E, head_dim, HAS_LOWER,
+                    memory, full, empty, pointers, origin, blocks, sizes, scale * LOG2_E, head_dim, HAS_LOWER,
                     HAS_UPPER, K_TOKEN, V_SEQUENCE, NEGATIVE, LEVELS, STAGES, BLOCK_K, BLOCK_D,
                 ),
             ),
-            (load, (descriptors, memory, full, empty, place, blocks, K_TOKEN, LEVELS, STAGES, BLOCK_K, BLOCK_D)),
+            (load, (descriptors, memory, full, empty, origin, blocks, K_TOKEN, LEVELS, STAGES, BLOCK_K, BLOCK_D)),
         ],
         [1],
         [24],

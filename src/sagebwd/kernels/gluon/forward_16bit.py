@@ -55,11 +55,11 @@ def load(
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: Q once, then K, its scales and V of each block into a ring; K of one block more."""
-    descriptors, memory, full, empty, place, blocks = operands
+    descriptors, memory, full, empty, origin, blocks = operands
     q_desc, k_desc, v_desc, k_scale_desc = descriptors
     q_memory, k_memory, v_memory, k_scale_memory = memory
     q_full, k_full, v_full = full
-    row_q, column_q, row_k, column_k, row_v, column_v, block_k = place
+    row_q, column_q, row_k, column_k, row_v, column_v, block_k = origin
     K_BYTES: gl.constexpr = BLOCK_K * (BLOCK_D + 4) if K_TOKEN else BLOCK_K * BLOCK_D
     mbarrier.expect(q_full, CONSUMERS * ROWS * BLOCK_D)
     for consumer in gl.static_range(CONSUMERS):
@@ -105,7 +105,7 @@ def attend(
     q_memory, k_memory, v_memory, k_scale_memory = memory
     q_full, k_full, v_full = full
     q_scale, k_scale, key_mask, o, lse, row_max = pointers
-    first_q, length_q, length_k, lower, upper, row, o_t = sizes
+    first_q, length_q, length_k, lower, upper, row, o_n = sizes
     first_q += CONSUMER * ROWS
     DTYPE: gl.constexpr = v_memory.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 32])
@@ -182,7 +182,7 @@ def attend(
     unseen_o = gl.convert_layout(unseen, ROW_O, assert_trivial=True)
     acc = gl.where(gl.expand_dims(unseen_o, 1), 0.0, acc)
     rows_o = first_q + gl.arange(0, ROWS, ROW_O)
-    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    at = o + gl.expand_dims(rows_o.to(gl.int64) * o_n, 1) + gl.expand_dims(columns, 0)
     gl.store(at, acc.to(o.dtype.element_ty), mask=gl.expand_dims(rows_o < length_q, 1))
     log = gl.where(unseen, float("-inf"), (used + gl.log2(l)) * LN_2)
     gl.store(lse + row + first_q + rows, log, mask=inside)
@@ -198,7 +198,7 @@ def attend(
 )  # fmt: skip
 def forward_16bit_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, q_scale, k_scale, key_mask, o, lse, row_max, cu_seqlens_q, cu_seqlens_k,
-    v_b, v_h, v_column, o_b, o_h, o_t, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper,
+    v_b, v_h, v_column, o_b, o_h, o_n, heads, group, tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper,
     scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
     K_TOKEN: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     GROUP_K: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
@@ -231,11 +231,11 @@ def forward_16bit_kernel(
     padded_k = padded_block(start_k, batch, GROUP_K, VARLEN) * (GROUP_K // BLOCK_K)
     blocks = blocks_met(first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None)
     block_k = z_k * blocks_k + padded_k
-    place = (
+    origin = (
         row_q, column_q, row_k, column_k, batch * v_b + head_k * v_h + start_k, head_k * v_column, block_k,
     )  # fmt: skip
-    sizes = (first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, o_t)
-    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_t
+    sizes = (first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, o_n)
+    o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_n
     if key_mask is not None:
         key_mask += batch.to(gl.int64) * tokens_k
 
@@ -262,7 +262,7 @@ def forward_16bit_kernel(
     full = (q_full, k_full, v_full)
     pointers = (q_scale, k_scale, key_mask, o, lse, row_max)
     shared = (memory, full, empty, pointers, block_k, blocks, sizes, scale * LOG2_E)
-    operands = (descriptors, memory, full, empty, place, blocks)
+    operands = (descriptors, memory, full, empty, origin, blocks)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

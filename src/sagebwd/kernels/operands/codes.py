@@ -52,7 +52,7 @@ def quantize_kernel(
     stride_t,
     out_b,
     out_h,
-    out_t,
+    out_n,
     heads,
     tokens,
     total,
@@ -98,8 +98,8 @@ def quantize_kernel(
         tile = tl.where(keep[:, None], tile, 0.0)
 
     row = z * total + start + rows
-    out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (start + first).to(tl.int64) * out_t
-    out = out + tl.arange(0, BLOCK)[:, None] * out_t + columns[None, :]
+    out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (start + first).to(tl.int64) * out_n
+    out = out + tl.arange(0, BLOCK)[:, None] * out_n + columns[None, :]
     written = inside[:, None] & (columns[None, :] < head_dim)
     if smoothed is not None:
         tl.store(smoothed + out, to_16bit(tile, smoothed.dtype.element_ty), mask=written)

@@ -16,7 +16,7 @@ from sagebwd.kernels.tile import padded_block, to_16bit, whose
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_t, heads, heads_k, tokens, total, blocks, scale,
+    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
@@ -35,8 +35,8 @@ def finish_dq_kernel(
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
-    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_t
-    at = dq + local.to(tl.int64)[:, None] * dq_t + columns[None, :]
+    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_n
+    at = dq + local.to(tl.int64)[:, None] * dq_n + columns[None, :]
     tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
 
 

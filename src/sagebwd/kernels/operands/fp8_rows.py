@@ -32,7 +32,7 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k", "blocks_k"]
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, delta_parts, do_factor,
-    q_factor, spread, do_scaled, largest, zeros, share, do_b, do_h, do_t, o_b, o_h, o_t, q_b, q_h, q_t, k_b, k_h, k_t,
+    q_factor, spread, do_scaled, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, k_b, k_h, k_n,
     heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr,
     K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -46,12 +46,12 @@ def row_values_kernel(
     if tl.program_id(1) < programs:
         row_values(
             do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, q_factor, spread,
-            do_scaled, largest, do_b, do_h, do_t, o_b, o_h, o_t, q_b, q_h, q_t, heads, heads_k, tokens, total, blocks,
+            do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, heads, heads_k, tokens, total, blocks,
             head_dim, TOKEN, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
-            k, k_scale, cu_seqlens_k, largest, tl.program_id(1) - programs, k_b, k_h, k_t, heads_k, tokens_k, total_k,
+            k, k_scale, cu_seqlens_k, largest, tl.program_id(1) - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
             head_dim, K_TOKEN, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
@@ -59,7 +59,7 @@ def row_values_kernel(
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, q_factor, spread,
-    do_scaled, largest, do_b, do_h, do_t, o_b, o_h, o_t, q_b, q_h, q_t, heads, heads_k, tokens, total, blocks,
+    do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, heads, heads_k, tokens, total, blocks,
     head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
@@ -81,11 +81,11 @@ def row_values(
         inside = first + local < length
         batch_64 = batch.to(tl.int64)
         token = (start + first).to(tl.int64)
-        do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_t
-        o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_t
-        q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_t
-        tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
-        out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
+        do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
+        o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
+        q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
+        tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
+        out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
         # psi gives a channel without range the scale 1, which says nothing of V
@@ -129,7 +129,7 @@ def row_values(
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
         largest += owner * 3
         keep_largest(largest, abs_max(tile, 1) * weight)
-        top_code = largest_code(q, scale, local, columns, q_t, length - first, head_dim, TOKEN, EVEN)
+        top_code = largest_code(q, scale, local, columns, q_n, length - first, head_dim, TOKEN, EVEN)
         keep_largest(largest + 1, top_code * (scale * spread_row))
 
 

@@ -29,13 +29,13 @@ def grad_out_kernel(
     codes_transposed,
     do_b,
     do_h,
-    do_t,
+    do_n,
     o_b,
     o_h,
-    o_t,
+    o_n,
     codes_b,
     codes_h,
-    codes_t,
+    codes_n,
     heads,
     tokens,
     total,
@@ -64,17 +64,17 @@ def grad_out_kernel(
     if codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(2) == 1:
             codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
-            codes += (start + first).to(tl.int64) * codes_t
-            transpose(codes, codes_t, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            codes += (start + first).to(tl.int64) * codes_n
+            transpose(codes, codes_n, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
             return
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     EVEN: tl.constexpr = head_dim == BLOCK_D
     inside = first + local < length
-    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_t
-    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_t
-    tile = load_rows(do, local, columns, do_t, length - first, head_dim, False, EVEN).to(tl.float32)
-    out = load_rows(o, local, columns, o_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_n
+    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_n
+    tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
     row_delta = tl.sum(tile * out, 1)

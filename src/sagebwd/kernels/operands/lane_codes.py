@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
 @triton.jit
 def quantize_rows(
-    q, codes, scales, program, cu_seqlens, q_b, q_h, q_t, out_b, out_h, out_t, heads, tokens, total, blocks,
+    q, codes, scales, program, cu_seqlens, q_b, q_h, q_n, out_b, out_h, out_n, heads, tokens, total, blocks,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of a block of queries, one scale a token."""
@@ -51,20 +51,20 @@ def quantize_rows(
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
         token = (start + first).to(tl.int64)
-        q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h + token * q_t
-        tile = load_rows(q, local, columns, q_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h + token * q_n
+        tile = load_rows(q, local, columns, q_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
         scale = psi_scale(abs_max(tile, 1))
         code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
         inside = first + local < length
-        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_t
-        out = codes + out + local[:, None] * out_t + columns[None, :]
+        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_n
+        out = codes + out + local[:, None] * out_n + columns[None, :]
         tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
         tl.store(scales + z * total + start + first + local, scale, mask=inside)
 
 
 @triton.jit
 def sum_keys(
-    k, sums, counts, key_mask, program, cu_seqlens, k_b, k_h, k_t, heads, tokens, chunk, chunks, all_heads,
+    k, sums, counts, key_mask, program, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads)."""
@@ -79,8 +79,8 @@ def sum_keys(
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
     for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
-        at = k + (start + first).to(tl.int64) * k_t
-        tile = load_rows(at, local, columns, k_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        at = k + (start + first).to(tl.int64) * k_n
+        tile = load_rows(at, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
         keep = first + local < length
         if key_mask is not None:
@@ -98,27 +98,27 @@ SIZES = ["key_programs", "heads", "heads_k", "tokens", "tokens_k", "total", "blo
 
 @triton.jit(do_not_specialize=SIZES)
 def query_codes_kernel(
-    q, k, codes, scales, sums, counts, key_mask, cu_seqlens, cu_seqlens_k, q_b, q_h, q_t, out_b, out_h, out_t, k_b,
-    k_h, k_t, key_programs, heads, heads_k, tokens, tokens_k, total, blocks, chunk, chunks, all_heads,
+    q, k, codes, scales, sums, counts, key_mask, cu_seqlens, cu_seqlens_k, q_b, q_h, q_n, out_b, out_h, out_n, k_b,
+    k_h, k_n, key_programs, heads, heads_k, tokens, tokens_k, total, blocks, chunk, chunks, all_heads,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Programs under ``key_programs`` sum up a chunk of keys, the others quantise a block of queries."""
     program = tl.program_id(0)
     if program < key_programs:
         sum_keys(
-            k, sums, counts, key_mask, program, cu_seqlens_k, k_b, k_h, k_t, heads_k, tokens_k, chunk, chunks,
+            k, sums, counts, key_mask, program, cu_seqlens_k, k_b, k_h, k_n, heads_k, tokens_k, chunk, chunks,
             all_heads, head_dim, VARLEN, BLOCK_K, BLOCK_D,
         )  # fmt: skip
     else:
         quantize_rows(
-            q, codes, scales, program - key_programs, cu_seqlens, q_b, q_h, q_t, out_b, out_h, out_t, heads, tokens,
+            q, codes, scales, program - key_programs, cu_seqlens, q_b, q_h, q_n, out_b, out_h, out_n, heads, tokens,
             total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, mean, key_mask, cu_seqlens, k_b, k_h, k_t, out_b, out_h, out_t,
+    k, sums, counts, codes, scales, lane_scales, mean, key_mask, cu_seqlens, k_b, k_h, k_n, out_b, out_h, out_n,
     heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +143,8 @@ def key_codes_kernel(
         inside = first + local < length
         keep = inside
         token = (start + first).to(tl.int64)
-        k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h + token * k_t
-        tile = load_rows(k, local, columns, k_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h + token * k_n
+        tile = load_rows(k, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
         tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
@@ -152,8 +152,8 @@ def key_codes_kernel(
         lane_scale = psi_scale(lanes)
         scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
         code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
-        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_t
-        out = codes + out + local[:, None] * out_t + columns[None, :]
+        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_n
+        out = codes + out + local[:, None] * out_n + columns[None, :]
         tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
         tl.store(scales + z * total + start + first + local, scale, mask=inside)
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
@@ -162,7 +162,7 @@ def key_codes_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
 def channel_maxima_kernel(
-    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_t, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
+    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitudes by channel of a chunk of tokens that count: maxima (chunks, heads, D)."""
@@ -177,8 +177,8 @@ def channel_maxima_kernel(
     # the bits of magnitudes, so that NaN wins
     largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
     for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
-        at = v + (start + first).to(tl.int64) * v_t
-        tile = load_rows(at, local, columns, v_t, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        at = v + (start + first).to(tl.int64) * v_n
+        tile = load_rows(at, local, columns, v_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
         if key_mask is not None:
             keep = first + local < length
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)

@@ -102,10 +102,10 @@ def statistics_kernel(
     cu_seqlens,
     k_b,
     k_h,
-    k_t,
+    k_n,
     v_b,
     v_h,
-    v_t,
+    v_n,
     heads,
     tokens,
     head_dim: tl.constexpr,
@@ -118,12 +118,12 @@ def statistics_kernel(
     """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted."""
     if tl.program_id(2) == 0:
         _chunk(
-            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_t, heads, tokens, head_dim, False, VARLEN,
+            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, head_dim, False, VARLEN,
             CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
-            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_t, heads, tokens, head_dim,
+            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_n, heads, tokens, head_dim,
             V_SCALE, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ from sagebwd.recipe import INT8
 
 @triton.jit
 def first_score(
-    q_tile, row_scale, k, k_scale, k_exact, shift, mu, columns, first, there, scale_2, stride_t, exact_t, head_dim
+    q_tile, row_scale, k, k_scale, k_exact, shift, mu, columns, first, there, scale_2, stride_t, exact_n, head_dim
 ):  # fmt: skip
     """Every row's score, in base 2, of the first key; there: whether there is one."""
     inside = (columns < head_dim) & there
@@ -55,7 +55,7 @@ def first_score(
     else:
         s = s * scale_2
     if mu is not None:
-        exact = tl.load(k_exact + first.to(tl.int64) * exact_t + columns, mask=inside, other=0).to(tl.float32)
+        exact = tl.load(k_exact + first.to(tl.int64) * exact_n + columns, mask=inside, other=0).to(tl.float32)
         s += tl.sum((exact - shift) * mu) * scale_2
     return s
 
@@ -107,19 +107,19 @@ def forward_kernel(
     first_mask_h,
     q_b,
     q_h,
-    q_t,
+    q_n,
     k_b,
     k_h,
-    k_t,
+    k_n,
     v_b,
     v_h,
-    v_t,
+    v_n,
     o_b,
     o_h,
-    o_t,
+    o_n,
     exact_b,
     exact_h,
-    exact_t,
+    exact_n,
     heads,
     group,
     tokens_q,
@@ -186,11 +186,11 @@ def forward_kernel(
     rows = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
-    q += batch_64 * q_b + head.to(tl.int64) * q_h + (start_q + first_q).to(tl.int64) * q_t
+    q += batch_64 * q_b + head.to(tl.int64) * q_h + (start_q + first_q).to(tl.int64) * q_n
     if first_value is not None:
-        k_rows = rows_of(k_rows, batch, head_k, start_k, k_b, k_h, k_t, False)
-    k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_t, TMA)
-    q_tile = load_rows(q, rows, columns, q_t, length_q - first_q, head_dim, False, EVEN)
+        k_rows = rows_of(k_rows, batch, head_k, start_k, k_b, k_h, k_n, False)
+    k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_n, TMA)
+    q_tile = load_rows(q, rows, columns, q_n, length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
     row_scale, mu, shift = None, None, None
@@ -198,11 +198,11 @@ def forward_kernel(
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
         k_scale += z_k * total_k + start_k
     if not INT8_O:
-        v = rows_of(v, batch, head_k, start_k, v_b, v_h, v_t, TMA)
+        v = rows_of(v, batch, head_k, start_k, v_b, v_h, v_n, TMA)
     if q_mean is not None:
         mu_at = q_mean + (z_q * blocks_q + padded_block(start_q, batch, BLOCK_Q, VARLEN) + block_q) * head_dim
         mu = tl.load(mu_at + columns, mask=columns < head_dim, other=0)
-        k_exact += batch_64 * exact_b + head_k.to(tl.int64) * exact_h + start_k.to(tl.int64) * exact_t
+        k_exact += batch_64 * exact_b + head_k.to(tl.int64) * exact_h + start_k.to(tl.int64) * exact_n
         k_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
         shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
     if key_mask is not None:
@@ -228,7 +228,7 @@ def forward_kernel(
         there = first < length_k
         seen = there & visible(first - (first_q + rows), lower, upper, HAS_LOWER, HAS_UPPER)
         score = first_score(
-            q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_t, exact_t,
+            q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_n, exact_n,
             head_dim,
         )  # fmt: skip
         if mask is not None:
@@ -268,7 +268,7 @@ def forward_kernel(
                 at = v_sum + (block_k + block) * head_dim + columns
                 column_sum = tl.load(at, mask=columns < head_dim, other=0)
             k_tile = load_block(
-                k, batch, head_k, start_k, first_k, length_k, k_t, head_dim, not masked, BLOCK_K, BLOCK_D, VARLEN, TMA
+                k, batch, head_k, start_k, first_k, length_k, k_n, head_dim, not masked, BLOCK_K, BLOCK_D, VARLEN, TMA
             )
             if INT8_S:
                 s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
@@ -281,8 +281,8 @@ def forward_kernel(
             else:
                 s = dot_16bit(q_tile, k_tile.T) * scale_2
             if q_mean is not None:
-                at = k_exact + first_k.to(tl.int64) * exact_t
-                exact = load_rows(at, keys, columns, exact_t, left, head_dim, False, EVEN).to(tl.float32)
+                at = k_exact + first_k.to(tl.int64) * exact_n
+                exact = load_rows(at, keys, columns, exact_n, left, head_dim, False, EVEN).to(tl.float32)
                 bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
                 if INT8_S:
                     s = s * row_scale[:, None] + bias[None, :]
@@ -351,7 +351,7 @@ def forward_kernel(
                     start_k,
                     first_k,
                     length_k,
-                    v_t,
+                    v_n,
                     head_dim,
                     not masked,
                     BLOCK_K,
@@ -370,9 +370,9 @@ def forward_kernel(
         acc += tl.load(v_mean + columns, mask=columns < head_dim, other=0)[None, :]
     empty = m == float("-inf")
     acc = tl.where((empty & (l == 0))[:, None], 0.0, acc)
-    o += batch_64 * o_b + head.to(tl.int64) * o_h + (start_q + first_q).to(tl.int64) * o_t
+    o += batch_64 * o_b + head.to(tl.int64) * o_h + (start_q + first_q).to(tl.int64) * o_n
     written = inside[:, None] & (columns[None, :] < head_dim)
-    tl.store(o + rows[:, None] * o_t + columns[None, :], to_16bit(acc, o.dtype.element_ty), mask=written)
+    tl.store(o + rows[:, None] * o_n + columns[None, :], to_16bit(acc, o.dtype.element_ty), mask=written)
     log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)
     tl.store(lse + row, log, mask=inside)
 
