@@ -18,7 +18,7 @@ TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
 def call(monkeypatch):
     monkeypatch.setattr(tune, "_FITTING", {})
     monkeypatch.setattr(device, "capability", lambda device: 90)
-    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, device=None)
+    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, device=None, mask=None)
 
 
 def test_smaller_launches_never_combine_tma_with_one_stage_nor_split_a_group():
