@@ -1,5 +1,7 @@
 """Masks of every kind and shape that a call may have, drawn from a seed."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -105,3 +107,9 @@ def dense(kind: str, shape: Shape) -> Tensor:
 def read(mask: Tensor | BlockMask) -> Mask:
     """As the kernels and the reference take it."""
     return of_tensor(mask) if isinstance(mask, Tensor) else tiles_of(mask)
+
+
+@lru_cache(maxsize=4)
+def drawn(kind: str, shape: Shape, dtype: torch.dtype, seed: int, device: str) -> Mask:
+    """`draw` and `read`, once for the calls of a test."""
+    return read(draw(kind, shape, dtype, seed)).to(device)

@@ -14,7 +14,7 @@ from sagebwd.call import Call, Saved, keeps_inputs
 from sagebwd.conformance import emulator_error, violation
 from sagebwd.mask import Mask
 from sagebwd.recipe import Recipe
-from tests.masks import draw, read
+from tests.masks import drawn
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -122,7 +122,7 @@ class KernelCall:
         if not self.mask:
             return None
         shape = self.batch, self.heads, self.tokens_q, self.tokens_k
-        return read(draw(self.mask, shape, self.dtype, self.seed + 1)).to(self.device)
+        return drawn(self.mask, shape, self.dtype, self.seed + 1, self.device)
 
     def call(self, q: Tensor, k: Tensor) -> Call:
         """As an implementation gets it."""
