@@ -18,8 +18,8 @@ SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
 PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}
 
 
-def launches(arch, head_dim, recipe):
-    return machine_code.launches((arch, head_dim, recipe, "causal"))
+def launches(arch, head_dim, recipe, mask="causal"):
+    return machine_code.launches((arch, head_dim, recipe, mask))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -36,6 +36,22 @@ def test_token_on(arch, head_dim):
         assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
         allowed = SPILLS_ON_PURPOSE.get((arch, head_dim, name), SPILLS)
         assert 1000 * row["spills_in_loops"] <= allowed * row["instructions_in_loops"], row
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "mask"), [
+    (80, 64, "document"), (89, 128, "bias-matrix"), (90, 64, "bool-matrix"), (90, 128, "document"),
+])  # fmt: skip
+def test_masks_on(arch, head_dim, mask):
+    rows = launches(arch, head_dim, "token", mask)
+    attention = [row for row in rows if row["kernel"] in PRODUCTS]
+    assert [row["kernel"] for row in attention] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    for row in attention:
+        assert (row["int8_products"], row["float_products"]) == PRODUCTS[row["kernel"]], row
+        assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
+        assert row["shared_bytes"] <= SHARED_BYTES[arch], row
+        whole = row["loops"][0]
+        if (arch, head_dim) != (90, 128) or row["kernel"] == "forward_kernel":  # 64 rows of 4 warps do not fit there
+            assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), [(89, 128), (90, 64)])

@@ -32,15 +32,8 @@ class Config:
     step: int | None = None
 
     def under_a_mask(self) -> Config:
-        """The same for a call with a mask, whose elements take registers."""
-        import os
-
-        return dataclasses.replace(
-            self,
-            registers=None,
-            stages=int(os.environ.get("ST", min(2, self.stages))),
-            warps=int(os.environ.get("WP", self.warps)),
-        )
+        """The same for a call with a mask, whose elements take registers; chosen from SASS, never timed."""
+        return dataclasses.replace(self, registers=None, stages=min(2, self.stages))
 
     def block_q(self, recipe: Recipe) -> int:
         """Queries of a step of dK and dV."""
