@@ -38,9 +38,7 @@ def test_token_on(arch, head_dim):
         assert 1000 * row["spills_in_loops"] <= allowed * row["instructions_in_loops"], row
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "mask"), [
-    (80, 64, "document"), (89, 128, "bias-matrix"), (90, 64, "bool-matrix"), (90, 128, "document"),
-])  # fmt: skip
+@pytest.mark.parametrize(("arch", "head_dim", "mask"), [(80, 64, "document"), (90, 64, "bias-matrix")])
 def test_masks_on(arch, head_dim, mask):
     rows = launches(arch, head_dim, "token", mask)
     attention = [row for row in rows if row["kernel"] in PRODUCTS]
@@ -50,8 +48,7 @@ def test_masks_on(arch, head_dim, mask):
         assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row
         whole = row["loops"][0]
-        if (arch, head_dim) != (90, 128) or row["kernel"] == "forward_kernel":  # 64 rows of 4 warps do not fit there
-            assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
+        assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), [(89, 128), (90, 64)])
