@@ -243,8 +243,9 @@ def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared
     assert maxima is None or maxima.nbytes <= gradient.nbytes
 
 
-def test_garbage_behind_the_mask_is_not_seen():
-    call = KernelCall(masked=True, device=DEVICE, recipe="token(o=16bit)")
+@pytest.mark.parametrize("recipe", ["token(o=16bit)", "full"])
+def test_garbage_behind_the_mask_is_not_seen(recipe):
+    call = KernelCall(masked=True, device=DEVICE, recipe=recipe)
     inputs = call.inputs()
     expected = call.run("triton", inputs)
     hidden = ~call.settings()[0][:, None, :, None]
