@@ -232,6 +232,11 @@ def _known_mask(
             f"an attention_mask that is a {type(mask).__name__} is not supported by attn_implementation='sagebwd'; "
             "accepted: a tensor or a BlockMask"
         )
+    if len(mask.shape) != 4:
+        raise NotImplementedError(
+            f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; accepted "
+            "at an attention: (batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
+        )
     return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
 
 
