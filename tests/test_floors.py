@@ -116,6 +116,11 @@ def test_error_against_full_precision(recipe, kind):
         assert similarity >= least_cosine, f"{name}: cosine {similarity:.6f}, allowed {least_cosine}"
 
 
+# Of these kinds, dK is the gradient of a few keys: its error is one draw of few numbers. In the emulator (2048 tokens,
+# head_dim 64, no mask, seeds 0 to 2) q times 1 + 2**-20 moves it by 1 to 5%, BF16 for FP32 by 3 to 13%.
+FEW_KEYS = ("flat-and-sink", "sink", "sinks")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -137,7 +142,8 @@ def test_kernels_at_16k_tokens(head_dim, is_causal):
             )
             for name, *of_tensor in zip(TENSORS, emulated, actual, exact):
                 allowed, error = (relative_l2(x, of_tensor[2]) for x in of_tensor[:2])
-                if not error <= 1.1 * allowed:
+                margin = 1.3 if name == "dk" and kind in FEW_KEYS else 1.1
+                if not error <= margin * allowed:
                     failures.append(f"{recipe}, {kind}, {name}: {error:.4f}, the emulator has {allowed:.4f}")
     assert not failures, "\n".join(failures)
 
