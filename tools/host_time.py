@@ -3,6 +3,9 @@
 `python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward as the operators call
 them, of `sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not
 in it. Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`.
+
+With ``--cuda`` first it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
+attention beside.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -101,11 +105,13 @@ def take_runtime(folder: Path) -> None:
 
 
 def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) -> float:
-    """The least of some rounds' means, once everything is compiled."""
+    """The least of some rounds' means, once everything is compiled; a GPU begins each with nothing to do."""
     call()
     call()
     means = []
     for _ in range(rounds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             call()
@@ -113,15 +119,41 @@ def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) 
     return min(means) * 1e6
 
 
-def measure(recipe: str, rounds: int = 12, calls: int = 60) -> dict[str, float]:
-    """Microseconds by what is called; a driver is taken already."""
+def pretend() -> None:
+    """Take a CPU for an H200; a driver is taken already."""
     from sagebwd.kernels import device
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
     dispatch.is_hopper = lambda device: True
     attention.choose_implementation = lambda *_: "hopper"
-    q, k, v, do = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
+
+
+def inputs(device: str) -> list[torch.Tensor]:
+    """q, k, v and do."""
+    return [torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(4)]
+
+
+def measure_torch() -> dict[str, float]:
+    """Microseconds of torch's attention on a GPU."""
+    *leaves, do = inputs("cuda")
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*leaves, is_causal=True)
+
+    out = attend()
+    return {
+        "scaled_dot_product_attention": microseconds(attend),
+        "autograd": microseconds(lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)),
+    }
+
+
+def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu") -> dict[str, float]:
+    """Microseconds by what is called; on a CPU a driver is taken already."""
+    if device == "cpu":
+        pretend()
+    q, k, v, do = inputs(device)
     call = Call.of(q, k, None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))
     saved = dispatch.forward("hopper", call, q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -141,9 +173,20 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60) -> dict[str, float]:
     return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
+    device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
+    recipes = arguments[device == "cuda" :] or ["token", "token_fp8", "mixed"]
     with tempfile.TemporaryDirectory() as folder:
-        take_driver(Path(folder))
-        take_runtime(Path(folder))
-        for text in sys.argv[1:] or ["token", "token_fp8", "mixed"]:
-            print(text, ", ".join(f"{name} {us:.0f}" for name, us in measure(text).items()), "us", flush=True)
+        if device == "cpu":
+            take_driver(Path(folder))
+            take_runtime(Path(folder))
+        found = {text: measure(text, device=device) for text in recipes}
+        if device == "cuda":
+            found["torch"] = measure_torch()
+        for text, times in found.items():
+            print(text, ", ".join(f"{name} {us:.0f}" for name, us in times.items()), "us", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
