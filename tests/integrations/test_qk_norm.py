@@ -20,12 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sagebwd.integrations.transformers import add_qk_norm, register
+from sagebwd.integrations.transformers import add_qk_norm
 from sagebwd.metrics import relative_l2
 from sagebwd.training.config import Config
 from sagebwd.training.model import build
 
-pytestmark = pytest.mark.rounding
+pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,11 +44,6 @@ class NormedGemma(GemmaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         add_qk_norm(self)
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
 
 
 def tokens(*shape):

@@ -30,7 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from sagebwd.integrations import transformers as integration
 from sagebwd.metrics import cosine, relative_l2
 
-pytestmark = pytest.mark.rounding
+pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # relative L2 of logits and of all gradients of a two-layer model against SDPA: measured 2026-11-21, with a margin
@@ -40,11 +40,6 @@ FLOORS = {"full": (1e-5, 1e-4), "token": (0.01, 0.03), "paper": (0.015, 0.08)}
 # how near a row is to its run alone: other shapes round otherwise, and codes at ties may then fall on the other side,
 # which is less than what rounding all of them does; a token that leaks is a tenth
 ALONE = {"full": 1e-5, "token": FLOORS["token"][0]}
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    integration.register()
 
 
 def build(name, recipe="sdpa", **changes):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     Aimv2TextConfig,
@@ -10,10 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
-    BertConfig,
-    BertModel,
     DogeConfig,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -22,17 +18,13 @@ from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     ModernBertConfig,
     ModernBertModel,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
     masking_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,6 +33,7 @@ from sagebwd.integrations import transformers as integration
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read
 from sagebwd.metrics import relative_l2
 
+pytestmark = pytest.mark.usefixtures("registered")
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -60,11 +53,6 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    integration.register()
 
 
 def pair(config, model_class=None, exact="sdpa"):
@@ -231,14 +219,6 @@ def test_blocks_of_image_tokens_are_sdpas(name):
         made = make(2, 11, 11, mask_function=function, allow_is_causal_skip=False)
         outcomes.append(model(input_ids=ids, attention_mask=made).logits)
     assert relative_l2(*outcomes) < 1e-4
-
-
-def test_chunks_compile_without_a_graph_break():
-    torch._dynamo.reset()
-    exact, model = pair(llama4(8), Llama4ForCausalLM)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ids = tokens(2, 20)
-    assert relative_l2(compiled(input_ids=ids, use_cache=False).logits, exact(input_ids=ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -431,6 +411,13 @@ def test_a_model_on_the_meta_device_has_shapes():
     assert out.shape == (2, 11, 64)
 
 
+def run(model, ids, attention_mask):
+    labels = ids.masked_fill(attention_mask == 0, -100)
+    out = model(input_ids=ids, attention_mask=attention_mask, labels=labels)
+    out.loss.backward()
+    return out.logits.detach()[attention_mask == 1]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_masks_pass_through_checkpointing(use_reentrant):
     ids, attention_mask = padded("left")
@@ -443,73 +430,3 @@ def test_masks_pass_through_checkpointing(use_reentrant):
         run(model, ids, attention_mask)
         outcomes.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
     assert torch.equal(*outcomes)
-
-
-# torch.compile
-
-
-def run(model, ids, attention_mask):
-    labels = ids.masked_fill(attention_mask == 0, -100)
-    out = model(input_ids=ids, attention_mask=attention_mask, labels=labels)
-    out.loss.backward()
-    return out.logits.detach()[attention_mask == 1]
-
-
-@pytest.mark.parametrize("side", ["right", "left", "none"])
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Gemma3ForCausalLM])
-def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side):
-    torch._dynamo.reset()
-    name = model_class.__name__.removesuffix("ForCausalLM").lower()
-    ids, attention_mask = padded(side, (20, 20 if side == "none" else 12))
-    exact, model = pair(DECODERS[name](), model_class)
-    exact.config.use_cache = model.config.use_cache = False
-    compiled = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
-    assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
-    gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
-    assert relative_l2(*gradients) < 1e-4
-
-
-def test_encoders_and_cross_attention_compile_without_a_graph_break():
-    ids, attention_mask = padded("left", (20, 12))
-    config = BertConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    )  # fmt: skip
-    bert, bart = pair(config, BertModel), pair(BartConfig(**BART), BartForConditionalGeneration)
-    for (exact, model), options in ((bert, {}), (bart, {"decoder_input_ids": tokens(2, 9), "use_cache": False})):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        real = slice(None) if options else attention_mask == 1
-        actual, expected = (x(ids, attention_mask, **options)[0][real] for x in (compiled, exact))
-        assert relative_l2(actual, expected) < 1e-5
-
-
-@pytest.mark.parametrize("padding", [False, True])
-def test_compiled_decoding_with_a_static_cache_is_sdpas(padding):
-    torch._dynamo.reset()
-    outcomes = []
-    for model in pair(DECODERS["llama"]()):
-        ids, attention_mask = padded("left", (20, 12))
-        inputs, cache = {"attention_mask": attention_mask} if padding else {}, StaticCache(model.config, 32)
-        with torch.no_grad():
-            logits = [model(ids, past_key_values=cache, **inputs).logits[:, -1:]]
-            step = model
-            if model.config._attn_implementation == "sagebwd":
-                step = torch.compile(model, fullgraph=True, backend="aot_eager")
-            for _ in range(3):
-                if padding:
-                    inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, 1), value=1)
-                logits.append(step(logits[-1].argmax(-1), past_key_values=cache, **inputs).logits)
-        outcomes.append(torch.cat(logits, 1))
-    assert relative_l2(*outcomes) < 1e-5
-
-
-def test_packing_that_a_compiled_model_cannot_see_is_an_error():
-    torch._dynamo.reset()
-    model = pair(DECODERS["llama"]())[1]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for cache in (False, True):
-        model.config.use_cache = cache
-        ids, positions = tokens(2, 20), torch.arange(20)[None]
-        assert relative_l2(compiled(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits) < 1e-5
-        with pytest.raises(RuntimeError, match="packed documents are not seen"):
-            compiled(input_ids=ids, position_ids=positions % 8)

@@ -31,7 +31,7 @@ def cut_after(step: int, finished: Path, output: Path) -> None:
     shutil.copytree(finished, output)
     (output / run_dir.RESULT).unlink()
     for path in run_dir.checkpoints(output):
-        if int(path.name.rsplit("-", 1)[1]) > step:
+        if run_dir.step_of(path) > step:
             shutil.rmtree(path)
 
 

@@ -35,8 +35,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = [path for path in run_dir.glob("checkpoint-*") if (path / COMPLETE).exists()]
-    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+    return sorted((path for path in run_dir.glob("checkpoint-*") if (path / COMPLETE).exists()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was written at."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def digest_in(run_dir: Path) -> str | None:
@@ -68,10 +72,11 @@ def digest_after(config: Config, switched: list[dict[str, object]]) -> str:
 
 
 def _switched(config: Config, before: dict, switched: list[dict[str, object]], step: int) -> list[dict[str, object]]:
-    """``switched`` with the attention of ``before``, the same run in all else. Raises ValueError where it is not."""
-    attention = before.get("attention")
-    if not attention or not hasattr(config, "attention"):
-        return []
+    """``switched`` with the attention of ``before``, a config.yaml; none where more than attention is another.
+
+    Raises ValueError where checkpoints hold more of the attention than the config.
+    """
+    attention = before["attention"]
     as_it_was = config.replace({f"attention.{name}": value for name, value in attention.items()})
     if before["digest"] != digest_after(as_it_was, switched):
         return []
@@ -91,12 +96,12 @@ def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     Raises ValueError where it holds another run or a finished one, or does not fit ``resume``.
     """
     known = run_dir / CONFIG
-    whole, switched = checkpoints(run_dir), switches_in(run_dir)
+    whole, switched = checkpoints(run_dir), []
     if known.exists():
         before = yaml.safe_load(known.read_text(encoding="utf-8"))
+        switched = before.get("switched", [])
         if before["digest"] != digest_after(config, switched):
-            step = int(whole[-1].name.rsplit("-", 1)[1]) if whole else 0
-            switched = _switched(config, before, switched, step) if resume and whole else []
+            switched = _switched(config, before, switched, step_of(whole[-1])) if resume and whole else []
             if not switched:
                 raise ValueError(
                     f"{run_dir} holds a run of another config; choose another --output, or delete the folder "

@@ -1,0 +1,90 @@
+"""Masked models of Transformers under torch.compile: no graph break, and SDPA's numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    Gemma3ForCausalLM,
+    Llama4ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
+
+from sagebwd.metrics import relative_l2
+from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def test_chunks_compile_without_a_graph_break():
+    torch._dynamo.reset()
+    exact, model = pair(llama4(8), Llama4ForCausalLM)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = tokens(2, 20)
+    assert relative_l2(compiled(input_ids=ids, use_cache=False).logits, exact(input_ids=ids).logits) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Gemma3ForCausalLM])
+def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side):
+    torch._dynamo.reset()
+    name = model_class.__name__.removesuffix("ForCausalLM").lower()
+    ids, attention_mask = padded(side, (20, 20 if side == "none" else 12))
+    exact, model = pair(DECODERS[name](), model_class)
+    exact.config.use_cache = model.config.use_cache = False
+    compiled = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
+    assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
+    gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
+    assert relative_l2(*gradients) < 1e-4
+
+
+def test_encoders_and_cross_attention_compile_without_a_graph_break():
+    ids, attention_mask = padded("left", (20, 12))
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    )  # fmt: skip
+    bert, bart = pair(config, BertModel), pair(BartConfig(**BART), BartForConditionalGeneration)
+    for (exact, model), options in ((bert, {}), (bart, {"decoder_input_ids": tokens(2, 9), "use_cache": False})):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        real = slice(None) if options else attention_mask == 1
+        actual, expected = (x(ids, attention_mask, **options)[0][real] for x in (compiled, exact))
+        assert relative_l2(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_compiled_decoding_with_a_static_cache_is_sdpas(padding):
+    torch._dynamo.reset()
+    outcomes = []
+    for model in pair(DECODERS["llama"]()):
+        ids, attention_mask = padded("left", (20, 12))
+        inputs, cache = {"attention_mask": attention_mask} if padding else {}, StaticCache(model.config, 32)
+        with torch.no_grad():
+            logits = [model(ids, past_key_values=cache, **inputs).logits[:, -1:]]
+            step = model
+            if model.config._attn_implementation == "sagebwd":
+                step = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for _ in range(3):
+                if padding:
+                    inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, 1), value=1)
+                logits.append(step(logits[-1].argmax(-1), past_key_values=cache, **inputs).logits)
+        outcomes.append(torch.cat(logits, 1))
+    assert relative_l2(*outcomes) < 1e-5
+
+
+def test_packing_that_a_compiled_model_cannot_see_is_an_error():
+    torch._dynamo.reset()
+    model = pair(DECODERS["llama"]())[1]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for cache in (False, True):
+        model.config.use_cache = cache
+        ids, positions = tokens(2, 20), torch.arange(20)[None]
+        assert relative_l2(compiled(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits) < 1e-5
+        with pytest.raises(RuntimeError, match="packed documents are not seen"):
+            compiled(input_ids=ids, position_ids=positions % 8)
