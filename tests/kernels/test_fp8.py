@@ -172,8 +172,20 @@ def test_scaled_gradients_are_exact(operands):
     assert torch.equal(operands.do_scaled.cpu().double(), expected)
 
 
+def by_register(summed):
+    """Blocks of dQ^T, (heads, HEAD_DIM, blocks * BLOCK), as warpgroups of 64 channels hold them, by 8 registers."""
+    heads = summed.shape[0]
+    register, thread = torch.arange(BLOCK // 2)[:, None], torch.arange(128)
+    channel = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register // 2 % 2)
+    query = 8 * (register // 4) + 2 * (thread % 4) + register % 2
+    blocks = summed.view(heads, HEAD_DIM // 64, 64, -1, BLOCK).permute(0, 3, 1, 2, 4)
+    held = blocks[..., channel.to(DEVICE), query.to(DEVICE)].unflatten(-2, (-1, 8)).transpose(-1, -2)
+    return held.reshape(heads, -1, HEAD_DIM * BLOCK).contiguous()
+
+
+@pytest.mark.parametrize("registers", [False, True], ids=["in rows", "by register"])
 @pytest.mark.parametrize("lengths", [[], [5, 0, 65]], ids=["dense", "packed"])
-def test_finished_dq(operands, lengths):
+def test_finished_dq(operands, lengths, registers):
     heads, total = HEADS_K * GROUP, sum(lengths) or TOKENS
     if lengths:
         ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
@@ -192,7 +204,8 @@ def test_finished_dq(operands, lengths):
     largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    fp8_dq.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
+    given = by_register(summed.view(summed.shape[0], HEAD_DIM, -1)) if registers else summed
+    fp8_dq.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, BLOCK, by_register=registers)
     unit = 0.3 / fp8_dq.dq_sum_scale(call)
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:

@@ -216,7 +216,8 @@ def test_whose_backward_runs_is_told(recipe, monkeypatch):
     call = _call(1, 1, 64, False)._replace(recipe=parsed)
     dispatch.backward("hopper", call, None, None, None, None, None, None)
     family = dispatch.backward_family("hopper", parsed, 128, torch.bfloat16)
-    assert ran == [row.module for row in dispatch.BACKWARD if row.family == family]
+    (module,) = ran
+    assert module in [row.module for row in dispatch.BACKWARD if row.family == family]
     assert family == ("hopper" if recipe in ("token", "token_fp8") else "triton")
     if recipe != "token_fp8":
         assert dispatch.backward_family("triton", parsed, 128, torch.bfloat16) == "triton"

@@ -66,6 +66,58 @@ class Arguments(NamedTuple):
     scale: Any
 
 
+# Keys of a program of the backward, 64 a warpgroup.
+SPAN = 128
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """One compilation of the backward."""
+
+    head_dim: int
+    dtype: str  # bfloat16 or float16
+    queries: int  # a step
+    k_parts: int  # parts of 32 channels of K that stay in registers
+    v_parts: int  # and of 16 channels of V
+    lower: bool = False
+    upper: bool = False
+    varlen: bool = False
+    ragged: bool = False  # the last block of keys may be cut
+    key_mask: bool = False
+    lane_scale: bool = True  # keys 2 i and 2 i + 1 of every 8 have one scale
+
+
+class BackwardArguments(NamedTuple):
+    """What the backward is called with, and the stream after it, as `Arguments`; see `row_values_kernel`, whose
+    blocks are of ``queries`` (`BackwardVariant`), and `float8_kernel`."""
+
+    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D); any strides of whole 16 bytes but the last, as the next
+    k: Any
+    v: Any  # 16 bit
+    do: Any  # dO scaled, 16 bit
+    q_t: Any  # bytes of e4m3, (heads over the batch, D, padded tokens); pairs of keys in k_t, whose blocks are of SPAN
+    k_t: Any
+    do_t: Any
+    rows: Any  # FP32, (heads over the batch, blocks, 2 * queries)
+    delta: Any  # 16 bit, (heads over the batch, padded tokens, 16)
+    k_scale: Any  # FP32, one a token, (B, H, N) or (H, total)
+    largest: Any  # bits of FP32, INT32, (K's heads over the batch, 3)
+    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked
+    dq_sums: Any  # FP16, to which dQ^T sum_scale is added: (heads over the batch, blocks, D * queries), by register
+    dk: Any  # written, as v
+    dv: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    longest: Any  # keys of the longest sequence
+    lower: Any
+    upper: Any
+    scale: Any
+    sum_scale: Any
+
+
+# Measured on an H200 (docs/log/2026-11-23-sm90-backward.md).
+BACKWARD = {128: {"queries": 64, "k_parts": 4, "v_parts": 4}}
+
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {
     64: Tile(warpgroups=3, keys=128, stages=2),
