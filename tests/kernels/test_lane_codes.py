@@ -102,3 +102,16 @@ def test_a_channel_with_nan_has_a_scale_of_nan():
 @pytest.mark.parametrize("tokens", [1, 1000, 16384, 40000])
 def test_on_a_gpu(tokens):
     check(draw(1, 4, tokens, 128, seed=0), draw(1, 2, tokens, 128, seed=1) + 2, device="cuda")
+
+
+def test_a_sequence_without_keys_has_scales():
+    """The forward reads those of one block: were they NaN, so would its queries' output be."""
+    q, k = draw(100, 2, 64, seed=0), draw(100, 2, 64, seed=1)
+    queries, keys = (
+        Packing.of(x, torch.tensor(ends, dtype=torch.int32), 60)
+        for x, ends in ((q, (0, 40, 80, 100)), (k, (0, 40, 40, 100)))
+    )
+    lanes = launch_codes(q, k, queries, keys, None, BLOCK_K).lane_scale.view(2, -1, 4)
+    # sequences begin at blocks 0, 1 and 2 of their own
+    assert torch.equal(lanes[:, 1], torch.ones(2, 4))
+    assert torch.isfinite(lanes[:, :3]).all()

@@ -26,7 +26,7 @@ HERE = [case for case in CASES if case.head_dim in BACKWARD] + [
     Case("whole blocks", head_dim=128, batch=2, tokens=512, kv_tokens=640, heads=4),
     Case("whole blocks, causal", head_dim=128, tokens=1024, kv_tokens=1024, is_causal=True),
     Case("one query, one key", head_dim=128, tokens=1, kv_tokens=1),
-    Case("packed, empty", head_dim=128, lengths=((0, 40), (40, 0), (65, 129)), heads=4, kv_heads=2),
+    Case("packed, empty, 128", head_dim=128, lengths=((0, 40), (40, 0), (65, 129)), heads=4, kv_heads=2),
     Case("float16, packed", head_dim=128, lengths=((100, 300), (300, 100)), dtype=torch.float16, is_causal=True),
     Case("float16, key mask", head_dim=128, batch=2, tokens=200, kv_tokens=300, dtype=torch.float16, masked=True),
 ]

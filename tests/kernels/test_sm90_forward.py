@@ -157,6 +157,7 @@ CASES = [
     Case("key mask", batch=3, tokens=333, kv_tokens=777, masked=True),
     Case("key mask, causal", head_dim=128, batch=2, tokens=333, kv_tokens=333, masked=True, is_causal=True),
     Case("packed", lengths=((1, 1), (130, 257), (300, 64), (64, 128)), heads=4),
+    Case("packed, empty", lengths=((0, 40), (40, 0), (65, 129)), heads=4, kv_heads=2),
     Case("packed, causal", lengths=((100, 300), (300, 100), (1, 77), (513, 513)), is_causal=True),
     Case("packed, window", head_dim=128, lengths=((100, 300), (300, 100), (65, 65)), window=(64, 16), kv_heads=1),
     Case("negative scale", tokens=500, kv_tokens=500, scale=-0.2, is_causal=True),

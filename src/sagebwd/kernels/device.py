@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 
 import torch
+
+# CUDA_ERROR_INVALID_CONTEXT
+NO_CONTEXT = 201
 
 
 @cache
@@ -34,14 +36,31 @@ def clear(address: int, size: int, device: torch.device, stream: int) -> None:
     if device.type != "cuda":
         ctypes.memset(address, 0, size)
         return
-    failed = _memset()(address, 0, size, stream)
+    failed = _libcuda().cuMemsetD8Async(address, 0, size, stream)
+    if failed == NO_CONTEXT:
+        _enter_context(device)
+        failed = _libcuda().cuMemsetD8Async(address, 0, size, stream)
     if failed:
         raise RuntimeError(f"cuMemsetD8Async of {size} bytes failed with CUDA's error {failed}")
 
 
+def _enter_context(device: torch.device) -> None:
+    """Make the GPU's context this thread's: autograd's threads have none before their first call of CUDA's runtime.
+
+    A stream may be captured meanwhile, which the runtime's own calls that do so would end.
+    """
+    context = ctypes.c_void_p()
+    failed = _libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index or 0)
+    failed = failed or _libcuda().cuCtxSetCurrent(context)
+    if failed:
+        raise RuntimeError(f"the context of {device} cannot be entered: CUDA's error {failed}")
+
+
 @cache
-def _memset() -> Callable[..., int]:
-    # PyDLL holds the interpreter, which this is too short to let go
-    function = ctypes.PyDLL("libcuda.so.1").cuMemsetD8Async
-    function.argtypes = (ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
-    return function
+def _libcuda() -> ctypes.PyDLL:
+    # PyDLL holds the interpreter, which these are too short to let go
+    library = ctypes.PyDLL("libcuda.so.1")
+    library.cuMemsetD8Async.argtypes = (ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
+    library.cuDevicePrimaryCtxRetain.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+    return library

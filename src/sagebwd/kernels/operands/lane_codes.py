@@ -138,7 +138,10 @@ def key_codes_kernel(
     if tl.program_id(0) == 0:
         tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
     first = tl.program_id(0) * BLOCK
-    if first < length:
+    needed = first < length
+    if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
+        needed = needed | (first == 0)
+    if needed:
         local = tl.arange(0, BLOCK)
         inside = first + local < length
         keep = inside

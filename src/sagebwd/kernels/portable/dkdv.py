@@ -278,7 +278,7 @@ def dkdv_kernel(
                         ds_max = largest(ds, DS_PER_KEY)
                     ds_codes = codes_of(ds, ds_max, DS_PER_KEY)
                     # a NaN in any query's lse or delta shows in P, and must in dK
-                    ds_scale = ds_max * (1 / 127.0) + (p_max if P_PER_KEY == DS_PER_KEY else tl.max(p_max, 0)) * 0
+                    ds_scale = ds_max * (1 / 127.0) + (tl.max(p_max, 0) if P_PER_KEY and not DS_PER_KEY else p_max) * 0
                     if not Q_TOKEN:
                         ds_scale = ds_scale * block_scale
                 if INT8_DV:
