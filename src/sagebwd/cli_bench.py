@@ -93,9 +93,7 @@ def _bench_table(title: str, rows: list) -> Table:
 
 
 def bench_training(
-    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path(
-        "configs/paper-325m-2.1m-qknorm.yaml"
-    ),
+    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path("configs/paper-325m.yaml"),
     attention: Annotated[
         list[str] | None, typer.Option(help="cudnn, flash, sdpa, a recipe or recipe@impl; repeat [default: all here].")
     ] = None,

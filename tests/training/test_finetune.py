@@ -328,6 +328,6 @@ def test_the_configs_that_come_with_it_are_read():
         runs = settings.load(path, kind=Finetuning).runs()
         assert list(runs) == ["full precision", "token", "paper"]
         assert [run.seeds for run in runs["token"]] == [[0], [1], [2]]
-    assert len(list(root.iterdir())) == 4
+    assert len(list(root.iterdir())) == 2
     with pytest.raises(ValueError, match=r"did you mean data.train"):
-        settings.load(root / "order.yaml", ["data.trian=x"], Finetuning)
+        settings.load(root / "neighbours.yaml", ["data.trian=x"], Finetuning)

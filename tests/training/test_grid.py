@@ -8,9 +8,7 @@ from sagebwd.recipe import Recipe
 from sagebwd.training.config import load
 
 GRID = Path(__file__).parents[2] / "configs" / "grid"
-NORMS, SIZES = ("qknorm", "no-qknorm"), ("small", "large")
-CONFIGS = {(norm, size): load(GRID / f"{norm}-{size}.yaml") for norm in NORMS for size in SIZES}
-RATES = {size: load(GRID / f"learning-rates-{size}.yaml") for size in SIZES}
+CONFIGS = {size: load(GRID / f"{size}.yaml") for size in ("small", "large")}
 
 
 def differing(one, other, prefix=""):
@@ -25,18 +23,13 @@ def differing(one, other, prefix=""):
     return keys
 
 
-@pytest.mark.parametrize(("norm", "size"), CONFIGS)
-def test_each_cell_has_its_recipes(norm, size):
-    config = CONFIGS[norm, size]
+@pytest.mark.parametrize("size", CONFIGS)
+def test_variants_differ_in_their_recipes_alone(size):
+    config = CONFIGS[size]
     variants = config.each_variant()
     recipes = [variant.attention.recipe for variant in variants.values()]
-    expected = ["sdpa", "token", "paper"]
-    if norm == "qknorm":
-        expected += [
-            f"{name}({change})" for name in ("token", "paper") for change in ("smooth_k=False", "smooth_q=True")
-        ]
-    assert recipes == [*expected, "sdpa", "mixed", "token_fp8"]
-    assert all(variant.model.qk_norm == (norm == "qknorm") for variant in variants.values())
+    smoothings = [f"{name}({change})" for name in ("token", "paper") for change in ("smooth_k=False", "smooth_q=True")]
+    assert recipes == ["sdpa", "token", "paper", *smoothings, "sdpa", "mixed", "token_fp8"]
     parsed = [Recipe.parse(recipe) for recipe in recipes if recipe != "sdpa"]
     assert len(set(parsed)) == len(parsed)
     for variant in variants.values():
@@ -46,39 +39,25 @@ def test_each_cell_has_its_recipes(norm, size):
 
 
 def test_tokens_per_step_differ_by_eight_and_tokens_do_not():
-    for norm in NORMS:
-        small, large = (CONFIGS[norm, size].optimisation for size in SIZES)
-        assert large.tokens_per_step == 8 * small.tokens_per_step
-        assert large.tokens_per_step * large.steps == small.tokens_per_step * small.steps
-        assert large.tokens_per_step * large.warmup_steps == small.tokens_per_step * small.warmup_steps
-        logs = [CONFIGS[norm, size].logging for size in SIZES]
-        for name in ("every", "evaluate_every", "checkpoint_every"):
-            assert getattr(logs[0], name) == 8 * getattr(logs[1], name)
+    small, large = (config.optimisation for config in CONFIGS.values())
+    assert large.tokens_per_step == 8 * small.tokens_per_step
+    assert large.tokens_per_step * large.steps == small.tokens_per_step * small.steps
+    assert large.tokens_per_step * large.warmup_steps == small.tokens_per_step * small.warmup_steps
+    logs = [config.logging for config in CONFIGS.values()]
+    for name in ("every", "evaluate_every", "checkpoint_every"):
+        assert getattr(logs[0], name) == 8 * getattr(logs[1], name)
 
 
-def test_only_the_norm_differs_between_files_of_one_size():
-    for size in SIZES:
-        one, other = (CONFIGS[norm, size].replace({"variants": {}}).as_dict() for norm in NORMS)
-        assert differing(one, other) == {"name", "model.qk_norm"}
+def test_steps_and_logs_alone_differ_between_sizes():
+    optimisation = {f"optimisation.{name}" for name in ("tokens_per_step", "micro_batch", "steps", "warmup_steps")}
+    logs = {"logging.every", "logging.evaluate_every", "logging.checkpoint_every", "monitor.every"}
+    small, large = (config.as_dict() for config in CONFIGS.values())
+    assert differing(small, large) == {"name"} | optimisation | logs
 
 
 def test_the_data_suffice_for_whole_evaluations_and_processes_divide():
-    for (_, size), config in CONFIGS.items():
+    for size, config in CONFIGS.items():
         assert config.data.context == 4096
         assert config.model.width // config.model.heads == 64
         assert config.logging.evaluate_sequences * config.data.context <= 430_128
         assert [config.accumulation(devices) for devices in ((1,) if size == "small" else (1, 2, 4))]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_learning_rates_are_chosen_on_full_precision(size):
-    config = RATES[size]
-    variants = config.each_variant()
-    assert {variant.attention.recipe for variant in variants.values()} == {"sdpa"}
-    tried = {(variant.model.qk_norm, variant.optimisation.learning_rate) for variant in variants.values()}
-    assert len(tried) == len(variants) == 8
-    for norm in NORMS:
-        cell = CONFIGS[norm, size]
-        assert (cell.model.qk_norm, cell.optimisation.learning_rate) in tried
-        same = cell.replace({"variants": {}, "attention.recipe": "sdpa"})
-        assert same.digest() in {variant.digest() for variant in variants.values()}
