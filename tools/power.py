@@ -56,7 +56,7 @@ class Meter:
         return self._read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
 
-def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
+def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     """Forwards of one shape: `mixed` with and without its passes, and the full-precision ones."""
     q, k, v, _ = shape.inputs("cuda", torch.bfloat16)
     recipe = Recipe.named("mixed")
@@ -104,7 +104,7 @@ def loop(run: Callable[[], object], ms: float, seconds: float, meter: Meter) -> 
 def measure(shape: Shape, seconds: float, meter: Meter) -> None:
     """Print the lines of one shape."""
     tera = shape.flops("fwd") / 1e12
-    for name, run in contenders(shape).items():
+    for name, run in forwards(shape).items():
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def measure(shape: Shape, seconds: float, meter: Meter) -> None:
 
 def follow(shape: Shape) -> None:
     """Print what calls take after others."""
-    runs = contenders(shape)
+    runs = forwards(shape)
     for name in ("mixed kernel", "fa4" if "fa4" in runs else "cudnn"):
         for before in (None, *runs):
             if before is None:

@@ -58,7 +58,7 @@ class Checkpoint:
         """A layer's rows under a recipe."""
         return [row for row in self.rows if (row["recipe"], row["layer"]) == (recipe, layer)]
 
-    def place(self, layer: int) -> list[str]:
+    def cells(self, layer: int) -> list[str]:
         """The first cells of a line: model, step and layer."""
         return [self.model, str(self.step), str(layer)]
 
@@ -79,7 +79,7 @@ def looseness(checkpoint: Checkpoint) -> list[float]:
 
 def _errors(checkpoints: Sequence[Checkpoint]) -> str:
     lines = [
-        [*one.place(row["layer"]), f"`{row['recipe']}`", *(f"{row['relative_l2'][name]:.4f}" for name in LABELS),
+        [*one.cells(row["layer"]), f"`{row['recipe']}`", *(f"{row['relative_l2'][name]:.4f}" for name in LABELS),
          _order(row["relative_l2"])]
         for one in checkpoints for row in one.layers
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def _ratios(checkpoints: Sequence[Checkpoint]) -> str:
             for name in COMPARED:
                 ratios = [a["relative_l2"][name] / b["relative_l2"][name] for a, b in pairs]
                 cells.append(f"{statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-            lines.append([*one.place(row["layer"]), *cells])
+            lines.append([*one.cells(row["layer"]), *cells])
     return table(["model", "step", "layer", "error of", *(LABELS[name] for name in COMPARED)], lines)
 
 
@@ -114,7 +114,7 @@ def _magnitudes(checkpoints: Sequence[Checkpoint]) -> str:
                 sizes = [f"{row['rms'][name]:.2e}" for name in ("p", "dp", "ds")]
                 loose = [f"{row['ds_bound']:.2e}", f"{row['ds_bound'] / row['rms']['ds']:.1f}"]
                 last = [f"{row['ds_peak_to_rms']:.0f}", f"{row['largest_logit']:.1f}"]
-                lines.append([*one.place(row["layer"]), *sizes, *loose, *last])
+                lines.append([*one.cells(row["layer"]), *sizes, *loose, *last])
     sizes = ["RMS P", "RMS dP", "RMS dS", "bound on RMS dS", "bound / RMS dS", "peak / RMS dS", "largest logit"]
     return table(["model", "step", "layer", *sizes], lines)
 
@@ -136,7 +136,7 @@ def _attribution(checkpoints: Sequence[Checkpoint]) -> str:
                 cells = [f"{parts[t]['share']:.0%} ({parts[t]['alone']:.4f})" if parts[t]["share"] >= 0.005 else "0"
                          for t in OUTPUTS]  # fmt: skip
                 lines.append(
-                    [*one.place(row["layer"]), f"`{row['recipe']}`", LABELS.get(source, source.upper()), *cells]
+                    [*one.cells(row["layer"]), f"`{row['recipe']}`", LABELS.get(source, source.upper()), *cells]
                 )
     outputs = [LABELS[name] for name in OUTPUTS]
     return table(["model", "step", "layer", "recipe", "product in INT8 alone", *outputs], lines)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sagebwd.analysis import gaussian, variants
 from sagebwd.analysis.ablations import ABLATIONS, BASES, Ablation
-from sagebwd.analysis.study_tables import load, markdown
+from sagebwd.analysis.study_tables import markdown
 from sagebwd.analysis.variants import Variant
 from sagebwd.band import Band
 from sagebwd.metrics import relative_l2
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.part == "show":
         if given.file is None or not given.file.is_file():
             parser.error(f"show: there is no file {given.file}")
-        content = load(given.file)
+        content = json.loads(given.file.read_text(encoding="utf-8"))
     else:
         try:
             content = _measure(given)

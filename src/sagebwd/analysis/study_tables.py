@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from sagebwd.analysis.ablations import ABLATIONS, BASES, NOT_MEASURED
 
@@ -15,15 +13,6 @@ SHOWN = 0.01
 NO_WORSE, BETTER = 1.02, 0.97
 """Ratios to `token`'s error, give or take two standard errors of the mean: over the first anywhere is worse than
 `token`; to beat it, at most the second somewhere too."""
-
-
-def load(path: Path) -> dict:
-    """A file of `sagebwd.analysis.study`; those from before 2026-11-23 call an ablation a lead."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    for row in content["rows"]:
-        if "lead" in row:
-            row["ablation"] = row.pop("lead")
-    return content | {"part": content["part"].replace("leads", "ablations")}
 
 
 def markdown(content: dict) -> str:
@@ -45,9 +34,9 @@ def ratios(rows: Sequence[dict], tensor: str) -> dict[str, dict[str, list[float]
 def _ablations(rows: Sequence[dict]) -> list[str]:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     bases = [str(ablation) for ablation in BASES]
-    by_place = {(row["kind"], row["ablation"]): row["errors"] for row in rows}
+    by_ablation = {(row["kind"], row["ablation"]): row["errors"] for row in rows}
     lines = [
-        [kind, f"`{base}`", *(_spread(by_place[kind, base][name], 4) for name in LABELS)]
+        [kind, f"`{base}`", *(_spread(by_ablation[kind, base][name], 4) for name in LABELS)]
         for kind in kinds for base in bases
     ]  # fmt: skip
     tables = [table(["data", "recipe", *LABELS.values()], lines)]
@@ -61,20 +50,20 @@ def _ablations(rows: Sequence[dict]) -> list[str]:
         tables.append(table([f"{label}: error over `token`'s", *kinds], lines))
     lines = []
     for ablation in (*BASES[1:], *ABLATIONS):
-        places = {
+        errors = {
             (name, kind): (statistics.mean(values), 2 * _standard_error(values))
             for name in LABELS for kind, values in by_tensor[name].get(str(ablation), {}).items()
         }  # fmt: skip
-        if not places:
+        if not errors:
             continue
-        means = {place: mean for place, (mean, _) in places.items()}
+        means = {of: mean for of, (mean, _) in errors.items()}
         worst, best = max(means, key=means.get), min(means, key=means.get)
-        no_worse = all(mean - margin <= NO_WORSE for mean, margin in places.values())
+        no_worse = all(mean - margin <= NO_WORSE for mean, margin in errors.values())
         verdict = "no"
-        if no_worse and any(mean + margin <= BETTER for mean, margin in places.values()):
+        if no_worse and any(mean + margin <= BETTER for mean, margin in errors.values()):
             measured = not ablation.cost.startswith(NOT_MEASURED)
             verdict = "**yes**" if ablation.no_more else "at a cost" if measured else "cost not measured"
-        cells = [f"{means[place]:.2f} ({LABELS[place[0]]}, {place[1]})" for place in (best, worst)]
+        cells = [f"{means[of]:.2f} ({LABELS[of[0]]}, {of[1]})" for of in (best, worst)]
         lines.append([_quoted(str(ablation)), *cells, ablation.cost, verdict])
     heads = ["ablation", "least error over `token`'s", "largest", "added cost", "beats `token`"]
     return [*tables, table(heads, lines)]
@@ -82,13 +71,13 @@ def _ablations(rows: Sequence[dict]) -> list[str]:
 
 def _lengths(rows: Sequence[dict]) -> list[str]:
     tokens = sorted({row["tokens"] for row in rows})
-    by_place = {(row["kind"], row["is_causal"], row["ablation"], row["tokens"]): row["errors"] for row in rows}
-    curves = list(dict.fromkeys(place[:3] for place in by_place))
+    by_curve = {(row["kind"], row["is_causal"], row["ablation"], row["tokens"]): row["errors"] for row in rows}
+    curves = list(dict.fromkeys((kind, is_causal, ablation) for kind, is_causal, ablation, _ in by_curve))
     tables = []
     for name, label in LABELS.items():
         lines = [
             [kind, "causal" if is_causal else "none", f"`{ablation}`"]
-            + [_spread(by_place[kind, is_causal, ablation, n][name], 4) for n in tokens]
+            + [_spread(by_curve[kind, is_causal, ablation, n][name], 4) for n in tokens]
             for kind, is_causal, ablation in curves
         ]
         tables.append(table([f"{label} of", "mask", "recipe", *(f"{n} tokens" for n in tokens)], lines))
@@ -96,10 +85,10 @@ def _lengths(rows: Sequence[dict]) -> list[str]:
 
 
 def _roundings(rows: Sequence[dict]) -> list[str]:
-    by_place = {(row["kind"], row["rounding"]): row for row in rows}
+    by_rounding = {(row["kind"], row["rounding"]): row for row in rows}
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        pair = [by_place[kind, rounding] for rounding in ("nearest", "stochastic")]
+        pair = [by_rounding[kind, rounding] for rounding in ("nearest", "stochastic")]
         for name in pair[0]["error"]:
             gains = [row["gain"][name] for row in pair]
             lines.append([

@@ -69,10 +69,10 @@ class Blocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sequence ``index`` as input_ids and labels, (context,) int64; the model shifts the labels."""
-        epoch, place = divmod(index, self.available)
+        epoch, position = divmod(index, self.available)
         if self.seed is not None and epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.available)
-        start = int(self._order[place]) * self.context
+        start = int(self._order[position]) * self.context
         ids = torch.from_numpy(self.tokens[start : start + self.context].astype(np.int64))
         return {"input_ids": ids, "labels": ids.clone()}
 

@@ -38,7 +38,7 @@ class Lines:
     lines: list[Line]
     numbers: list[int]
 
-    def place(self, index: int) -> str:
+    def where(self, index: int) -> str:
         """Where a line is, for a message."""
         return f"{self.path}, line {self.numbers[index]}"
 
@@ -70,38 +70,38 @@ def read(path: str, key: str) -> Lines:
     return Lines(file, kind, lines, numbers)
 
 
-def _line(text: str, place: str) -> tuple[Line, str]:
+def _line(text: str, where: str) -> tuple[Line, str]:
     try:
         line = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error.msg} at column {error.colno}): {text.strip()[:60]}") from None
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}): {text.strip()[:60]}") from None
     if not isinstance(line, dict):
-        raise ValueError(f"{place}: expected an object with {_ACCEPTED}; got {text.strip()[:60]}")
+        raise ValueError(f"{where}: expected an object with {_ACCEPTED}; got {text.strip()[:60]}")
     kind = next((kind for kind, (needed, _) in _FIELDS.items() if needed & set(line)), None)
     if kind is None:
-        raise ValueError(f"{place}: expected fields {_ACCEPTED}; got {', '.join(line) or 'none'}")
+        raise ValueError(f"{where}: expected fields {_ACCEPTED}; got {', '.join(line) or 'none'}")
     needed, optional = _FIELDS[kind]
     missing = sorted(needed - set(line))
     if missing:
-        raise ValueError(f"{place}: field {missing[0]!r} is missing; got {', '.join(line)}")
+        raise ValueError(f"{where}: field {missing[0]!r} is missing; got {', '.join(line)}")
     for name in sorted((needed | optional) - {"choices", "label"}):
         if name in line and not (isinstance(line[name], str) and line[name]):
-            raise ValueError(f"{place}: {name}={line[name]!r} must be a text that is not empty")
+            raise ValueError(f"{where}: {name}={line[name]!r} must be a text that is not empty")
     if kind == "labels" and (isinstance(line["label"], bool) or not isinstance(line["label"], str | int)):
-        raise ValueError(f"{place}: label={line['label']!r} must be a text or a whole number")
+        raise ValueError(f"{where}: label={line['label']!r} must be a text or a whole number")
     if "choices" in line:
-        _check_choices(line, place)
+        _check_choices(line, where)
     return line, kind
 
 
-def _check_choices(line: Line, place: str) -> None:
+def _check_choices(line: Line, where: str) -> None:
     choices = line["choices"]
     if not (isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)):
-        raise ValueError(f"{place}: choices={str(choices)[:60]} must be a list of texts that are not empty")
+        raise ValueError(f"{where}: choices={str(choices)[:60]} must be a list of texts that are not empty")
     if line["answer"] not in choices:
-        raise ValueError(f"{place}: the answer is not among the choices")
+        raise ValueError(f"{where}: the answer is not among the choices")
     if len(choices) < 2 or len(set(choices)) < len(choices):
-        raise ValueError(f"{place}: choices must be at least two, and no two alike")
+        raise ValueError(f"{where}: choices must be at least two, and no two alike")
 
 
 def tokenizer(name: str | None, checkpoint: str | None, pairs: bool) -> PreTrainedTokenizerBase:
@@ -182,7 +182,7 @@ def answer_rows(
         room = max_tokens - len(begin) - max(map(len, answers))
         if room < 1 or not prompt or not min(map(len, answers)):
             raise ValueError(
-                f"{lines.place(index)}: the answer has {max(map(len, answers))} tokens, the prompt {len(prompt)}; "
+                f"{lines.where(index)}: the answer has {max(map(len, answers))} tokens, the prompt {len(prompt)}; "
                 f"data.max_tokens={max_tokens} must hold the answer, at least one token, and one of the prompt"
             )
         prompt = begin + prompt[-room:]
@@ -200,7 +200,7 @@ def label_names(lines: Lines) -> list[str]:
 
 
 def label_rows(lines: Lines, tokens: PreTrainedTokenizerBase, max_tokens: int, names: list[str]) -> list[Row]:
-    """Rows as the tokeniser gives them, with the label's place in ``names``; texts too long lose their ends.
+    """Rows as the tokeniser gives them, with the label's index in ``names``; texts too long lose their ends.
 
     Raises ValueError for a label that is not among ``names``.
     """
@@ -209,7 +209,7 @@ def label_rows(lines: Lines, tokens: PreTrainedTokenizerBase, max_tokens: int, n
         label = str(line["label"])
         if label not in names:
             raise ValueError(
-                f"{lines.place(index)}: label {label!r} is in no line of the training file; there: {', '.join(names)}"
+                f"{lines.where(index)}: label {label!r} is in no line of the training file; there: {', '.join(names)}"
             )
         encoded = tokens(line["text"], line.get("pair"), truncation=True, max_length=max_tokens)
         rows.append({**encoded, "label": names.index(label)})

@@ -271,12 +271,12 @@ def answer_metrics(prediction: EvalPrediction, counts: list[int]) -> dict[str, f
     With choices the likeliest is the model's; an answer alone counts where greedy decoding gives it, token by token.
     Args: predictions as `answer_scores` gives; counts, rows of each example, the right answer's first.
     """
-    right, lost, tokens, place = 0, 0.0, 0.0, 0
+    right, lost, tokens, first = 0, 0.0, 0.0, 0
     for count in counts:
-        scores = prediction.predictions[place : place + count]
+        scores = prediction.predictions[first : first + count]
         likeliest = bool((scores[0, 0] > scores[1:, 0]).all())  # a tie, or NaN, is not right
         right += likeliest if count > 1 else bool(scores[0, 2])
-        lost, tokens, place = lost - float(scores[0, 0]), tokens + float(scores[0, 1]), place + count
+        lost, tokens, first = lost - float(scores[0, 0]), tokens + float(scores[0, 1]), first + count
     return {"accuracy": right / len(counts), "answer_loss": lost / tokens}
 
 

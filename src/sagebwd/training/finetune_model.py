@@ -70,7 +70,7 @@ def build(config: Finetuning, tokens: PreTrainedTokenizerBase, labels: list[str]
     if labels is not None:
         kind = AutoModelForSequenceClassification
         model_config.id2label = dict(enumerate(labels))
-        model_config.label2id = {label: place for place, label in enumerate(labels)}
+        model_config.label2id = {label: index for index, label in enumerate(labels)}
         if model_config.pad_token_id is None:
             model_config.pad_token_id = tokens.pad_token_id
     set_seed(config.seeds[0])

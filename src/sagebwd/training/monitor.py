@@ -215,9 +215,9 @@ class AttentionMonitor(TrainerCallback):
             for recipe in ladder(Recipe.parse(layer.base))
             if str(recipe) == layer.recipe or _supported(call, recipe, impl)
         ]
-        place = [str(recipe) for recipe in rungs].index(layer.recipe)
-        coarser = rungs[place - 1] if automatic and place else None
-        rows = measure([call], [rungs[place]] if coarser is None else [rungs[place], coarser])
+        rung = [str(recipe) for recipe in rungs].index(layer.recipe)
+        coarser = rungs[rung - 1] if automatic and rung else None
+        rows = measure([call], [rungs[rung]] if coarser is None else [rungs[rung], coarser])
         own = [row for row in rows if row.recipe == layer.recipe]
         layer.head = max(own, key=lambda row: _gradient_error(row.relative_l2)).head
         layer.errors = worst_head(own)
@@ -230,7 +230,7 @@ class AttentionMonitor(TrainerCallback):
         moving = automatic and layer.above >= self.settings.checks
         finer = None
         if layer.above and (moving or not layer.warned):
-            finer = _finer(call, rungs[place + 1 :], threshold, error)
+            finer = _finer(call, rungs[rung + 1 :], threshold, error)
         if layer.above and not layer.warned:
             advice = _advice(call.layer, finer, automatic)
             self._announce(step, call.layer, f"{_described(layer, threshold)}; {advice}")

@@ -54,11 +54,11 @@ def read(folder: Path) -> list[dict]:
 def unpack(folder: Path, output: Path) -> None:
     """Write each packed run of ``folder`` into a folder of its own under ``output``."""
     for run in read(folder):
-        place = output / run["run"]
-        place.mkdir(parents=True, exist_ok=True)
-        (place / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run["metrics"]), encoding="utf-8")
+        run_dir = output / run["run"]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run["metrics"]), encoding="utf-8")
         if run["ended"]:
-            (place / run["ended"]).write_text(json.dumps(run["result"]) + "\n", encoding="utf-8")
+            (run_dir / run["ended"]).write_text(json.dumps(run["result"]) + "\n", encoding="utf-8")
 
 
 def curves(folder: Path) -> Path:
