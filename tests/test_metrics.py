@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sagebwd.metrics import Comparison, cosine, relative_l2, rms, sqnr_db
+from sagebwd.metrics import Comparison, cosine, largest_logit, relative_l2, rms, sqnr_db
 
 pytestmark = pytest.mark.rounding
 
@@ -33,6 +33,13 @@ def test_accumulates_in_fp64():
 
 def test_nan_is_not_hidden():
     assert math.isnan(relative_l2(torch.tensor([math.nan]), torch.tensor([1.0])))
+
+
+def test_largest_logit_is_that_of_the_scores():
+    q, k = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.5
+    assert largest_logit(q, k, scale=0.5) == pytest.approx(scores.abs().max().item())
+    assert largest_logit(q, k, scale=0.5, is_causal=True) == pytest.approx(scores.tril().abs().max().item())
 
 
 def test_pieces_give_the_figures_of_the_whole():

@@ -1,4 +1,4 @@
-"""How far one tensor is from another: the only home of these formulas. All accumulate in FP64."""
+"""How far one tensor is from another, in FP64, and how large logits are: the only home of these formulas."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def sqnr_db(actual: Tensor, expected: Tensor) -> float:
     """Signal to quantisation noise, in dB: -20 log10 of the relative L2 error."""
     error = relative_l2(actual, expected)
     return math.inf if error == 0 else -20 * math.log10(error)
+
+
+def largest_logit(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> float:
+    """The largest |scale q . k| over visible pairs, for logging.
+
+    Args: query (batch, heads, tokens, head_dim), key (batch, kv_heads, kv_tokens, head_dim). Memory is that of one
+    head's scores.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    groups = query.shape[1] // key.shape[1]
+    largest = 0.0
+    with torch.no_grad():
+        for batch in range(query.shape[0]):
+            for head in range(query.shape[1]):
+                scores = query[batch, head].float() @ key[batch, head // groups].float().mT
+                scores = scores.tril() if is_causal else scores
+                largest = max(largest, scores.abs().max().item() * abs(scale))
+    return largest
 
 
 class Comparison:

@@ -12,8 +12,7 @@ from sagebwd import cli, reference
 from sagebwd.analysis import trace as study
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.gaussian import draw, with_sinks
-from sagebwd.metrics import cosine, relative_l2, rms
-from sagebwd.nn import largest_logit
+from sagebwd.metrics import cosine, largest_logit, relative_l2, rms
 from sagebwd.recipe import Recipe
 from tests.analysis.test_capture import build, tokens
 from tests.traced import trace

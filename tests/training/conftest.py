@@ -1,8 +1,11 @@
 """A run small enough for a test: a second or two."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from sagebwd.training.config import Config
 
@@ -41,3 +44,16 @@ def tiny(tmp_path: Path, corpus: Path) -> Config:
             "logging.checkpoint_every": 2,
         }
     )
+
+
+@pytest.fixture
+def model_and_ids(tiny: Config) -> Callable[..., tuple[nn.Module, Tensor]]:
+    """The model of that run, with keys of its config changed, on the reference, and token ids (1, 32)."""
+
+    from sagebwd.training.model import build
+
+    def make(**overrides: object) -> tuple[nn.Module, Tensor]:
+        model = build(tiny.replace({"attention.impl": "reference", **overrides}), 257)
+        return model, torch.randint(0, 257, (1, 32), generator=torch.Generator().manual_seed(0))
+
+    return make

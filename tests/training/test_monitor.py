@@ -14,7 +14,6 @@ from sagebwd.training import monitor as monitoring
 from sagebwd.training import pretrain
 from sagebwd.training.model import build
 from sagebwd.training.monitor import AttentionMonitor, choose_heads, ladder, worst_head
-from tests.training.models import model_and_ids
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
 
@@ -63,8 +62,8 @@ def test_losses_are_the_same_bit_for_bit_with_and_without(watched, tmp_path):
     assert result(tmp_path / "without")["monitor"] is None
 
 
-def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_were(tiny):
-    model, ids = model_and_ids(tiny)
+def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_were(model_and_ids):
+    model, ids = model_and_ids()
     model.train()
     model.model.layers[0].mlp.eval()  # as a frozen part would be
     model(input_ids=ids, labels=ids).loss.backward()
@@ -81,8 +80,8 @@ def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_wer
     assert model.config._attn_implementation == "sagebwd"
 
 
-def test_errors_are_those_of_trace_at_the_worst_head(tiny):
-    model, ids = model_and_ids(tiny)
+def test_errors_are_those_of_trace_at_the_worst_head(model_and_ids):
+    model, ids = model_and_ids()
     call = capture(model, ids, layers=[1])[0]
     rows = measure([call], ["paper"])
     monitor = AttentionMonitor(ids)
@@ -95,8 +94,8 @@ def test_errors_are_those_of_trace_at_the_worst_head(tiny):
     assert math.isnan(worst_head(rows)["dq"])
 
 
-def test_heads_checked_are_the_worst_the_largest_logits_and_others_in_turn(tiny):
-    model, ids = model_and_ids(tiny, **{"model.heads": 4, "model.kv_heads": 2})
+def test_heads_checked_are_the_worst_the_largest_logits_and_others_in_turn(model_and_ids):
+    model, ids = model_and_ids(**{"model.heads": 4, "model.kv_heads": 2})
     call = capture(model, ids, layers=[0])[0]
     call.q[:, 2] *= 5
     call.k[:, 0] += 100  # heads 0 and 1 read it; smoothing takes it out
@@ -204,8 +203,8 @@ def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(wat
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_move_changes_what_the_layer_computes(tiny):
-    model, ids = model_and_ids(tiny)
+def test_a_move_changes_what_the_layer_computes(model_and_ids):
+    model, ids = model_and_ids()
     before = model(input_ids=ids).logits
     monitoring._set_recipe(model.config, 1, "full")
     assert model.config.sagebwd == {"recipe": "token", "impl": "reference", "layers": {"1": {"recipe": "full"}}}

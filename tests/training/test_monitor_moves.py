@@ -13,7 +13,6 @@ from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.training import monitor as monitoring
 from sagebwd.training.config import Monitor
 from sagebwd.training.monitor import AttentionMonitor, ladder
-from tests.training.models import model_and_ids
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
 FINER, BOTH = "token(s=16bit)", "token(s=16bit, o=16bit)"
@@ -32,9 +31,9 @@ class Script:
 
 
 @pytest.fixture
-def judged(tiny, monkeypatch):
+def judged(model_and_ids, monkeypatch):
     """A function: errors by recipe in, what layer 0's check announces out."""
-    model, ids = model_and_ids(tiny)
+    model, ids = model_and_ids()
     call = capture(model, ids, layers=[0])[0]
     script = Script(monkeypatch)
 
