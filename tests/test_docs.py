@@ -5,9 +5,11 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from string import Template
 
 import pytest
 import torch
@@ -210,6 +212,59 @@ def test_links_to_sections_lead_to_a_heading():
     for document in DOCUMENTS:
         for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8")):
             assert anchor in anchors(document.parent / link if link else document), f"{document.name}: {link}#{anchor}"
+
+
+def commands():
+    """Command lines of the documents, in blocks of shell and in the text: where each stands, and its words."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+        variables: dict[str, str] = {}
+        for line in lines:
+            for name, value in re.findall(r"""\b([A-Z])=("[^"]*"|[^\s;]+)""", line):
+                variables[name] = Template(value.strip('"')).safe_substitute(variables)
+            line = Template(line).safe_substitute(variables)
+            if started := re.match(
+                r"(?:\w+=\S+ )*((?:torchrun|accelerate launch) .*-m sagebwd\.cli|python -m|sagebwd) ", line
+            ):
+                words = shlex.split(line[started.end() :], comments=True)
+                found.append((str(document.relative_to(ROOT)), started.group(1) != "python -m", words))
+    return found
+
+
+def test_commands_in_the_documents_are_understood():
+    """Every module exists; every command has the options that it is given, every config is there and has the keys."""
+    typer = pytest.importorskip("typer")
+
+    from sagebwd.cli import app
+    from sagebwd.training.config import Config, load
+    from sagebwd.training.finetune_config import Finetuning
+
+    known = typer.main.get_command(app).commands
+    tried = 0
+    for where, of_sagebwd, (name, *words) in commands():
+        if not of_sagebwd:
+            if name not in ("pytest", "pip"):
+                assert importlib.util.find_spec(name), f"{where}: there is no module {name}"
+            continue
+        assert name in known, f"{where}: there is no command {name}"
+        if not words or words == ["--help"]:
+            continue
+        try:
+            given = known[name].make_context(name, list(words)).params
+        except Exception as error:
+            if type(error).__name__ != "MissingParameter":
+                pytest.fail(f"{where}: {name}: {error}")
+            continue
+        config = given.get("config")
+        if config is not None and (ROOT / config).is_relative_to(ROOT / "configs") and config.stem.islower():
+            settings = [setting for setting in given["setting"] or [] if not setting.split("=")[1].isupper()]
+            load(ROOT / config, settings, Finetuning if name == "finetune" else Config)
+        tried += 1
+    assert tried >= 40
 
 
 def blocks():
