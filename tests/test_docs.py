@@ -54,6 +54,7 @@ def test_every_results_file_is_cited_and_every_cited_one_exists():
 def test_contributing_has_a_line_for_every_tool():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names = [path.stem for path in (ROOT / "tools").glob("[!_]*.py")]
+    names += [path.parent.name for path in (ROOT / "tools").glob("*/__main__.py")]
     assert len(names) >= 9
     assert not [name for name in names if f"| `python -m tools.{name}" not in text and f"tools/{name}.py" not in text]
 
