@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from sagebwd import dispatch, eager, mask_argument, ops, switches
 from sagebwd.mask import Mask
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,7 +37,7 @@ def sage_attention(
     *,
     block_mask: BlockMask | Mask | None = None,
     window: tuple[int, int] | None = None,
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -63,8 +63,9 @@ def sage_attention(
         block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it,
             which torch.compile needs; attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
-        recipe: a name (of `sagebwd.RECIPES`: "token", "token_fp8", "paper", "full" and others), a text such as
-            "token(smooth_v=False)", or a Recipe.
+        recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "token_fp8", "paper", "full"), a text such as
+            "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" is "mixed" on compute
+            capability 9.0 where Hopper's kernels take the call, else "token".
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
             that lacks the call raises. "hopper" is one family in forward; of recipes that it has no gradients for,
@@ -140,7 +141,7 @@ def sage_attention_varlen(
     is_causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -209,10 +210,25 @@ def _with_true_lse(
     return o, lse + (query.to(lse.dtype) * k_mean[sequence]).sum(-1).T * scale
 
 
-def choose_implementation(query: Tensor, recipe: Recipe, impl: str | None, masked: bool = False) -> str:
+def choose_recipe(query: Tensor, recipe: Recipe | str, impl: str | None, masked: bool = False) -> Recipe | str:
+    """The recipe that a call runs by, of a recipe or "auto", which while torch.compile traces the operators settle.
+
+    impl, masked: as in `choose_implementation`.
+    """
+    if isinstance(recipe, str):
+        if switches.current.disabled or switches.current.backward_16bit:
+            recipe = Recipe.named("token")
+        elif torch.compiler.is_compiling():
+            return AUTO
+        else:
+            recipe = Recipe.named(dispatch.automatic(impl, query.shape[-1], query.dtype, query.device, masked))
+    return switches.apply_to(recipe)
+
+
+def choose_implementation(query: Tensor, recipe: Recipe | str, impl: str | None, masked: bool = False) -> str:
     """The implementation that a call runs on; `dispatch.FASTEST` for the kernels of a GPU while torch.compile traces.
 
-    masked: by a mask that is more than key padding.
+    recipe: as `choose_recipe` gives it. masked: by a mask that is more than key padding.
 
     Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
     the implementation lacks, each naming the way out.
@@ -265,7 +281,7 @@ def _settings(
     if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced
         raise ValueError(f"scale={scale} must be finite")
     left, right = _window(window)
-    parsed = switches.apply_to(Recipe.parse(recipe))
+    parsed = choose_recipe(query, Recipe.parse_or_auto(recipe), impl, masked)
     chosen = choose_implementation(query, parsed, impl, masked)
     return is_causal, left, right, float(scale), str(parsed), chosen, switches.current.deterministic
 

@@ -256,7 +256,7 @@ app.command("bench-training")(cli_bench.bench_training)
 def doctor(
     head_dim: Annotated[int, typer.Option(help="Of the call to ask about.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
-    recipe: Annotated[str, typer.Option(help="Recipe name or text.")] = "token",
+    recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
 ) -> None:
     """What runs here and why, and a self-test. Exit code 1 where no kernel runs."""
@@ -264,7 +264,7 @@ def doctor(
 
     from sagebwd import doctor as examination
     from sagebwd.hardware import check_device
-    from sagebwd.recipe import Recipe
+    from sagebwd.recipe import AUTO
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
@@ -272,8 +272,9 @@ def doctor(
     check_device(device)
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False)
-    parsed = Recipe.parse(recipe)
-    console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {parsed}, on {device}:")
+    parsed = examination.recipe_of(device, getattr(torch, dtype), head_dim, recipe)
+    named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
+    console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {named} on {device}:")
     found = examination.answers(device, getattr(torch, dtype), head_dim, parsed)
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"

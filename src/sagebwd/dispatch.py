@@ -98,6 +98,16 @@ def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.dev
     return "triton"
 
 
+def automatic(impl: str | None, head_dim: int, dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
+    """The recipe that "auto" stands for in a call: "mixed" where Hopper's kernels run it, else "token".
+
+    masked: by a mask that is more than key padding.
+    """
+    hopper = impl in (None, FASTEST, "hopper") and is_hopper(device)
+    fits = hopper and is_supported("hopper", Recipe.named("mixed"), head_dim, dtype, masked)
+    return "mixed" if fits else "token"
+
+
 def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> bool:
     """Whether a kernel family runs a recipe, forward and backward; the reference runs all."""
     return unsupported(impl, recipe, head_dim, dtype, masked) is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sagebwd import dispatch
-from sagebwd.attention import choose_implementation, sage_attention
+from sagebwd.attention import choose_implementation, choose_recipe, sage_attention
 from sagebwd.hardware import peak_rates
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
@@ -71,6 +71,12 @@ def _forward_of_mixed() -> str:
     if reason is None:
         return "forward in CuTe DSL"
     return f"forward in Gluon, some 1.4 times slower: {reason} (in a clone: pip install '.[hopper]')"
+
+
+def recipe_of(device: str, dtype: torch.dtype, head_dim: int, recipe: str) -> Recipe:
+    """The recipe of a call with these properties, "auto" settled."""
+    query = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+    return choose_recipe(query, Recipe.parse_or_auto(recipe), None)
 
 
 def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> list[Answer]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.call import Call, Saved, keeps_inputs
 from sagebwd.mask import BLOCK, Mask, blocks_of
-from sagebwd.recipe import FP8, INT8, Recipe
+from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
 
@@ -64,8 +64,15 @@ def _check_packing(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -
 
 
 @cache
-def _read(recipe: str) -> Recipe:
+def _parsed(recipe: str) -> Recipe:
     return Recipe.parse(recipe)
+
+
+def _read(recipe: str, impl: str, x: Tensor, mask: Tensor | None) -> Recipe:
+    """The recipe of a call on x; "auto" comes from calls that were traced, where nobody could ask for kernels."""
+    if recipe == AUTO:
+        recipe = dispatch.automatic(impl, int(x.shape[-1]), x.dtype, x.device, mask is not None)
+    return _parsed(recipe)
 
 
 @_operator
@@ -107,11 +114,11 @@ def attention(
         _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
         _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
     if q.numel() == 0 or k.numel() == 0:
-        o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
+        o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, _read(recipe, impl, q, mask), impl)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
     call = Call.of(
         q, k, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-        scale, _read(recipe), deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
+        scale, _read(recipe, impl, q, mask), deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), _device_of(q):
         return _without_none(dispatch.forward(impl, call, q, k, v))
@@ -135,17 +142,18 @@ def _without_none(saved: Saved) -> tuple[Tensor, ...]:
     )
 
 
-def _attention_shapes(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: str, impl: str) -> tuple[Tensor, ...]:
+def _attention_shapes(
+    q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: Recipe, impl: str
+) -> tuple[Tensor, ...]:
     """Empty tensors in the shapes and dtypes that ``attention`` returns."""
     packed = cu_seqlens_k is not None
-    parsed = _read(recipe)
     saves = impl != "reference"
-    q_saved = _saved_like(q, _token_shape(q, packed), saves and INT8 in (parsed.s, parsed.dk))
-    k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (parsed.s, parsed.dq))
+    q_saved = _saved_like(q, _token_shape(q, packed), saves and INT8 in (recipe.s, recipe.dk))
+    k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (recipe.s, recipe.dq))
     batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
-    fp8 = saves and FP8 in (parsed.dv, parsed.dq, parsed.dk)
+    fp8 = saves and FP8 in (recipe.dv, recipe.dq, recipe.dk)
     # found in backward where forward reads V once, as it lies
-    v_scale = fp8 and (parsed.o == INT8 or parsed.smooth_v)
+    v_scale = fp8 and (recipe.o == INT8 or recipe.smooth_v)
     v_scale_shape = (batch, k.shape[1], k.shape[-1])
     return (
         q.new_empty(q.shape),
@@ -163,7 +171,7 @@ def _(
     q, k, v, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
-    return _attention_shapes(q, k, cu_seqlens_k, recipe, impl)
+    return _attention_shapes(q, k, cu_seqlens_k, _read(recipe, impl, q, mask), impl)
 
 
 @_operator
@@ -203,7 +211,7 @@ def attention_backward(
         return o.new_zeros(o.shape), v.new_zeros(v.shape), v.new_zeros(v.shape)
     call = Call.of(
         o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-        scale, _read(recipe), deterministic or torch.are_deterministic_algorithms_enabled(),
+        scale, _read(recipe, impl, v, mask), deterministic or torch.are_deterministic_algorithms_enabled(),
         _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max, v_scale))
@@ -229,7 +237,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*saved)
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
-        keep_q, keep_k = keeps_inputs(_read(recipe), impl)
+        keep_q, keep_k = keeps_inputs(_read(recipe, impl, q, masks[1]), impl)
         ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
         return output
 

@@ -32,6 +32,9 @@ INT8 = "int8"
 SIXTEEN_BIT = "16bit"
 FP8 = "fp8"
 
+# The default: each call takes the fastest recipe that training has proven on its GPU (`sagebwd.dispatch.automatic`).
+AUTO = "auto"
+
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 P_LEVELS = (127, 254)
@@ -122,6 +125,10 @@ class Recipe:
     @classmethod
     def named(cls, name: str) -> Recipe:
         """The recipe called ``name``: one of `RECIPES`. Raises ValueError for any other."""
+        if name == AUTO:
+            raise ValueError(
+                f"recipe: {AUTO!r} is chosen call by call and fixes no numbers; name one: {', '.join(RECIPES)}"
+            )
         if name not in RECIPES:
             raise ValueError(f"recipe: there is none called {name!r}; named recipes: {', '.join(RECIPES)}")
         return RECIPES[name]
@@ -143,6 +150,11 @@ class Recipe:
             raise ValueError(f"recipe: cannot read {text!r}; expected NAME or NAME(field=value, ...)")
         recipe = cls.named(name)
         return recipe.replace(**_parse_fields(text, arguments)) if arguments else recipe
+
+    @classmethod
+    def parse_or_auto(cls, text: str | Recipe) -> Recipe | str:
+        """As `parse`, but for "auto", which each call is to choose for itself (`sagebwd.dispatch.automatic`)."""
+        return AUTO if isinstance(text, str) and text == AUTO else cls.parse(text)
 
     def replace(self, **changes: object) -> Recipe:
         """A copy with the given fields changed. Raises ValueError for a field that does not exist."""

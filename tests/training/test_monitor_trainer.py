@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from sagebwd.integrations import transformers as integration
 from sagebwd.training.config import Monitor
 from sagebwd.training.monitor import AttentionMonitor
 
@@ -23,6 +24,7 @@ class Tokens(Dataset):
 
 
 def someone_elses_trainer(folder, attention="sagebwd", **arguments):
+    integration.register()
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=16, use_cache=False, sagebwd={"impl": "reference"},
@@ -74,6 +76,15 @@ def test_a_compiled_model_follows_a_move(tmp_path):
         losses[compiled] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert set(trainer.model.config.sagebwd["layers"]) == {"0", "1"}
     assert losses[True] == losses[False]
+
+
+def test_auto_is_named_before_rungs_begin_at_it(tmp_path):
+    trainer = someone_elses_trainer(tmp_path / "run")
+    assert integration.settings(trainer.model.config, 0)["recipe"] == "auto"
+    monitor = AttentionMonitor(Tokens()[0]["input_ids"][None], Monitor(every=2)).attach(trainer)
+    trainer.train()
+    assert [integration.settings(trainer.model.config, index)["recipe"] for index in (0, 1)] == ["token", "token"]
+    assert {layer.base for layer in monitor.layers.values()} == {"token"}
 
 
 def test_a_check_that_cannot_be_made_is_left_out(tmp_path):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sagebwd.attention import sage_attention
 from sagebwd.dispatch import check_known
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import AUTO, Recipe
 
 NAME = "sagebwd"
 TESTED = ("0.42.0", "0.42.1")
@@ -35,7 +35,7 @@ _MODULE = "diffusers.models.attention_dispatch"
 _REGISTRY_NAMES = ("register", "set_active_backend")
 
 
-def register(recipe: str | Recipe = "token", impl: str | None = None) -> None:
+def register(recipe: str | Recipe = AUTO, impl: str | None = None) -> None:
     """Make the attention backend "sagebwd" known to Diffusers: by model, by context manager and by environment.
 
     Calling again takes the new settings, for all models of the process. With DIFFUSERS_ATTN_BACKEND=sagebwd in the
@@ -48,7 +48,7 @@ def register(recipe: str | Recipe = "token", impl: str | None = None) -> None:
         ValueError, TypeError: an unknown recipe or impl.
         NotImplementedError: this version of Diffusers lacks the private names that are needed.
     """
-    parsed = Recipe.parse(recipe)
+    parsed = Recipe.parse_or_auto(recipe)
     check_known(impl)
     from_environment = constants.DIFFUSERS_ATTN_BACKEND == NAME and _MODULE not in sys.modules
     dispatch = _import_dispatch(from_environment)
@@ -108,7 +108,7 @@ def _enum_member(names: type[Enum]) -> Enum:
     return member
 
 
-def _backend(recipe: Recipe, impl: str | None) -> Callable[..., Tensor]:
+def _backend(recipe: Recipe | str, impl: str | None) -> Callable[..., Tensor]:
     def attention(
         query: Tensor,
         key: Tensor,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import AUTO, Recipe
 
 _LAYOUTS = ("HND", "NHD")
 _WITHOUT_EFFECT = ("qk_quant_gran", "pv_accum_dtype", "quantization_backend")
@@ -30,7 +30,7 @@ def sageattn(
     return_lse: bool = False,
     *,
     smooth_k: bool | None = None,
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     **kwargs: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def sageattn(
         sm_scale: softmax scale; 1 / sqrt(head_dim) by default.
         return_lse: also return the log-sum-exp of the scaled scores, natural log.
         smooth_k: whether the mean of the keys is taken off before they are quantised; None as the recipe
-            says, which is True in ``token`` and ``paper``.
+            says, which is True in all named ones but ``full``.
         recipe, impl: as in `sage_attention`.
         kwargs: ``qk_quant_gran``, ``pv_accum_dtype`` and ``quantization_backend``, without effect.
 
@@ -90,7 +90,7 @@ def sageattn_varlen(
     sm_scale: float | None = None,
     smooth_k: bool | None = None,
     *,
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     **kwargs: object,
 ) -> Tensor:
@@ -103,7 +103,7 @@ def sageattn_varlen(
         is_causal: the last query of a sequence meets its last key.
         sm_scale: softmax scale; 1 / sqrt(head_dim) by default.
         smooth_k: whether the mean of each sequence's keys is taken off before they are quantised; None as the recipe
-            says, which is True in ``token`` and ``paper``.
+            says, which is True in all named ones but ``full``.
         recipe, impl, kwargs: as in `sageattn`.
 
     Returns: (total_tokens, heads, head_dim) in q's dtype.
@@ -126,9 +126,11 @@ def _refuse_unknown(function: str, kwargs: dict[str, object]) -> None:
         )
 
 
-def _smoothed(recipe: str | Recipe, smooth_k: bool | None) -> Recipe:
-    parsed = Recipe.parse(recipe)
-    return parsed if smooth_k is None else parsed.replace(smooth_k=smooth_k)
+def _smoothed(recipe: str | Recipe, smooth_k: bool | None) -> Recipe | str:
+    """The recipe with K smoothed or not; "auto" stands for recipes that smooth it, "token" without for one more."""
+    if smooth_k is None or (recipe == AUTO and smooth_k):
+        return Recipe.parse_or_auto(recipe)
+    return Recipe.parse("token" if recipe == AUTO else recipe).replace(smooth_k=smooth_k)
 
 
 def _check_4d(**tensors: Tensor) -> None:

@@ -28,10 +28,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sagebwd import dispatch
-from sagebwd.attention import MAX_HEAD_DIM, REFERENCE_DTYPES, _autocast, choose_implementation, sage_attention
+from sagebwd.attention import (
+    MAX_HEAD_DIM,
+    REFERENCE_DTYPES,
+    _autocast,
+    choose_implementation,
+    choose_recipe,
+    sage_attention,
+)
 from sagebwd.mask_argument import in_four_dimensions, is_key_padding
-from sagebwd.recipe import Recipe
-from sagebwd.switches import apply_to
+from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -59,7 +65,7 @@ class SdpaReplacement:
             raise ValueError(f"min_tokens={min_tokens} must be at least 0")
         if unsupported not in ("original", "raise"):
             raise ValueError(f"unsupported={unsupported!r} is not known; accepted: 'original', 'raise'")
-        self.recipe = Recipe.parse(recipe)
+        self.recipe = Recipe.parse_or_auto(recipe)
         self.impl = impl
         self.min_tokens = min_tokens
         self.unsupported = unsupported
@@ -113,7 +119,7 @@ class SdpaReplacement:
 
 
 def replace_sdpa(
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     min_tokens: int = 0,
     unsupported: Literal["original", "raise"] = "original",
@@ -149,7 +155,7 @@ def replace_sdpa(
 
 
 def install_sdpa(
-    recipe: str | Recipe = "token",
+    recipe: str | Recipe = AUTO,
     impl: str | None = None,
     min_tokens: int = 0,
     unsupported: Literal["original", "raise"] = "original",
@@ -385,7 +391,8 @@ def _reason_in_implementation(
     if query.dtype not in REFERENCE_DTYPES:
         return f"dtype {dtype}"
     try:
-        choose_implementation(query, apply_to(settings.recipe), settings.impl, masked)
+        recipe = choose_recipe(query, settings.recipe, settings.impl, masked)
+        choose_implementation(query, recipe, settings.impl, masked)
     except TypeError:
         return f"dtype {dtype}"
     except NotImplementedError:

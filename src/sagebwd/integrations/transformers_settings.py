@@ -10,6 +10,7 @@ from functools import cache
 from transformers import PreTrainedModel
 
 from sagebwd.integrations.transformers_masks import USE_INSTEAD
+from sagebwd.recipe import AUTO
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")
@@ -32,7 +33,7 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     unknown = sorted(set(chosen) - set(_SETTINGS))
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, layers")
-    return {"recipe": chosen.get("recipe", "token"), "impl": chosen.get("impl")}
+    return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
 
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:

@@ -40,11 +40,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
+from sagebwd import dispatch
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.trace import Row, measure
 from sagebwd.attention import choose_implementation
 from sagebwd.integrations.transformers import NAME, settings
-from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.training.config import Monitor
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
@@ -164,6 +165,7 @@ class AttentionMonitor(TrainerCallback):
         for index in chosen:
             if index not in found:
                 raise ValueError(f"monitor.layers: {index} is not there; the model has layers 0 to {max(found)}")
+        _name_recipes(config, chosen, model, torch.bfloat16 if args.bf16 else model.dtype)
         bases = {index: str(Recipe.parse(settings(config, index)["recipe"])) for index in chosen}
         self.layers = {index: Layer(base, base) for index, base in bases.items()}
         self.events, self.count, self.seconds, self.costly = [], 0, 0.0, False
@@ -355,9 +357,18 @@ def _attention(model: PreTrainedModel) -> tuple[PreTrainedConfig | None, list[in
     return (parts[0].config if parts else None), sorted({part.layer_idx for part in parts})
 
 
+def _name_recipes(config: PreTrainedConfig, layers: list[int], model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put what "auto" stands for into the config: rungs begin at a recipe."""
+    for index in layers:
+        chosen = settings(config, index)
+        if chosen["recipe"] == AUTO:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            _set_recipe(config, index, dispatch.automatic(chosen["impl"], head_dim, dtype, model.device))
+
+
 def _set_recipe(config: PreTrainedConfig, index: int, recipe: str) -> None:
     """Give one layer a recipe, unless it has it."""
-    if str(Recipe.parse(settings(config, index)["recipe"])) == recipe:
+    if str(Recipe.parse_or_auto(settings(config, index)["recipe"])) == recipe:
         return
     chosen = getattr(config, NAME, None) or {}
     layers = chosen.get("layers") or {}
