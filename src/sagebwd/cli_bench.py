@@ -95,7 +95,8 @@ def _bench_table(title: str, rows: list) -> Table:
 def bench_training(
     config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path("configs/paper-325m.yaml"),
     attention: Annotated[
-        list[str] | None, typer.Option(help="cudnn, flash, sdpa, a recipe or recipe@impl; repeat [default: all here].")
+        list[str] | None,
+        typer.Option(help="cudnn, flash, sdpa, fa4, a recipe or recipe@impl; repeat [default: all here]."),
     ] = None,
     context: Annotated[
         list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
@@ -103,6 +104,10 @@ def bench_training(
     batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Compile its layers, one for all, in a tenth of the time.")
+    ] = False,
+    causal: Annotated[bool, typer.Option(help="Or without a mask, as in a video model.")] = True,
     steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
     vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
@@ -110,7 +115,7 @@ def bench_training(
     output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
-    """Speed and memory of a model's training steps, one attention beside another; under torchrun, of N processes."""
+    """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
     quiet()
     from sagebwd.benchmarks import training as benchmark
     from sagebwd.benchmarks.results import save
@@ -121,7 +126,7 @@ def bench_training(
     check_device(device)
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
     choices = [benchmark.Choice.parse(name, device) for name in names]
-    chosen = load(config, setting).replace({"optimisation.compile": compiled})
+    chosen = load(config, setting)
     processes.join()
     console.quiet = not processes.is_first()
     facts = benchmark.facts(device, commit, chosen)
@@ -132,10 +137,12 @@ def bench_training(
             measured = benchmark.measure(
                 chosen.replace({"data.context": tokens}), choices, batch=batch, vocabulary=vocabulary,
                 device=device, steps=steps, warmup=warmup,
+                compiled="no" if not compiled else "layers" if by_layer else "model", is_causal=causal,
                 progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"),
             )  # fmt: skip
         rows += measured
         console.print(benchmark.table(measured))
+        console.print(benchmark.parts_table(measured))
         if processes.is_first():  # anew with every context: one that is cut off has what it measured
             console.print(f"wrote {save(rows, facts, output, name)}")
     processes.leave()

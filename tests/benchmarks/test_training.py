@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import cli
-from sagebwd.benchmarks import plot
+from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import FULL_PRECISION, Config
 
@@ -28,6 +28,9 @@ TINY = Config("tiny").replace(
 )
 
 
+PARTS = {"attention": 5.0, "passes": 1.0, "copies": 2.0, "other": 9.0, "idle": 0.5}
+
+
 def measure(*names, **arguments):
     parsed = [bench.Choice.parse(name, "cpu") for name in names]
     return bench.measure(TINY, parsed, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
@@ -38,6 +41,10 @@ def test_where_a_steps_time_goes_is_drawn(tmp_path):
     file = next(RESULTS.glob("training_h200_*_ae246a6.json"))
     assert plot.plot_steps(file, tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads(file.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["parts"] = PARTS
+    (tmp_path / "parts.json").write_text(json.dumps(content), encoding="utf-8")
+    assert plot.plot_steps(tmp_path / "parts.json").read_bytes().startswith(b"\x89PNG")
     for row in content["rows"]:
         row["attention_ms"] = None
     (tmp_path / "none.json").write_text(json.dumps(content), encoding="utf-8")
@@ -58,6 +65,9 @@ def test_rows_of_full_precision_and_recipes():
         assert row.speedup == pytest.approx(full.step_ms / row.step_ms)
         assert 0 < row.attention_share < 1
         assert row.attention_ms == pytest.approx(row.attention_share * row.busy_ms)
+        assert tuple(row.parts) == breakdown.PARTS == tuple(plot.STEP_PARTS)
+        assert row.parts["attention"] + row.parts["passes"] == pytest.approx(row.attention_ms, abs=1e-3)
+        assert sum(row.parts.values()) == pytest.approx(max(row.step_ms, row.busy_ms), abs=1e-3)
         assert row.utilisation is None
         assert row.peak_bytes is None
     assert full.gradient_cosine == pytest.approx(1, abs=1e-12)  # its own gradients, in FP64
@@ -72,6 +82,38 @@ def test_model_flops_are_those_counted_by_hand():
     weights = 2 * a_layer + 40 * 64
     pairs = 32 * 33 // 2
     assert row.flops_per_step == 6 * weights * 2 * 32 + 3 * 4 * 2 * 2 * 32 * pairs * 2
+
+
+def test_without_a_mask_pairs_and_flops_are_all_of_them():
+    causal, whole = (measure("sdpa", "token", is_causal=is_causal) for is_causal in (True, False))
+    pairs = 32 * 32 - 32 * 33 // 2
+    assert whole[0].flops_per_step - causal[0].flops_per_step == 3 * 4 * 2 * 2 * 32 * pairs * 2
+    assert [row.gate for row in whole] == ["ok", "ok"]
+    assert 0.99 < whole[1].gradient_cosine < 1
+    model = bench.build(TINY, 40)
+    model.config.is_causal = False
+    ids, losses = torch.arange(32)[None], {}
+    for name in ("sdpa", "token"):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        with bench.Choice.parse(name, "cpu").applied(model), torch.no_grad():
+            losses[name] = model(input_ids=ids).logits
+    changed = ids.clone()
+    changed[0, -1] = 7
+    with bench.Choice.parse("token", "cpu").applied(model), torch.no_grad():
+        assert not torch.equal(model(input_ids=changed).logits[0, 0], losses["token"][0, 0])
+    assert (losses["token"] - losses["sdpa"]).norm() < 0.05 * losses["sdpa"].norm()
+
+
+def test_a_layer_is_compiled_once_for_all():
+    torch._dynamo.utils.counters.clear()
+    rows = measure("sdpa", "token", compiled="layers")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
+    assert not counters["graph_break"]
+    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
+    with pytest.raises(ValueError, match="accepted: model, layers, no"):
+        measure("sdpa", compiled="all")
 
 
 def test_a_wrong_attention_prints_no_figure(monkeypatch):
@@ -177,6 +219,7 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     assert stop.value.code == 0
     printed = capsys.readouterr()
     assert "token@reference" in printed.out
+    assert "where a step's time goes, ms" in printed.out
     assert "context 32, token@reference: step 1 of 1\n" in printed.err  # no terminal: a line for each
     (path,) = tmp_path.glob("training_cpu_*_abc.json")
     content = json.loads(path.read_text())

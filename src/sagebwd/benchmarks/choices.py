@@ -1,4 +1,5 @@
-"""The attentions that a model's training steps are timed with: full precision by one backend of torch, or a recipe."""
+"""The attentions that a model's training steps are timed with: full precision by one backend of torch or by
+FlashAttention-4, or a recipe."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from sagebwd.attention import choose_implementation
+from sagebwd.benchmarks import flash_attention_4
 from sagebwd.integrations.transformers import NAME
 from sagebwd.recipe import Recipe
 from sagebwd.training import full_precision
@@ -18,7 +20,7 @@ from sagebwd.training.config import FULL_PRECISION
 
 @dataclass(frozen=True)
 class Choice:
-    """An attention by its name: one of `FULL_PRECISION`, or a recipe, or recipe@impl."""
+    """An attention by its name: one of `FULL_PRECISION`, "fa4", a recipe, or recipe@impl."""
 
     name: str
     recipe: str | None = None
@@ -26,8 +28,12 @@ class Choice:
 
     @staticmethod
     def parse(text: str, device: str) -> Choice:
-        """Raises what `sagebwd.sage_attention` raises for a recipe or impl that is not there or does not run here."""
+        """Raises what `sagebwd.sage_attention` raises for a recipe or impl that is not there or does not run here, and
+        ValueError where FlashAttention-4 is not installed."""
         if text in FULL_PRECISION:
+            return Choice(text)
+        if text == flash_attention_4.NAME:
+            flash_attention_4.register()
             return Choice(text)
         recipe, _, impl = text.partition("@")
         parsed = Recipe.parse(recipe)
@@ -38,6 +44,10 @@ class Choice:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """The model computes with this attention while it is open."""
-        model.config._attn_implementation = NAME if self.recipe else full_precision.register(self.name)
+        model.config._attn_implementation = NAME if self.recipe else _registered(self.name)
         setattr(model.config, NAME, {"recipe": self.recipe, "impl": self.impl} if self.recipe else None)
         yield
+
+
+def _registered(name: str) -> str:
+    return flash_attention_4.register() if name == flash_attention_4.NAME else full_precision.register(name)

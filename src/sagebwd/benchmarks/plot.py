@@ -12,7 +12,20 @@ import json
 import sys
 from pathlib import Path
 
-NAMES = {"cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16", "fa4": "FlashAttention-4, BF16"}
+STEP_PARTS = {
+    "attention": ("attention", "C0"),
+    "passes": ("its passes", "C1"),
+    "copies": ("copies and casts", "C3"),
+    "other": ("other kernels", "#bbbbbb"),
+    "idle": ("no kernel", "#eeeeee"),
+}
+"""Parts of a step (`sagebwd.benchmarks.breakdown.PARTS`), as they are called and coloured."""
+NAMES = {
+    "cudnn": "cuDNN, BF16",
+    "flash": "FlashAttention-2, BF16",
+    "fa2": "FlashAttention-2, BF16",
+    "fa4": "FlashAttention-4, BF16",
+}
 
 
 def plot_attention(results: Path, picture: Path | None = None, direction: str = "fwd+bwd") -> Path:
@@ -88,17 +101,13 @@ def plot_steps(results: Path, picture: Path | None = None) -> Path:
         bars = [row for row in rows if row["context"] == context][::-1]
         names = [NAMES.get(row["attention"], row["attention"].replace("@", ", ")) for row in bars]
         left = [0.0] * len(bars)
-        parts = {
-            "attention": [row["attention_ms"] for row in bars],
-            "other kernels": [row["busy_ms"] - row["attention_ms"] for row in bars],
-            "no kernel": [max(0.0, row["step_ms"] - row["busy_ms"]) for row in bars],
-        }
-        for (label, widths), color in zip(parts.items(), ("C0", "#bbbbbb", "#eeeeee")):
+        for part, (label, color) in STEP_PARTS.items():
+            widths = [_parts(row).get(part, 0.0) for row in bars]
             axis.barh(names, widths, left=left, color=color, label=label)
             left = [start + width for start, width in zip(left, widths)]
-        axis.set_title(f"context {context}")
+        axis.set_title(f"{context} tokens")
         axis.set_xlabel("ms a step")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     processes = sorted({row["processes"] for row in rows})
     gpus = "" if processes == [1] else f", {'/'.join(map(str, processes))} processes"
     figure.suptitle(f"{content['gpu']}{gpus}, torch {content['torch']}, triton {content['triton']}, {content['date']}")
@@ -106,6 +115,12 @@ def plot_steps(results: Path, picture: Path | None = None) -> Path:
     figure.savefig(picture, dpi=130)
     plt.close(figure)
     return picture
+
+
+def _parts(row: dict) -> dict[str, float]:
+    """A row's parts; of files from before 2026-11-23, where passes are in attention and copies in the rest."""
+    other, idle = row["busy_ms"] - row["attention_ms"], max(0.0, row["step_ms"] - row["busy_ms"])
+    return row.get("parts") or {"attention": row["attention_ms"], "other": other, "idle": idle}
 
 
 def main(arguments: list[str]) -> None:

@@ -18,20 +18,19 @@ computed again is not credited. Utilisation is over the dense BF16 peak, INT8 pr
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import transformers
 from rich.table import Table
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
+from sagebwd.benchmarks.breakdown import PARTS, breakdown
 from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.results import environment
 from sagebwd.hardware import flops, peak_rates
@@ -49,17 +48,19 @@ FLOOR = 0.97
 PIECE = 1 << 24
 """Numbers of a gradient taken to FP64 at a time."""
 PROFILED_STEPS = 2
-_ATTENTION_OP = re.compile(r"sagebwd::attention(_backward)?|aten::_scaled_dot_product_\w+")
+COMPILED = ("model", "layers", "no")
+"""The whole model by torch.compile; each decoder layer by itself, one for all, and the loss; nothing."""
 
 
 @dataclass(frozen=True)
 class Step:
     """One row of the result file: an attention at one context; times in ms a step, memory in bytes.
 
-    All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``.
-    ``attention_ms`` is what the device spent in attention's forward and backward, ``busy_ms`` in all that it ran, both
-    from the profiler; ``attention_share`` is their ratio. ``peer`` names the fastest baseline and ``speedup`` is over
-    it. ``peak_bytes`` holds weights and optimiser too.
+    All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``. ``parts`` says where the
+    step's time goes (`sagebwd.benchmarks.breakdown`), ``attention_ms`` is its attention and passes and ``busy_ms`` all
+    but idle, which is what of ``step_ms`` the profiler finds nothing in; ``attention_share`` is the ratio of the two.
+    ``peer`` names the fastest baseline and ``speedup`` is over it. ``peak_bytes`` holds weights and optimiser too.
+    ``compiled``: "model", "layers" each by itself, or "no".
     """
 
     attention: str
@@ -68,7 +69,8 @@ class Step:
     context: int
     batch: int
     processes: int
-    compiled: bool
+    compiled: str
+    causal: bool
     parameters: int
     steps: int
     gate: str
@@ -82,6 +84,7 @@ class Step:
     attention_ms: float | None
     busy_ms: float | None
     attention_share: float | None
+    parts: dict[str, float]
     attention_kernels: dict[str, float]
     flops_per_step: float
     peak_tflops: float | None
@@ -92,16 +95,26 @@ class Step:
 class _Runner:
     """The model, its optimiser and the tokens."""
 
-    def __init__(self, config: Config, vocabulary: int, batch: int, device: str) -> None:
+    def __init__(
+        self, config: Config, vocabulary: int, batch: int, device: str, compiled: str, is_causal: bool
+    ) -> None:
         self.config, self.batch, self.device = config, batch, torch.device(device)
         self.vocabulary, self.context = vocabulary, config.data.context
         self.model = build(config, vocabulary).to(self.device).train()
+        self.compiled, self.is_causal = compiled, is_causal
+        self.model.config.is_causal = is_causal
+        for layer in self.model.model.layers:
+            layer.self_attn.is_causal = is_causal
+            if compiled == "layers":
+                layer.compile(dynamic=False)
         if config.optimisation.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.called: nn.Module = self.model
         if processes.count() > 1:  # wrapped, then compiled, as Accelerate does under Trainer
             self.called = DistributedDataParallel(self.model, broadcast_buffers=False)
-        if config.optimisation.compile:
+        if compiled == "layers":
+            self.model.loss_function = torch.compile(self.model.loss_function, dynamic=False)
+        if compiled == "model":
             self.called = torch.compile(self.called, dynamic=False)
         settings = config.optimisation
         self.optimiser = torch.optim.AdamW(
@@ -138,7 +151,7 @@ class _Runner:
         weights = sum(part.weight.numel() for part in self.model.modules() if isinstance(part, nn.Linear))
         model = self.config.model
         head_dim = model.head_dim or model.width // model.heads
-        forward = flops(self.batch, model.heads, self.context, self.context, head_dim, is_causal=True)
+        forward = flops(self.batch, model.heads, self.context, self.context, head_dim, is_causal=self.is_causal)
         return 6.0 * weights * self.batch * self.context + 3.0 * forward * model.layers
 
     def milliseconds(self, run: Callable[[], object]) -> float:
@@ -166,21 +179,26 @@ def measure(
     device: str = "cuda",
     steps: int = 8,
     warmup: int = 2,
+    compiled: str = "no",
+    is_causal: bool = True,
     progress: Callable[[str], object] = lambda text: None,
 ) -> list[Step]:
     """Every attention on one config's model and context, a row each.
 
     Args: batch, sequences of a micro-batch [`TOKENS_AT_ONCE` tokens]; steps, timed for each after ``warmup`` others;
-    progress, is told what runs. Of several processes each calls it, once `sagebwd.training.processes.join` has.
+    compiled, one of `COMPILED`; is_causal, False for attention as video models have it; progress, is told what runs.
+    Of several processes each calls it, once `sagebwd.training.processes.join` has.
 
-    Raises ValueError for no choices, or steps or warmup below 1.
+    Raises ValueError for no choices, steps or warmup below 1, or an unknown ``compiled``.
     """
+    if compiled not in COMPILED:
+        raise ValueError(f"compiled={compiled!r} is not known; accepted: {', '.join(COMPILED)}")
     if not choices or min(steps, warmup) < 1:
         raise ValueError(f"expected choices, steps and warmup; got {len(choices)}, {steps} and {warmup}")
     torch._dynamo.reset()
     gc.collect()  # an earlier call's model
     batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
-    runner = _Runner(config, vocabulary, batch, device)
+    runner = _Runner(config, vocabulary, batch, device, compiled, is_causal)
     with torch._dynamo.config.patch(recompile_limit=8 + len(choices)):
         starts, cosines = _start(runner, choices, progress)
         good = [one for one in choices if _gate(cosines[one]) != "FAILED"]
@@ -216,7 +234,7 @@ def _start(
     first = next((one for one in choices if one.recipe is None), None)
     expected = None
     for one in sorted(choices, key=lambda one: one != first):
-        progress(f"{one.name}: compiling" if runner.config.optimisation.compile else f"{one.name}: first step")
+        progress(f"{one.name}: first step" if runner.compiled == "no" else f"{one.name}: compiling")
         with one.applied(runner.model):
             starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0))) / 1e3
         if one == first:
@@ -241,51 +259,13 @@ def _reset_peak(runner: _Runner) -> None:
         torch.cuda.reset_peak_memory_stats(runner.device)
 
 
-def _profile(runner: _Runner) -> tuple[float, float, dict[str, float]]:
-    """Ms a step in attention and in all, and the kernels of attention (on a CPU: its operators) with theirs."""
-    cuda = runner.device.type == "cuda"
+def _profile(runner: _Runner) -> tuple[Counter[str], Counter[str]]:
+    """Ms a step in each of `PARTS` but idle, and in each kernel of attention."""
     ids = runner.tokens(0)
-    runner.wait()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as prof:
-        for _ in range(PROFILED_STEPS):
-            runner.step(ids)
-        runner.wait()
-    events = prof.events()
-    if cuda:
-        kernels = (
-            e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
-        )
-        busy = sum(event.self_device_time_total for event in kernels)
-    else:
-        busy = sum(event.self_cpu_time_total for event in events)
-    attention, kernels = 0.0, {}
-    for event in events:
-        if event.device_type != DeviceType.CPU or not _ATTENTION_OP.fullmatch(event.name) or _inside(event):
-            continue
-        attention += event.device_time_total if cuda else event.cpu_time_total
-        for name, spent in _kernels(event) if cuda else [(event.name, event.cpu_time_total)]:
-            kernels[name] = kernels.get(name, 0.0) + spent
-    scale = 1e-3 / PROFILED_STEPS
-    ordered = sorted(kernels.items(), key=lambda item: -item[1])
-    return attention * scale, busy * scale, {name[:100]: round(spent * scale, 4) for name, spent in ordered[:16]}
-
-
-def _inside(event: object) -> bool:
-    """Whether an operator of attention called this one."""
-    parent = event.cpu_parent
-    while parent is not None:
-        if _ATTENTION_OP.fullmatch(parent.name):
-            return True
-        parent = parent.cpu_parent
-    return False
-
-
-def _kernels(event: object) -> Iterator[tuple[str, float]]:
-    """Name and microseconds of what an operator and those that it called ran on the device."""
-    for kernel in event.kernels:
-        yield kernel.name, kernel.duration
-    for child in event.cpu_children:
-        yield from _kernels(child)
+    found = breakdown(
+        lambda: [runner.step(ids) for _ in range(PROFILED_STEPS)], runner.wait, runner.device.type == "cuda"
+    )
+    return tuple(Counter({name: spent * 1e-3 / PROFILED_STEPS for name, spent in one.items()}) for one in found)
 
 
 def _rows(
@@ -294,7 +274,7 @@ def _rows(
     cosines: dict[Choice, float | None],
     times: dict[Choice, list[float]],
     peaks: dict[Choice, int],
-    profiles: dict[Choice, tuple[float, float, dict[str, float]]],
+    profiles: dict[Choice, tuple[Counter[str], Counter[str]]],
     starts: dict[Choice, float],
 ) -> list[Step]:
     medians = {one: statistics.median(spent) for one, spent in times.items() if spent}
@@ -306,16 +286,19 @@ def _rows(
     rows = []
     for one in choices:
         ms = medians.get(one)
-        attention, busy, kernels = profiles.get(one, (None, None, {}))
-        found = ms is not None and bool(attention)
+        profiled, kernels = profiles.get(one, (Counter(), Counter()))
+        busy, attention = profiled.total(), profiled["attention"] + profiled["passes"]
+        found = ms is not None and attention > 0
+        parts = {part: round(max(0.0, ms - busy) if part == "idle" else profiled[part], 4) for part in PARTS if found}
         rows.append(
             Step(
                 one.name, one.recipe, one.impl, runner.context, runner.batch, processes.count(),
-                runner.config.optimisation.compile, sum(weight.numel() for weight in runner.model.parameters()),
+                runner.compiled, runner.is_causal, sum(weight.numel() for weight in runner.model.parameters()),
                 len(times[one]), _gate(cosines[one]), cosines[one], ms, times[one],
                 ms and processes.count() * tokens / ms * 1e3, best and best.name,
                 ms and best and medians[best] / ms, peaks.get(one), attention if found else None,
-                busy if found else None, attention / busy if found else None, kernels, work, peak,
+                busy if found else None, attention / busy if found else None, parts,
+                {name[:100]: round(spent, 4) for name, spent in kernels.most_common(16)}, work, peak,
                 ms and peak and work / ms * 1e-9 / peak, starts[one],
             )
         )  # fmt: skip
@@ -336,7 +319,8 @@ def facts(device: str, commit: str | None, config: Config) -> dict[str, object]:
 def table(rows: Sequence[Step]) -> Table:
     """The rows for a terminal."""
     first = rows[0]
-    how = "compiled" if first.compiled else "not compiled"
+    how = {"model": "compiled", "layers": "layers compiled", "no": "not compiled"}[first.compiled]
+    how += "" if first.causal else ", no mask"
     several = "" if first.processes == 1 else f" on each of {first.processes} processes"
     batch = f"batch {first.batch}{several}"
     title = f"{first.parameters / 1e6:.0f}M weights, context {first.context}, {batch}, {how}, BF16, AdamW"
@@ -359,4 +343,15 @@ def table(rows: Sequence[Step]) -> Table:
             share,
             "" if row.utilisation is None else f"{row.utilisation:.1%}",
         )
+    return drawn
+
+
+def parts_table(rows: Sequence[Step]) -> Table:
+    """Where the time of the rows goes, for a terminal."""
+    drawn = Table(title="where a step's time goes, ms", title_justify="left", box=None)
+    for heading in ("of it", *PARTS):
+        drawn.add_column(heading, justify="left" if heading == "of it" else "right")
+    for row in rows:
+        if row.parts:
+            drawn.add_row(row.attention, *(f"{row.parts[part]:.1f}" for part in PARTS))
     return drawn

@@ -1,4 +1,4 @@
-"""Attention in full precision for models that are trained: torch's own, with ``is_causal=True`` and no mask.
+"""Attention in full precision for models that are trained: torch's own, causal as the module is and without a mask.
 
 In a compiled model Transformers' own function gets the whole causal mask, which keeps FlashAttention from running on a
 GPU and makes cuDNN read it. Sequences here are whole, so no mask is needed.
@@ -48,8 +48,9 @@ def _attention(backend: str | None) -> Callable[..., tuple[Tensor, None]]:
         grouped = query.shape[1] != key.shape[1]
         with nullcontext() if chosen is None else sdpa_kernel(chosen):
             out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=settings.get("scaling"), enable_gqa=grouped
-            )
+                query, key, value, is_causal=getattr(module, "is_causal", True), scale=settings.get("scaling"),
+                enable_gqa=grouped,
+            )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
 
     return attention
