@@ -69,7 +69,7 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
         return lambda: attention(q, k, v)
 
     return {
-        "mixed kernel": lambda: launch_forward(call, codes, v, with_row_max=True),
+        "mixed kernel": lambda: launch_forward(call, codes, v, torch.empty_like(q), with_row_max=True),
         "mixed forward": lambda: sage_attention(q, k, v, is_causal=shape.is_causal, recipe=recipe),
         **{name: bound(attention) for name, attention in baselines(shape, "cuda").items() if name != "fa2"},
     }

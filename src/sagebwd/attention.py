@@ -74,7 +74,8 @@ def sage_attention(
 
     Returns:
         The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
-        ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. Both are
+        ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. The output lies in
+        memory as query does: with the heads of a token side by side where query is such a view. Both are
         differentiable. A query that sees no key gives zeros, lse -inf and zero gradients.
 
     Raises:

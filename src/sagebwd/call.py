@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.mask import Mask
-from sagebwd.recipe import SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.kernels.portable.lists import Lists
@@ -168,6 +168,23 @@ class Saved(NamedTuple):
     row_max: Tensor | None
     v_scale: Tensor | None
     k_mean: Tensor
+
+
+def empty_like_rows(x: Tensor) -> Tensor:
+    """Uninitialised and dense, of x's shape and dtype, with the heads of a token side by side where x has them so.
+
+    Models project (B, N, H, D) and hand it over as (B, H, N, D): what is written as it is read need not be copied.
+    """
+    if x.dim() == 4 and x.stride(1) < x.stride(2):
+        _, heads, tokens, head_dim = x.shape
+        return x.new_empty_strided(x.shape, (tokens * heads * head_dim, head_dim, heads * head_dim, 1))
+    return x.new_empty(x.shape)
+
+
+def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
+    dk, dv = (v.new_empty(v.shape) if recipe.dv == FP8 else empty_like_rows(v) for _ in range(2))
+    return empty_like_rows(o), dk, dv
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -105,7 +105,7 @@ def remember(kind: Hashable, given: tuple, arguments: tuple, *, with_lse: bool) 
         return  # two begin at one address, and need not the next time
     call = Call.of(q, k, *rest, Recipe.parse(recipe), deterministic)
     forward = dispatch.recorded_forward(impl, call, q, k, v)
-    if forward is not None and all(make is torch.empty for make, *_ in forward.memory):
+    if forward is not None and all(make is not torch.zeros for make, *_ in forward.memory):
         _plans[kind] = Plan(impl, call, forward, with_lse)
 
 
@@ -153,8 +153,8 @@ class Plan:
             elif name in names:
                 self.saved.append(_Piece(names.index(name), 0, ()))
             else:
-                _, shape, dtype = forward.memory[number]
-                shape, stride, start = view or (shape, torch.empty(shape, device="meta").stride(), 0)
+                make, shape, dtype = forward.memory[number]
+                shape, stride, start = view or (shape, make(shape, dtype=dtype, device="meta").stride(), 0)
                 self.saved.append(_Piece(None, self.offsets[number] + start * dtype.itemsize, (dtype, shape, stride)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor | None) -> tuple[Tensor, ...]:
@@ -170,11 +170,11 @@ class Plan:
         addresses = [x.data_ptr() for x in (cu_seqlens_q, cu_seqlens_k, key_mask, q, k, v) if x is not None]
         buffer = torch.empty(self.bytes, dtype=torch.uint8, device=device)
         start, own = buffer.data_ptr(), {}
-        for number, (_, shape, dtype) in enumerate(self.forward.memory):
+        for number, (make, shape, dtype) in enumerate(self.forward.memory):
             if number in self.offsets:
                 addresses.append(start + self.offsets[number])
             else:
-                own[number] = made = torch.empty(shape, dtype=dtype, device=device)
+                own[number] = made = make(shape, dtype=dtype, device=device)
                 addresses.append(made.data_ptr())
         self.forward.launch(addresses)
         outputs = (own[n] if view is None else own[n].as_strided(*view) for n, view in self.outputs)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.call import Call, Saved, keeps_inputs
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.mask import BLOCK, Mask, blocks_of
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 
@@ -156,7 +156,7 @@ def _attention_shapes(
     v_scale = fp8 and (recipe.o == INT8 or recipe.smooth_v)
     v_scale_shape = (batch, k.shape[1], k.shape[-1])
     return (
-        q.new_empty(q.shape),
+        empty_like_rows(q),
         q.new_empty(_token_shape(q, packed), dtype=_accumulator(q)),
         *q_saved,
         *k_saved,
@@ -208,7 +208,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where `keeps_inputs` says so."""
     if o.numel() == 0 or v.numel() == 0:
-        return o.new_zeros(o.shape), v.new_zeros(v.shape), v.new_zeros(v.shape)
+        return tuple(x.zero_() for x in empty_gradients(_read(recipe), o, v))
     call = Call.of(
         o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
         scale, _read(recipe, impl, v, mask), deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -221,8 +221,8 @@ def attention_backward(
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
-def _(do, dlse, q, k, v, o, *_):
-    return o.new_empty(o.shape), v.new_empty(v.shape), v.new_empty(v.shape)
+def _(do, dlse, q, k, v, o, *settings):
+    return empty_gradients(_read(settings[-3]), o, v)
 
 
 class _Attention(torch.autograd.Function):

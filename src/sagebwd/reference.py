@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.band import Band
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.float8 import Float8Operands
 from sagebwd.mask import Mask, shown
 from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
@@ -281,7 +281,7 @@ class Emulator:
             dk[..., keys, :] += dk_rows.sum(2, keepdim=True)
         dq = (dq * self.scale)[..., : self.tokens_q, :]
         dk, dv = (dk * self.scale)[..., : self.tokens_k, :], dv[..., : self.tokens_k, :]
-        return tuple(gradient.flatten(1, 2).to(self.dtype).contiguous() for gradient in (dq, dk, dv))
+        return tuple(gradient.flatten(1, 2).to(self.dtype) for gradient in (dq, dk, dv))
 
     def _dp(self, do: Tensor, keys: slice) -> Tensor:
         """dP = dO V^T of a chunk; the INT8 form, one scale a token, is there for error studies alone."""
@@ -308,7 +308,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
         o, lse, k_mean = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask, call.mask).forward()
-        return Saved(o, lse, *nothing, k_mean)
+        return Saved(empty_like_rows(q).copy_(o), lse, *nothing, k_mean)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator)
@@ -327,7 +327,8 @@ def backward(
     o, lse, recipe, scale = saved.o, saved.lse, call.recipe, call.scale
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
-        return Emulator(q, k, v, recipe, scale, band, call.key_mask, call.mask).backward(do, o, lse, dlse)
+        gradients = Emulator(q, k, v, recipe, scale, band, call.key_mask, call.mask).backward(do, o, lse, dlse)
+        return tuple(x.copy_(gradient) for x, gradient in zip(empty_gradients(recipe, o, v), gradients))
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, band in _sequences(call):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)

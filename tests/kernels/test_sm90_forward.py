@@ -77,7 +77,8 @@ class Case:
             Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, *self.packings(), key_mask,
             self.is_causal, *self.window,
         )  # fmt: skip
-        return launch_forward(call, codes, v, with_row_max=True)
+        o = torch.empty(codes.q.shape, dtype=v.dtype, device=v.device)
+        return o, *launch_forward(call, codes, v, o, with_row_max=True)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale

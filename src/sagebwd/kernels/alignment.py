@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from sagebwd.call import empty_like_rows
 
 # Addresses and strides that TMA reads from are multiples of so many bytes.
 TMA_BYTES = 16
@@ -22,7 +23,7 @@ def aligned_rows(x: Tensor | None) -> Tensor | None:
     """
     if x is None or (x.stride(-1) == 1 and x.data_ptr() % TMA_BYTES == 0):
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return empty_like_rows(x).copy_(x)
 
 
 def fits_tma(x: Tensor) -> bool:

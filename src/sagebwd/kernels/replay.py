@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        if name in ("empty", "empty_like", "new_empty", "zeros"):
+        if name in ("empty", "empty_like", "new_empty", "new_empty_strided", "zeros"):
             self.made.append((result, name == "zeros"))
         else:
             returns = function._schema.returns
@@ -170,13 +171,19 @@ class _Owners:
         for x, zeros in watch.made:
             if _storage(x) in returned:
                 self._made[_storage(x)] = len(tensors) + len(self.memory), 0
-                if not x.is_contiguous():
-                    raise _NotRepeatableError
-                self.memory.append((torch.zeros if zeros else torch.empty, x.shape, x.dtype))
+                self.memory.append((self._maker(x, zeros), x.shape, x.dtype))
             else:
                 self._made[_storage(x)] = scratch + zeros, self.sizes[zeros]
                 self.sizes[zeros] += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
         self._tensors = len(tensors)
+
+    @staticmethod
+    def _maker(x: Tensor, zeros: bool) -> Callable[..., Tensor]:
+        if x.is_contiguous():
+            return torch.zeros if zeros else torch.empty
+        if zeros or x.untyped_storage().nbytes() != x.numel() * x.itemsize:
+            raise _NotRepeatableError
+        return partial(torch.empty_strided, stride=x.stride())
 
     def locate(self, x: Tensor) -> tuple[int, int]:
         """Whose memory a tensor is, and how far into it."""
@@ -192,10 +199,10 @@ class _Owners:
         if _storage(x) not in self._made:
             raise _NotRepeatableError
         number = self._made[_storage(x)][0] - self._tensors
-        _, shape, dtype = self.memory[number]
+        make, shape, dtype = self.memory[number]
         if x.dtype != dtype:
             raise _NotRepeatableError
-        whole = x.shape == shape and x.is_contiguous()
+        whole = x.shape == shape and x.stride() == make(shape, dtype=dtype, device="meta").stride()
         return number, None if whole else (x.shape, x.stride(), x.storage_offset())
 
     def launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple, constants: list) -> Relaunch:

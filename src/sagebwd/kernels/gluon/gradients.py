@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels import device
 from sagebwd.kernels.gluon.backward import backward_kernel
 from sagebwd.kernels.gluon.config import BACKWARD, DKDV, DQ, backward_heads_at_once, backward_turns
@@ -25,8 +25,6 @@ from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
-
-CONTIGUOUS = torch.contiguous_format
 
 # What recipes they run have.
 INT8_BACKWARD = {
@@ -80,11 +78,6 @@ class Operands(NamedTuple):
         return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
 
 
-def _empty_gradients(do: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous."""
-    return tuple(torch.empty_like(x, memory_format=CONTIGUOUS) for x in (do, v, v))
-
-
 def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
     """The arguments from cu_seqlens_q to blocks_q, which `backward_kernel` and `dkdv_kernel` share."""
     queries, keys = call.queries, call.keys
@@ -118,7 +111,7 @@ def float8_gradients(
         call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
     )
     operands = Operands.of(call, q_int8, k_int8, v, values.do_scaled)
-    dq, dk, dv = _empty_gradients(do, v)
+    dq, dk, dv = empty_gradients(call.recipe, saved.o, v)
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
@@ -176,7 +169,7 @@ def int8_gradients(
     k_t, padded_k_scale = launch_transpose(k_int8, keys, block_k, k_scale)
     operands = Operands.of(call, q_int8, k_int8, v, do)
     q_desc, do_desc = operands.q.blocks(block_q, head_dim), operands.do.blocks(block_q, head_dim)
-    dq, dk, dv = _empty_gradients(do, v)
+    dq, dk, dv = empty_gradients(call.recipe, saved.o, v)
     options = {"VARLEN": call.packed, "BLOCK_D": head_dim, **call.band}
     chosen = DKDV[head_dim]
     grid = keys.grid(chosen["CONSUMERS"] * rows)

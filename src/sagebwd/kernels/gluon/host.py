@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.gluon.config import FORWARD, FORWARD_16BIT
 from sagebwd.kernels.gluon.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.gluon.forward import forward_kernel
@@ -17,7 +17,6 @@ from sagebwd.kernels.replay import launch
 from sagebwd.kernels.support import P_LEVELS, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
-CONTIGUOUS = torch.contiguous_format
 HEAD_DIMS = (64, 128)
 # Keys of a block: halves of it are operands, which a tensor core takes in multiples of 32.
 BLOCK_SIZES = (64, 128)
@@ -56,7 +55,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True,
         padded_scale=True, first_row=torch.int8 if first_apart else None, first_key=first_key,
     )  # fmt: skip
-    o = torch.empty_like(q, memory_format=CONTIGUOUS)
+    o = empty_like_rows(q)
     lse = queries.per_token(q.device)
     row_max = queries.per_token(q.device) if float8 else None
     q_columns, k_columns = (head_dim * (x.heads if call.packed else 1) for x in (queries, keys))

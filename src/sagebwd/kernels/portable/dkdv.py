@@ -6,7 +6,6 @@ Q's scale per token, on which dK reduces, before it is quantised.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -329,12 +328,13 @@ def launch_dkdv(
     row_values: Tensor,
     smooth_q: SmoothQ,
     tile_maxima: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv; the operands as `dkdv_kernel` takes them."""
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write dk and dv, which lie alike; the operands as `dkdv_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     listed = None if call.lists is None else call.lists.by_key
     kernel = "dkdv" if tile_maxima is None else "dkdv_given"
-    dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
 
     def run(config: Config) -> None:
         blocked = {"q": q, "do": do, "q_t": q_t, "do_t": do_t}
@@ -408,4 +408,3 @@ def launch_dkdv(
         )
 
     run_best(kernel, call, run)
-    return dk, dv

@@ -6,7 +6,6 @@ of dS through shared memory, the atomics and their FP32 buffer; it was faster (d
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -307,11 +306,11 @@ def launch_dq(
     row_values: Tensor,
     smooth_q: SmoothQ,
     tile_maxima: Tensor | None,
-) -> Tensor:
-    """dq; the operands as `dq_kernel` takes them."""
+    dq: Tensor,
+) -> None:
+    """Write dq; the operands as `dq_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     listed = None if call.lists is None else call.lists.by_query
-    dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
 
     def run(config: Config) -> None:
         blocked = {"k": k, "v": v, "k_t": k_t}
@@ -376,4 +375,3 @@ def launch_dq(
         )
 
     run_best("dq", call, run)
-    return dq

@@ -8,7 +8,6 @@ hand scores out (`tile.interleave`).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -390,11 +389,11 @@ def launch_forward(
     smooth_q: SmoothQ,
     first_value: Tensor | None,
     first_key: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o and lse; the operands as `forward_kernel` takes them."""
+    o: Tensor,
+) -> Tensor:
+    """Write o; lse. The operands as `forward_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     listed = None if call.lists is None else call.lists.by_query
-    o = torch.empty(q.shape, dtype=call.dtype, device=q.device)
     lse = queries.per_token(q.device)
     o_int8 = recipe.o == INT8
 
@@ -460,4 +459,4 @@ def launch_forward(
         )
 
     run_best("forward", call, run)
-    return o, lse
+    return lse

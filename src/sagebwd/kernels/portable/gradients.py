@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.transposed import launch_transpose
@@ -49,8 +49,9 @@ def backward(
     )
     shared = q_operand, k_operand, v, do, k_scale
     tile_maxima = _tile_maxima(call)
-    dq = launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima)
-    dk, dv = launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima)
+    dq, dk, dv = empty_gradients(recipe, o, v)
+    launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima, dq)
+    launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima, dk, dv)
     return dq, dk, dv
 
 

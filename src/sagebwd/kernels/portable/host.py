@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.operands.codes import Quantized, launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
 from sagebwd.kernels.portable.descriptor import SmoothQ
@@ -59,7 +59,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
             smoothed=v_smoothed, first_row=torch.float32 if first_apart else None, first_key=first_key,
         )  # fmt: skip
 
-    o, lse = launch_forward(
+    o = empty_like_rows(q)
+    lse = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
         k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
@@ -72,6 +73,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
         v_pass.first_row,
         first_key,
+        o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
     return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, None, None, k_mean)

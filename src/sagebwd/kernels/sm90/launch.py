@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.alignment import fits_tma
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
@@ -36,17 +36,19 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0
     v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
-    o, lse, row_max = launch_forward(call, codes, v, with_row_max=call.recipe.dv == FP8)
+    o = empty_like_rows(q)
+    lse, row_max = launch_forward(call, codes, v, o, with_row_max=call.recipe.dv == FP8)
     return Saved(o, lse, codes.q, codes.q_scale, codes.k, codes.k_scale, row_max, None, codes.k_mean)
 
 
-def launch_forward(call: Call, codes: Codes, v: Tensor, *, with_row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """O, lse and, if asked for, row maxima times log2(e), FP32.
+def launch_forward(
+    call: Call, codes: Codes, v: Tensor, o: Tensor, *, with_row_max: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Write o; lse and, if asked for, row maxima times log2(e), FP32.
 
-    v: 16 bit, any strides but the last dimension's, all of whole 16 bytes; finite where the call's mask masks.
+    v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
     """
     queries, device, band = call.queries, v.device, call.band
-    o = torch.empty(codes.q.shape, dtype=v.dtype, device=device)
     lse = queries.per_token(device)
     row_max = queries.per_token(device) if with_row_max else None
     variant = Variant(
@@ -72,4 +74,4 @@ def launch_forward(call: Call, codes: Codes, v: Tensor, *, with_row_max: bool) -
         scale=abs(call.scale),
     )
     launch(kernel(variant), (), *arguments)
-    return o, lse, row_max
+    return lse, row_max

@@ -1,0 +1,83 @@
+"""(B, H, N, D) views of (B, N, H, D) tensors, as models hand them over: the same numbers, written as they are read."""
+
+import pytest
+import torch
+
+from sagebwd import sage_attention
+from sagebwd.switches import switches
+
+pytest.importorskip("triton")
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+BATCH, TOKENS, HEADS, KV_HEADS = 2, 80, 4, 2
+
+
+def project(head_dim: int, tokens: int = TOKENS) -> list[torch.Tensor]:
+    """q, k, v and do with the heads of a token side by side."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(BATCH, tokens, heads, head_dim, generator=generator).bfloat16().to(DEVICE).transpose(1, 2)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
+
+
+def results(tensors, attend=sage_attention, **settings):
+    *leaves, do = [x.detach() for x in tensors]
+    leaves = [x.requires_grad_() for x in leaves]
+    o = attend(*leaves, is_causal=True, enable_gqa=True, **settings)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+def by_token(x: torch.Tensor) -> bool:
+    return x.transpose(1, 2).is_contiguous() and not x.is_contiguous()
+
+
+def check(recipe: str, impl: str, head_dim: int, tokens: int = TOKENS) -> None:
+    tensors = project(head_dim, tokens)
+    keys_by_head = "fp8" in recipe or recipe == "mixed"
+    expected = results([x.contiguous() for x in tensors], recipe=recipe, impl=impl)
+    for _ in range(4 if DEVICE == "cuda" else 1):  # there the later ones are replayed
+        found = results(tensors, recipe=recipe, impl=impl)
+        for name, x, e in zip(("o", "dq", "dk", "dv"), found, expected):
+            assert e.is_contiguous(), name
+            assert by_token(x) != (keys_by_head and name in ("dk", "dv")), name
+            assert torch.equal(x, e), name
+
+
+@pytest.mark.parametrize("recipe", ["token", "paper", "full", "token(o=16bit)"])
+def test_portable_kernels(recipe):
+    check(recipe, "triton", 32)
+
+
+@pytest.mark.parametrize("recipe", ["token", "mixed"])
+def test_the_reference(recipe):
+    check(recipe, "reference", 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tokens", [TOKENS, 512])  # 512: whole blocks, which leave by TMA
+@pytest.mark.parametrize("recipe", ["mixed", "token", "token_fp8"])
+def test_hopper(recipe, tokens, head_dim):
+    with switches(deterministic=True):  # or e4m3's dQ is summed in any order
+        check(recipe, "hopper", head_dim, tokens)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_compiled_calls_write_the_same_way(impl):
+    tensors = project(32)
+    compiled = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
+    for x, e in zip(results(tensors, compiled, impl=impl), results(tensors, impl=impl)):
+        assert torch.equal(x, e)
+        assert x.stride() == e.stride()
+
+
+def test_a_slice_that_tma_cannot_read_is_copied_as_it_lies():
+    flat = torch.randn(BATCH * TOKENS * HEADS * 32 + 1, device=DEVICE, dtype=torch.bfloat16)
+    unaligned = flat[1:].view(BATCH, TOKENS, HEADS, 32).transpose(1, 2)
+    compiled = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
+    o = compiled(unaligned, unaligned, unaligned, impl="triton")
+    assert by_token(o)
+    assert torch.equal(o, sage_attention(*[unaligned.contiguous()] * 3, impl="triton"))
