@@ -1,7 +1,11 @@
 """The examples run, and learn."""
 
 import math
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.rounding
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_plain_pytorch(capsys):
@@ -19,3 +24,31 @@ def test_plain_pytorch(capsys):
     # what is left without attention
     assert losses[-1] < math.log(example["VOCABULARY"]) / 10
     assert capsys.readouterr().out.startswith("step   0  loss 3.")
+
+
+@pytest.mark.parametrize(("recipe", "apart"), [("full", 1e-3), ("token", 0.1)])
+def test_context_parallel_on_two_processes_is_one(recipe, apart):
+    """Every loss of the first ten steps; later ones multiply what rounding there is."""
+    arguments = [str(EXAMPLES / "context_parallel.py"), "--steps", "60", "--recipe", recipe]
+    printed = {}
+    for count, launcher in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
+        finished = subprocess.run(
+            [sys.executable, *launcher, *arguments], capture_output=True, text=True, check=False, timeout=300,
+            env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1", **NO_GPU},
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        assert f"tokens/s on {count} processes" in finished.stdout
+        printed[count] = {int(n): float(x) for n, x in re.findall(r"step +(\d+)  loss ([\d.]+)", finished.stdout)}
+    assert printed[1].keys() == printed[2].keys() == {0, 10, 20, 30, 40, 50, 59}
+    assert printed[2][0] == pytest.approx(printed[1][0], abs=apart / 10)
+    assert printed[2][10] == pytest.approx(printed[1][10], abs=apart)
+    for losses in printed.values():
+        assert losses[0] > 3
+        assert losses[59] < math.log(32) / 4  # it stays at log(32) without the other process's keys
+
+
+def test_context_parallel_wants_two_chunks_a_process(monkeypatch):
+    example = runpy.run_path(str(EXAMPLES / "context_parallel.py"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="tokens=20 must be a multiple of 8"):
+        example["train"](tokens=20)

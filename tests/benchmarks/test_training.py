@@ -13,7 +13,7 @@ from functorch.compile import nop
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd import cli
+from sagebwd import cli, dispatch
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import FULL_PRECISION, Config
@@ -114,6 +114,23 @@ def test_a_layer_is_compiled_once_for_all():
     assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
     with pytest.raises(ValueError, match="accepted: model, layers, no"):
         measure("sdpa", compiled="all")
+
+
+@pytest.mark.parametrize("compiled", ["layers", "no"])
+def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
+    seen, real = [], dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
+    forwards = {}
+    for kept in (False, True):
+        seen.clear()
+        config = TINY.replace({"optimisation.gradient_checkpointing": True, "optimisation.keep_attention": kept})
+        (row,) = bench.measure(
+            config, [bench.Choice.parse("token", "cpu")], batch=2, vocabulary=40, device="cpu", steps=1, warmup=1,
+            compiled=compiled,
+        )  # fmt: skip
+        assert row.step_ms > 0
+        forwards[kept] = len(seen)
+    assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
 
 
 def test_a_wrong_attention_prints_no_figure(monkeypatch):

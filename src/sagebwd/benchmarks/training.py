@@ -37,7 +37,7 @@ from sagebwd.hardware import flops, peak_rates
 from sagebwd.metrics import Comparison
 from sagebwd.training import processes
 from sagebwd.training.config import Config
-from sagebwd.training.model import build
+from sagebwd.training.model import build, checkpoint_layers
 
 TOKENS_AT_ONCE = 32768
 """Tokens of a micro-batch unless told."""
@@ -107,8 +107,7 @@ class _Runner:
             layer.self_attn.is_causal = is_causal
             if compiled == "layers":
                 layer.compile(dynamic=False)
-        if config.optimisation.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(self.model, config.optimisation)
         self.called: nn.Module = self.model
         if processes.count() > 1:  # wrapped, then compiled, as Accelerate does under Trainer
             self.called = DistributedDataParallel(self.model, broadcast_buffers=False)

@@ -83,6 +83,7 @@ class Optimisation:
     precision: str = "fp32"  # or bf16: autocast
     compile: bool = False
     gradient_checkpointing: bool = False
+    keep_attention: bool = False  # in it: all but attention is computed again, see `sagebwd.checkpointing`
     sharding: str = "none"  # or fsdp: weights and optimiser divided among processes, see `sagebwd.training.sharding`
 
 

@@ -9,9 +9,10 @@ import math
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
 
+from sagebwd.checkpointing import keep_attention
 from sagebwd.integrations.transformers import NAME, register
 from sagebwd.training import full_precision
-from sagebwd.training.config import FULL_PRECISION, Config
+from sagebwd.training.config import FULL_PRECISION, Config, Optimisation
 
 
 def build(config: Config, vocabulary: int) -> PreTrainedModel:
@@ -47,3 +48,10 @@ def build(config: Config, vocabulary: int) -> PreTrainedModel:
         shared[NAME] = {"recipe": config.attention.recipe, "impl": config.attention.impl}
     set_seed(config.seed)
     return model_class._from_config(config_class(**shared), attn_implementation=implementation)
+
+
+def checkpoint_layers(model: PreTrainedModel, settings: Optimisation) -> None:
+    """Have a model compute its layers again in backward, where the config says so, with or without attention."""
+    if settings.gradient_checkpointing:
+        kept = {"context_fn": keep_attention} if settings.keep_attention else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **kept})

@@ -37,7 +37,7 @@ from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
 from sagebwd.training import processes, sharding
 from sagebwd.training.config import FULL_PRECISION, Config
-from sagebwd.training.model import build
+from sagebwd.training.model import build, checkpoint_layers
 from sagebwd.training.monitor import PREFIX, AttentionMonitor
 from sagebwd.training.run_dir import (
     COMPLETE,
@@ -81,8 +81,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
             stacklevel=2,
         )
     settings, optimisation = config.logging, config.optimisation
-    if optimisation.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, optimisation)
     sequences = optimisation.tokens_per_step * optimisation.steps // config.data.context
     train = text.Blocks(tokens.train, config.data.context, sequences, seed=config.seed)
     held_out = text.Blocks(tokens.held_out, config.data.context)

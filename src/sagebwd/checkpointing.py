@@ -1,0 +1,40 @@
+"""Activation checkpointing that keeps what attention leaves for its backward: all but attention is computed again.
+
+    from torch.utils.checkpoint import checkpoint
+    from sagebwd.checkpointing import keep_attention
+    out = checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+
+    # a model of Transformers
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
+
+Attention's forward is what costs most to compute again on long sequences, and its codes are half of what BF16 keeps.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+import sagebwd.ops  # noqa: F401 (which defines the operator)
+
+
+def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, under torch.compile too.
+
+    Kept of a call: o in the dtype of q, lse and, but for the implementation "reference", the INT8 codes of q and k
+    with their scales. v, and q and k where a recipe's backward reads them, are computed again with the rest.
+
+    Returns: the contexts of forward and of what is computed again.
+    """
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(
+    context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *arguments: object, **options: object
+) -> CheckpointPolicy:
+    """What becomes of an operator's outputs."""
+    if operator is torch.ops.sagebwd.attention.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,168 @@
+"""Checkpointing that keeps attention: the same gradients, attention's forward once, and what stays in memory."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sagebwd import dispatch, sage_attention
+from sagebwd.checkpointing import keep_attention
+from sagebwd.integrations.transformers import register
+
+WIDTH, HEADS, HEAD_DIM, TOKENS = 64, 2, 32, 40
+
+
+class Block(nn.Module):
+    def __init__(self, impl: str = "reference", recipe: str = "token") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.projections, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.settings = {"impl": impl, "recipe": recipe, "is_causal": True}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(-3)
+        o = sage_attention(*(x.transpose(1, 2) for x in (q, k, v)), **self.settings)
+        return x + torch.tanh(self.mlp(o.transpose(1, 2).flatten(2)))
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """How often attention's forward ran."""
+    real, seen = dispatch.forward, []
+
+    def counted(*arguments):
+        seen.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(dispatch, "forward", counted)
+    return seen
+
+
+def inputs(dtype=torch.float32) -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def gradients(block: nn.Module, run, dtype=torch.float32) -> list[Tensor]:
+    x = inputs(dtype)
+    out = run(block, run(block, x))
+    return list(torch.autograd.grad(out.float().square().sum(), [x, *block.parameters()]))
+
+
+def plain(block, x):
+    return block(x)
+
+
+def whole(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def keeping(block, x):
+    return checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+
+
+@pytest.mark.parametrize("recipe", ["token", "mixed", "full"])
+def test_gradients_are_the_same_and_attention_runs_once(recipe, forwards):
+    block, counts = Block(recipe=recipe), {}
+    expected = gradients(block, plain)
+    for run in (plain, whole, keeping):
+        forwards.clear()
+        for x, e in zip(gradients(block, run), expected):
+            assert torch.equal(x, e)
+        counts[run] = len(forwards)
+    assert counts == {plain: 2, whole: 4, keeping: 2}
+
+
+def test_kernels_under_the_interpreter(forwards):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    block = Block("triton").to(torch.bfloat16)
+    expected = gradients(block, plain, torch.bfloat16)
+    forwards.clear()
+    for x, e in zip(gradients(block, keeping, torch.bfloat16), expected):
+        assert torch.equal(x, e)
+    assert len(forwards) == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend, forwards):
+    block = Block()
+    expected = gradients(block, plain)
+    compiled = torch.compile(keeping, fullgraph=True, backend=backend)
+    gradients(block, compiled)
+    forwards.clear()
+    for x, e in zip(gradients(block, compiled), expected):
+        torch.testing.assert_close(x, e)
+    assert len(forwards) == 2
+
+
+def test_a_model_of_transformers(forwards):
+    register()
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()
+    ids, found, counts = torch.arange(24).reshape(2, 12), [], []
+    for settings in (None, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": keep_attention}):
+        model.zero_grad()
+        if settings:
+            model.gradient_checkpointing_enable(settings)
+        forwards.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+        counts.append(len(forwards))
+        found.append([weight.grad.clone() for weight in model.parameters()])
+    assert counts == [3, 6, 3]
+    for other in found[1:]:
+        assert all(torch.equal(a, e) for a, e in zip(other, found[0]))
+
+
+class Made(TorchDispatchMode):
+    """Storages that operators made, which may be gone by now, but for those of some tensors."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage()._cdata for x in given}
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata in self.given:
+                    continue
+                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        """Bytes of those that are still there."""
+        gc.collect()
+        return sum(size for storage, size in self.seen.values() if not storage.expired())
+
+
+def kept(run) -> int:
+    """Bytes that are alive between one block's forward and its backward, its output aside."""
+    pytest.importorskip("triton")
+    block, x = Block("triton").to(torch.bfloat16), inputs(torch.bfloat16)
+    with Made(x, *block.parameters()) as made:
+        out = run(block, x)
+    alive = made.alive() - out.untyped_storage().nbytes()
+    out.sum().backward()
+    return alive
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_what_is_kept_is_the_output_the_codes_and_a_few_numbers_a_token():
+    rows = 2 * HEADS * TOKENS
+    output, codes, numbers = 2 * rows * HEAD_DIM, 2 * rows * HEAD_DIM, 3 * 4 * rows  # lse and two scales
+    means = 2 * 4 * 2 * HEADS * HEAD_DIM  # of K, and of V beside it
+    assert kept(whole) == 0
+    assert kept(keeping) == output + codes + numbers + means
+    assert kept(keeping) < 0.6 * kept(plain)
