@@ -39,17 +39,18 @@ def measure(*names, **arguments):
 def test_where_a_steps_time_goes_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     file = next(RESULTS.glob("training_h200_*_ae246a6.json"))
-    assert plot.plot_steps(file, tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.plot_steps([file], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads(file.read_text(encoding="utf-8"))
     for row in content["rows"]:
-        row["parts"] = PARTS
+        row |= {"parts": PARTS, "causal": False}
     (tmp_path / "parts.json").write_text(json.dumps(content), encoding="utf-8")
-    assert plot.plot_steps(tmp_path / "parts.json").read_bytes().startswith(b"\x89PNG")
+    plot.main(["steps", str(file), str(tmp_path / "parts.json"), str(tmp_path / "both.png")])
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     for row in content["rows"]:
         row["attention_ms"] = None
     (tmp_path / "none.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match="no step with a profile"):
-        plot.plot_steps(tmp_path / "none.json")
+        plot.plot_steps([tmp_path / "none.json"], tmp_path / "none.png")
     with pytest.raises(SystemExit, match="benchmarks/results/FILE"):
         plot.main(["steps"])
 

@@ -1,15 +1,16 @@
 """Plots of a benchmark's result file.
 
     python -m sagebwd.benchmarks.plot attention benchmarks/results/FILE.json docs/figures/speed.png
-    python -m sagebwd.benchmarks.plot steps benchmarks/results/FILE.json docs/figures/steps.png
+    python -m sagebwd.benchmarks.plot steps benchmarks/results/FILE.json [FILE.json ...] docs/figures/steps.png
 
-The first draws a file of `sagebwd bench`, the second one of `sagebwd bench-training`.
+The first draws a file of `sagebwd bench`, the second files of `sagebwd bench-training`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 STEP_PARTS = {
@@ -78,10 +79,10 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
     return picture
 
 
-def plot_steps(results: Path, picture: Path | None = None) -> Path:
-    """Draw where a training step's time goes, of a result file of `sagebwd bench-training`: a bar an attention.
+def plot_steps(results: Sequence[Path], picture: Path) -> Path:
+    """Draw where a training step's time goes, of result files of `sagebwd bench-training`: a bar an attention.
 
-    Args: picture, a PNG next to the file unless given. Returns the picture's path.
+    A panel for each file's model, context and mask, where all ran on one kind of GPU. Returns the picture's path.
     Raises ValueError where no step was profiled.
     """
     import matplotlib
@@ -89,29 +90,37 @@ def plot_steps(results: Path, picture: Path | None = None) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    content = json.loads(results.read_text(encoding="utf-8"))
-    rows = [row for row in content["rows"] if row["step_ms"] and row["attention_ms"]]
-    contexts = sorted({row["context"] for row in rows})
-    if not contexts:
-        raise ValueError(f"{results}: no step with a profile to draw")
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in results]
+    panels: dict[tuple, list[dict]] = {}
+    for content in contents:
+        for row in content["rows"]:
+            if row["step_ms"] and row["attention_ms"]:
+                key = not row.get("causal", True), row["parameters"], row["context"]
+                panels.setdefault(key, []).append(row)
+    if not panels:
+        raise ValueError(f"{', '.join(map(str, results))}: no step with a profile to draw")
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
     figure, axes = plt.subplots(
-        1, len(contexts), figsize=(4.5 * len(contexts), 3.4), squeeze=False, layout="constrained"
+        down, across, figsize=(4.5 * across, 0.6 + 2.6 * down), squeeze=False, layout="constrained"
     )
-    for axis, context in zip(axes[0], contexts):
-        bars = [row for row in rows if row["context"] == context][::-1]
-        names = [NAMES.get(row["attention"], row["attention"].replace("@", ", ")) for row in bars]
-        left = [0.0] * len(bars)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (key, rows) in zip(axes.flat, sorted(panels.items())):
+        no_mask, parameters, context = key
+        names = [NAMES.get(row["attention"], row["attention"].replace("@", ", ")) for row in rows[::-1]]
+        left = [0.0] * len(rows)
         for part, (label, color) in STEP_PARTS.items():
-            widths = [_parts(row).get(part, 0.0) for row in bars]
+            widths = [_parts(row).get(part, 0.0) for row in rows[::-1]]
             axis.barh(names, widths, left=left, color=color, label=label)
             left = [start + width for start, width in zip(left, widths)]
-        axis.set_title(f"{context} tokens")
+        axis.set_title(f"{context} tokens, {parameters / 1e6:.0f}M weights{', no mask' if no_mask else ''}")
         axis.set_xlabel("ms a step")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    processes = sorted({row["processes"] for row in rows})
+    processes = sorted({row["processes"] for rows in panels.values() for row in rows})
     gpus = "" if processes == [1] else f", {'/'.join(map(str, processes))} processes"
-    figure.suptitle(f"{content['gpu']}{gpus}, torch {content['torch']}, triton {content['triton']}, {content['date']}")
-    picture = picture or results.with_suffix(".png")
+    known = contents[0]
+    figure.suptitle(f"{known['gpu']}{gpus}, torch {known['torch']}, triton {known['triton']}, {known['date']}")
     figure.savefig(picture, dpi=130)
     plt.close(figure)
     return picture
@@ -125,10 +134,13 @@ def _parts(row: dict) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     """Draw as ``arguments`` say; exits with the module's text where they are something else."""
-    commands = {"attention": plot_attention, "steps": plot_steps}
-    if len(arguments) != 3 or arguments[0] not in commands:
+    paths = [Path(argument) for argument in arguments[1:]]
+    if arguments[:1] == ["attention"] and len(paths) == 2:
+        print(plot_attention(*paths))
+    elif arguments[:1] == ["steps"] and len(paths) > 1:
+        print(plot_steps(paths[:-1], paths[-1]))
+    else:
         sys.exit(__doc__)
-    print(commands[arguments[0]](*map(Path, arguments[1:])))
 
 
 def _on_grid(row: dict) -> bool:
