@@ -1,9 +1,11 @@
 """Checkpointing that keeps attention: the same gradients, attention's forward once, and what stays in memory."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +103,19 @@ def test_compiled(backend, forwards):
     assert len(forwards) == 2
 
 
+def test_torchs_own_attention_is_kept_too():
+    """As in layers that are left to it; how often its operator runs."""
+    q = torch.randn(1, 2, TOKENS, HEAD_DIM, requires_grad=True)
+    counts, found = {}, {}
+    for name, options in (("whole", {}), ("keeping", {"context_fn": keep_attention})):
+        with Made() as made:
+            out = checkpoint(F.scaled_dot_product_attention, q, q, q, use_reentrant=False, **options)
+            found[name] = torch.autograd.grad(out.square().sum(), q)[0]
+        counts[name] = made.ran["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert counts == {"whole": 2, "keeping": 1}
+    assert torch.equal(found["whole"], found["keeping"])
+
+
 def test_a_model_of_transformers(forwards):
     register()
     config = Qwen3Config(
@@ -124,15 +139,17 @@ def test_a_model_of_transformers(forwards):
 
 
 class Made(TorchDispatchMode):
-    """Storages that operators made, which may be gone by now, but for those of some tensors."""
+    """Which operators ran, and the storages that they made, which may be gone by now, but for those of ``given``."""
 
     def __init__(self, *given: Tensor) -> None:
         super().__init__()
         self.given = {x.untyped_storage()._cdata for x in given}
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.ran: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        self.ran[function.name()] += 1
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()

@@ -17,14 +17,20 @@ from contextlib import AbstractContextManager
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-import sagebwd.ops  # noqa: F401 (which defines the operator)
+ATTENTION = {
+    "sagebwd::attention", "sagebwd::flash_attention_4", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}  # fmt: skip
+"""Operators whose outputs are kept: this project's, and torch's for layers that are left to it."""
 
 
 def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, under torch.compile too.
 
     Kept of a call: o in the dtype of q, lse and, but for the implementation "reference", the INT8 codes of q and k
-    with their scales. v, and q and k where a recipe's backward reads them, are computed again with the rest.
+    with their scales. v, and q and k where a recipe's backward reads them, are computed again with the rest. Of
+    torch's scaled_dot_product_attention the outputs are kept too, of all its kernels but the one in plain products.
 
     Returns: the contexts of forward and of what is computed again.
     """
@@ -35,6 +41,4 @@ def _policy(
     context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *arguments: object, **options: object
 ) -> CheckpointPolicy:
     """What becomes of an operator's outputs."""
-    if operator is torch.ops.sagebwd.attention.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
