@@ -221,8 +221,9 @@ def attention_backward(
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
-def _(do, dlse, q, k, v, o, *settings):
-    return empty_gradients(_read(settings[-3]), o, v)
+def _(do, dlse, q, k, v, o, *rest):
+    recipe, impl, _ = rest[-3:]
+    return empty_gradients(_read(recipe, impl, v, rest[9]), o, v)  # rest[9]: mask
 
 
 class _Attention(torch.autograd.Function):
