@@ -1,4 +1,4 @@
-"""Trainable INT8 attention for PyTorch: forward and backward on INT8 tensor cores.
+"""Trainable low-bit attention for PyTorch: forward and backward on INT8 and FP8 tensor cores.
 
 from sagebwd import sage_attention
 out = sage_attention(query, key, value, is_causal=True)   # as scaled_dot_product_attention

@@ -22,7 +22,7 @@ except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a checkout of sagebwd: pip install '.[train]'")
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable INT8 attention."
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable low-bit attention."
 )
 
 

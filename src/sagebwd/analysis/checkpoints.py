@@ -17,6 +17,7 @@ from pathlib import Path
 from sagebwd.analysis.study_tables import table
 from sagebwd.analysis.tables import LABELS
 from sagebwd.analysis.trace import OUTPUTS
+from sagebwd.figure import save
 
 COMPARED = ("ds", "dq", "dk", "dv", "o")
 
@@ -174,9 +175,7 @@ def plot(checkpoints: Sequence[Checkpoint], path: Path) -> None:
         axis.set_xlabel("training step")
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncol=len(recipes), loc="outside lower center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sagebwd.analysis.trace import Row, means
+from sagebwd.figure import save
 
 ERRORS = {"o": "O", "delta": "delta", "p": "P", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
@@ -50,6 +51,4 @@ def plot_trace(rows: Sequence[Row], path: Path) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)

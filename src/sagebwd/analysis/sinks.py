@@ -21,6 +21,7 @@ from torch import Tensor
 from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.analysis.trace import OUTPUTS, emulate, sources, without
 from sagebwd.band import Band
+from sagebwd.figure import save
 from sagebwd.metrics import relative_l2
 from sagebwd.quantize import pad_tokens
 from sagebwd.recipe import Recipe
@@ -208,9 +209,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("relative L2 to FP64")
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncol=3, loc="outside lower center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save(figure, path, dpi=90)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

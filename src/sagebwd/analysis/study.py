@@ -23,6 +23,7 @@ from sagebwd.analysis.ablations import ABLATIONS, BASES, Ablation
 from sagebwd.analysis.study_tables import markdown
 from sagebwd.analysis.variants import Variant
 from sagebwd.band import Band
+from sagebwd.figure import save
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 
@@ -218,8 +219,7 @@ def plot_lengths(rows: Sequence[dict], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("relative L2 to FP64")
     figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, ncol=len(recipes), loc="outside lower center")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagebwd.figure import save
+
 STEP_PARTS = {
     "attention": ("attention", "C0"),
     "passes": ("its passes", "C1"),
@@ -74,8 +76,7 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), frameon=False)
     figure.suptitle(f"{content['gpu']}, torch {content['torch']}, triton {content['triton']}, {content['date']}")
     picture = picture or results.with_suffix(".png")
-    figure.savefig(picture, dpi=130)
-    plt.close(figure)
+    save(figure, picture, dpi=130)
     return picture
 
 
@@ -121,8 +122,7 @@ def plot_steps(results: Sequence[Path], picture: Path) -> Path:
     gpus = "" if processes == [1] else f", {'/'.join(map(str, processes))} processes"
     known = contents[0]
     figure.suptitle(f"{known['gpu']}{gpus}, torch {known['torch']}, triton {known['triton']}, {known['date']}")
-    figure.savefig(picture, dpi=130)
-    plt.close(figure)
+    save(figure, picture, dpi=130)
     return picture
 
 

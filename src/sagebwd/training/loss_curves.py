@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagebwd.figure import save
 from sagebwd.training.packed import read
 from sagebwd.training.report import Run, gap, smoothed
 
@@ -53,8 +54,7 @@ def draw(experiments: dict[str, Sequence[Path]], picture: Path) -> None:
     axes[1][0].set_ylabel("gap in held-out loss, nats")
     lines = [plt.Line2D([], [], color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    save(figure, picture)
 
 
 def main(arguments: Sequence[str]) -> None:

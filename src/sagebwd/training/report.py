@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from sagebwd.figure import save
 from sagebwd.training.config import Config
 
 STYLE = """
@@ -58,14 +59,14 @@ def write_curves(runs: list[Run], baseline: Run | None, path: Path) -> None:
         "largest_logit": "largest attention logit",
     }
     for index, run in enumerate(runs):
-        color = f"C{index}"
+        color, line = f"C{index}", ("-", "--", ":")[index // 10 % 3]  # matplotlib has ten colours
         for key, axis in panels.items():
             tokens, values = gap(run, baseline) if key == "gap" else run.series(key)
             if key in ("loss", "grad_norm"):
                 axis.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
                 values = smoothed(values)
             marker = "." if key not in ("loss", "grad_norm") else None
-            axis.plot(tokens, values, color=color, marker=marker, label=run.name, linewidth=1.3)
+            axis.plot(tokens, values, line, color=color, marker=marker, label=run.name, linewidth=1.3)
     for key, axis in panels.items():
         axis.set_title(titles[key], fontsize=10)
         axis.set_xlabel("tokens")
@@ -79,8 +80,7 @@ def write_curves(runs: list[Run], baseline: Run | None, path: Path) -> None:
     axes.flat[-1].axis("off")
     axes.flat[-1].legend(*panels["held_out_loss"].get_legend_handles_labels(), loc="center", frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def gap(run: Run, baseline: Run | None) -> tuple[list[float], list[float]]:
