@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
-from sagebwd import cli
+from sagebwd import cli, doctor
 from sagebwd.benchmarks import attention
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +91,27 @@ def test_gaussian_prints_and_saves(command, tmp_path):
     rows = json.loads((tmp_path / "t.json").read_text())
     assert [row["tensor"] for row in rows] == ["o", "dq", "dk", "dv"]
     assert f"{rows[1]['relative_l2']:.4f}" in out
+
+
+@pytest.mark.parametrize("name", ["trace", "gaussian", "finetune", "bench-training"])
+def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = command(name, "--help")
+    named = [option.help for option in typer.main.get_command(cli.app).commands[name].params if "[" in option.help]
+    assert named
+    words = "".join(out.replace("│", "").split())
+    assert not [text for text in named if "".join(text.split()) not in words]
+
+
+def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):
+    advice = "forward in Gluon: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
+    refused = doctor.Answer("hopper", False, False, "block_mask: expected [a, b]")
+    monkeypatch.setattr(doctor, "facts", lambda: {"mixed on Hopper": advice})
+    monkeypatch.setattr(doctor, "answers", lambda *call: [refused])
+    code, out, _ = command("doctor", "--device", "cpu")
+    assert code == 1
+    assert advice in out
+    assert refused.reason in out
 
 
 def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Annotated
 
 try:
     import typer
+    from rich.markup import escape
     from rich.table import Table
 
     from sagebwd import cli_bench, cli_finetune
@@ -22,7 +23,11 @@ except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a checkout of sagebwd: pip install '.[train]'")
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Trainable low-bit attention."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own drops what is in brackets
+    help="Trainable low-bit attention.",
 )
 
 
@@ -81,9 +86,11 @@ def compare(
 @app.command()
 def gaps(
     folders: Annotated[list[Path], typer.Argument(help="Outputs of `sagebwd compare`, one a seed.")],
-    noise_of: Annotated[list[Path] | None, typer.Option(help="More outputs whose repeats tell noise; repeat.")] = None,
+    noise_of: Annotated[
+        list[Path] | None, typer.Option(help="More outputs, whose repeated baselines count for the noise; repeat.")
+    ] = None,
 ) -> None:
-    """Gaps to full precision over several comparisons of the same variants, beside the noise of such a gap."""
+    """Mean gaps to full precision over several comparisons of the same variants, with the noise of such a mean."""
     from sagebwd.training import gaps as measured
 
     console.print(measured.table(measured.gaps(folders, noise_of)))
@@ -118,15 +125,15 @@ def gaussian(
     kind: Annotated[
         str, typer.Option(help="Inputs: plain (the paper's Table 1), bias-and-sink or sink (docs/sinks.md).")
     ] = "plain",
-    tokens: Annotated[int | None, typer.Option(help="Tokens [default: 4096; but for plain 2048].")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head dimension [default: 128; but for plain 64].")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1; but for plain 8].")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens [default: 4096 for plain, else 2048].")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension [default: 128 for plain, else 64].")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1 for plain, else 8].")] = None,
     causal: Annotated[bool, typer.Option(help="Mask the future.")] = False,
     impl: Annotated[str, typer.Option(help="reference (the emulator) or a kernel family.")] = "reference",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Also write the rows as JSON to this file.")] = None,
 ) -> None:
-    """Error of recipes on random inputs, beside the paper's Table 1."""
+    """Error of recipes on random inputs, next to the paper's Table 1."""
     from sagebwd.analysis import gaussian as study
     from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device
@@ -187,7 +194,7 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="Also draw per-layer curves: a .png file.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Error of recipes inside a trained model, layer by layer, beside the paper's Table 2."""
+    """Error of recipes inside a trained model, layer by layer, next to the paper's Table 2."""
     quiet()
     try:
         from sagebwd.analysis import capture, tables
@@ -271,14 +278,14 @@ def doctor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     for name, value in examination.facts().items():
-        console.print(f"{name:20} {value}", highlight=False)
+        console.print(f"{name:20} {value}", highlight=False, markup=False)
     parsed = examination.recipe_of(device, getattr(torch, dtype), head_dim, recipe)
     named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
     console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {named} on {device}:")
     found = examination.answers(device, getattr(torch, dtype), head_dim, parsed)
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
-        console.print(f"  {answer.impl:12} {mark}: {answer.reason}", highlight=False)
+        console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if any(answer.chosen for answer in found):
         error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
         passed = error < 0.03
