@@ -197,6 +197,23 @@ def test_what_deterministic_costs_in_troubleshooting_is_the_files():
     assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
 
 
+def test_gaps_in_pretraining_are_those_of_the_files():
+    from sagebwd.training.gaps import gaps
+
+    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    pattern = r"^\| (no )?QK-norm, (16|131)K(, 4e-3)?(, seeds [^|]*)? \| (.*[+-]\.\d{4}.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 9
+    for no, tokens, rate, of_mixed, cells in lines:
+        name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
+        folders = sorted((ROOT / "docs" / "results" / "grid").glob(f"{name}-seed?"))
+        rows = {row.variant: row for row in gaps([ROOT / "docs" / "results" / "grid" / name, *folders])}
+        expected = [*rows["mixed"].gaps, rows["mixed"].mean] if of_mixed else []
+        for row in [] if of_mixed else [rows["token"], rows["paper"]]:
+            expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
+        assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
+
+
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
