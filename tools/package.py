@@ -116,12 +116,13 @@ def check_installed(wheel: Path, folder: Path) -> None:
 
 
 def run(*command: object, code: int = 0) -> str:
-    """What a command prints, away from the repository; stops everything where its exit code is another."""
+    """What a command prints in an empty folder; stops everything where its exit code is another."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITON"))}
-    outcome = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, check=False, cwd=tempfile.gettempdir(),
-        env=environment | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as empty:  # python -m finds modules where it runs first
+        outcome = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, check=False, cwd=empty,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     expect(outcome.returncode == code, f"{command}: exit code {outcome.returncode}\n{outcome.stdout}{outcome.stderr}")
     return outcome.stdout + outcome.stderr
 
