@@ -181,10 +181,13 @@ def empty_like_rows(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
+def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another.
+
+    dq: the memory of dq, if there is some.
+    """
     dk, dv = (v.new_empty(v.shape) if recipe.dv == FP8 else empty_like_rows(v) for _ in range(2))
-    return empty_like_rows(o), dk, dv
+    return empty_like_rows(o) if dq is None else dq, dk, dv
 
 
 def padded_head_dim(head_dim: int) -> int:
