@@ -51,6 +51,7 @@ def test_settings_change_keys_with_their_types(tmp_path):
         ("{}", ["training.steps=5"], "there is no section 'training'"),
         ("{}", ["attention.recipe=fp8"], "none called 'fp8'"),
         ("{}", ["optimisation.precision=fp16"], "accepted: fp32, bf16"),
+        ("{}", ["optimisation.keep_attention=true"], "needs optimisation.gradient_checkpointing=true"),
         ("{}", ["optimisation.sharding=ddp"], "optimisation.sharding='ddp' is not known; accepted: none, fsdp"),
         ("{}", ["optimisation.steps=0"], "must be at least 1"),
         ("{}", ["model.heads=3"], "model.width=128 is not a multiple of model.heads=3"),
@@ -94,6 +95,8 @@ def test_digest_sees_what_changes_numbers_and_nothing_else():
     assert config.digest() == Config("y", variants={"a": {}}).digest()
     assert config.digest() == config.replace({"data.cache": "/elsewhere"}).digest()
     assert config.digest() == config.replace({"optimisation.sharding": "fsdp"}).digest()
+    checkpointed = config.replace({"optimisation.gradient_checkpointing": True})
+    assert checkpointed.digest() == checkpointed.replace({"optimisation.keep_attention": True}).digest()
     for change in ({"seed": 1}, {"attention.recipe": "paper"}, {"optimisation.steps": 7}, {"data.context": 128}):
         assert config.replace(change).digest() != config.digest()
 

@@ -194,6 +194,8 @@ class Config(Settings):
             raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")
         if optimisation.sharding not in ("none", "fsdp"):
             raise ValueError(f"optimisation.sharding={optimisation.sharding!r} is not known; accepted: none, fsdp")
+        if optimisation.keep_attention and not optimisation.gradient_checkpointing:
+            raise ValueError("optimisation.keep_attention=true needs optimisation.gradient_checkpointing=true")
         for name in ("tokens_per_step", "micro_batch", "steps"):
             if getattr(optimisation, name) < 1:
                 raise ValueError(f"optimisation.{name}={getattr(optimisation, name)} must be at least 1")
@@ -226,7 +228,7 @@ class Config(Settings):
         """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
         content = self.as_dict()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
-        del content["optimisation"]["sharding"]
+        del content["optimisation"]["sharding"], content["optimisation"]["keep_attention"]
         if self.monitor.precision == "fixed":
             del content["monitor"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
