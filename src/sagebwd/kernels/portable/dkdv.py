@@ -2,6 +2,7 @@
 
 It works on S^T, so that P^T and dS^T leave one product in the registers in which the next one takes them. dS carries
 Q's scale per token, on which dK reduces, before it is quantised.
+Both are written where the caller wants them, which is alike: one set of strides holds for the two.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Where the recipe keeps the first key apart, a row begins with it, in FP32, and t
 
 A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
 hand scores out (`tile.interleave`).
+O is written where the caller wants it, with any strides but the last dimension's.
 """
 
 from __future__ import annotations
