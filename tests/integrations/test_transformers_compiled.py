@@ -12,14 +12,21 @@ from transformers import (
     Llama4ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Qwen3Config,
     Qwen3ForCausalLM,
     StaticCache,
 )
 
+from sagebwd.benchmarks import flash_attention_4
 from sagebwd.metrics import relative_l2
+from sagebwd.training import full_precision
 from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
+SIX_LAYERS = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
 
 
 def test_chunks_compile_without_a_graph_break():
@@ -88,3 +95,45 @@ def test_packing_that_a_compiled_model_cannot_see_is_an_error():
         assert relative_l2(compiled(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits) < 1e-5
         with pytest.raises(RuntimeError, match="packed documents are not seen"):
             compiled(input_ids=ids, position_ids=positions % 8)
+
+
+@pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])
+def test_layers_that_are_compiled_by_themselves_share_what_is_compiled(implementation, monkeypatch):
+    """Regression: under torch 2.11 the index of a layer was guarded, and the eleventh layer ran uncompiled."""
+    if implementation == "full-precision-fa4":
+        monkeypatch.setattr(flash_attention_4, "_interface", lambda: None)
+        flash_attention_4.register()
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        monkeypatch.setattr(
+            flash_attention_4, "flash_attention_4",
+            lambda q, k, v, is_causal, scale: [
+                operator(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, is_causal, scale=scale)[0].transpose(1, 2)
+            ],
+        )  # fmt: skip
+    full_precision.register("sdpa")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = pair(Qwen3Config(**SIX_LAYERS), Qwen3ForCausalLM)[1].train()
+    model.config._attn_implementation = implementation
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager", dynamic=False)
+    model(input_ids=tokens(2, 20), use_cache=False).logits.sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("layers", [None, {"1": {"recipe": "full"}}])
+def test_a_layers_index_is_read_where_layers_have_settings(layers):
+    model = pair(Qwen3Config(**SIX_LAYERS), Qwen3ForCausalLM)[1]
+    model.config.sagebwd = {"layers": layers} if layers else {"recipe": "token"}
+    read = []
+
+    class Watched(type(model.model.layers[0].self_attn)):
+        def __getattribute__(self, name):
+            if name == "layer_idx":
+                read.append(name)
+            return super().__getattribute__(name)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Watched
+    model(input_ids=tokens(2, 20), use_cache=False)
+    assert bool(read) == bool(layers)

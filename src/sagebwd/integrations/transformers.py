@@ -36,7 +36,7 @@ from transformers.utils.import_utils import is_tracing
 
 from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
-from sagebwd.integrations.transformers_settings import NAME, check_model, settings
+from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
 
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
@@ -177,7 +177,10 @@ def attention(
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
     if mask is None or mask.continues:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
-    chosen = settings(getattr(module, "config", None), getattr(module, "layer_idx", None))
+    config = getattr(module, "config", None)
+    # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
+    layer = getattr(module, "layer_idx", None) if has_layers(config) else None
+    chosen = settings(config, layer)
     if isinstance(mask.visible, str):
         return _carried(query, key, value, mask.dense, {"scale": scaling, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)

@@ -36,6 +36,12 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
 
 
+def has_layers(config: object) -> bool:
+    """Whether ``config.sagebwd`` has settings of some layers, so that `settings` needs to know which one it is."""
+    given = getattr(config, NAME, None)
+    return isinstance(given, dict) and bool(given.get("layers"))
+
+
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:
     """One layer's own settings, of keys that are numbers or, as JSON has them, texts."""
     numbered = {}
