@@ -13,15 +13,11 @@ SCALE_BLOCK = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile and pipeline: queries by ``warpgroups`` of 64, ``keys`` a step, ``stages`` of K and V in shared memory.
-
-    ``cluster``: programs, 1 or 2, of neighbouring tiles that load K and V for one another.
-    """
+    """Tile and pipeline: queries by ``warpgroups`` of 64, ``keys`` a step, ``stages`` of K and V in shared memory."""
 
     warpgroups: int
     keys: int
     stages: int
-    cluster: int = 1
 
     @property
     def queries(self) -> int:

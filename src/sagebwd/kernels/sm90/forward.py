@@ -34,7 +34,7 @@ class Forward:
     def __init__(self, variant: Variant) -> None:
         self.variant, tile = variant, variant.tile
         self.D, self.N, self.M = variant.head_dim, tile.keys, tile.queries
-        self.warpgroups, self.stages, self.cluster = tile.warpgroups, tile.stages, tile.cluster
+        self.warpgroups, self.stages = tile.warpgroups, tile.stages
         self.dtype = DTYPES[variant.dtype]
         self.tiles, self.softmax = Tiles(variant), Softmax(variant)
         self.producer = Producer(variant, self.tiles)
@@ -110,19 +110,18 @@ class Forward:
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, 1)
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, self.stages)
         v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
-        load, many = cpasync.CopyBulkTensorTileG2SOp(), self.cluster
-        shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if many > 1 else load
+        load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.select(q_layout, mode=[0, 1]), (M, D))
-        k_atom, k_tma = cpasync.make_tiled_tma_atom(shared, k, cute.select(k_layout, mode=[0, 1]), (N, D), many)
-        v_atom, v_tma = cpasync.make_tiled_tma_atom(shared, v, cute.select(v_layout, mode=[0, 1]), (D, N), many)
-        blocks_q = cute.ceil_div(longest, many * M) * many
+        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
+        blocks_q = cute.ceil_div(longest, M)
         self.kernel(
             q_atom, k_atom, v_atom, q_tma, k_tma, v_tma, o, lse, row_max, q_scale, k_scale, key_mask, cu_seqlens_q,
             cu_seqlens_k, lower, upper, scale * LOG2_E, blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout,
             k_layout, v_layout,
         ).launch(
             grid=[blocks_q * heads * batch, 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
-            min_blocks_per_mp=1, **({"cluster": [many, 1, 1]} if many > 1 else {}),
+            min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -140,12 +139,9 @@ class Forward:
         memory = Memory.allocate(self.variant, self.dtype, (q_layout, k_layout, v_layout))
         if warp == 0:
             with cute.arch.elect_one():
-                memory.begin(self.variant.tile)
+                memory.begin(self.warpgroups, self.stages)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            self.meet()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         grid = Grid(q.shape[0], k.shape[0], blocks_q, heads, group, cu_seqlens_q, cu_seqlens_k, lower, upper)
         computing, loading = REGISTERS[self.warpgroups]
         if warp < 4:
@@ -157,13 +153,6 @@ class Forward:
             cute.arch.setmaxregister_increase(computing)
             index = cute.arch.make_warp_uniform(warp // 4 - 1)
             self.attend(s_mma, o_mma, memory, grid, thread % 128, index, o, lse, row_max, q_scale, k_scale, scale_2)
-        if const_expr(self.cluster > 1):  # none ends while another may still write to its memory
-            self.meet()
-
-    def meet(self) -> None:
-        """All threads of the cluster."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
 
     def wait_turn(self, index) -> None:
         """Until the warpgroup may queue its products."""
@@ -175,31 +164,9 @@ class Forward:
         cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=256)
 
     def release(self, barrier) -> None:
-        """A warp has done with a stage, which all programs of the cluster fill."""
+        """A warp has done with a stage."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
-            if const_expr(self.cluster > 1):
-                cute.arch.mbarrier_arrive(barrier, cute.arch.block_idx_in_cluster() ^ 1)
-
-    @cute.jit
-    def pass_over(self, memory, count: Int32, stage: Int32, phase: Int32):
-        """Let go of blocks that others of the cluster meet and this tile does not; stage and phase after them."""
-        for _ in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-            self.release(memory.k_empty + stage)
-            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
-            self.release(memory.v_empty + stage)
-            stage, phase = self.following(stage, phase)
-        return stage, phase
-
-    @cute.jit
-    def following(self, stage: Int32, phase: Int32):
-        """The stage and phase after these."""
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
 
     @cute.jit
     def queue_s(self, mma: cute.TiledMma, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor, stage: Int32):
@@ -243,11 +210,6 @@ class Forward:
         if index == 0:
             self.pass_turn(index - 1 + self.warpgroups)
         place = self.tiles.place(grid)
-        stage, phase = Int32(0), Int32(0)
-        if const_expr(self.cluster > 1):
-            shared_begin, shared_end = self.tiles.shared_blocks(place)
-            if place.first_q >= place.length_q:
-                self.pass_over(memory, shared_end - shared_begin, stage, phase)
         if place.first_q < place.length_q:
             begin, full_begin, full_end, end = self.tiles.blocks(place)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
@@ -264,21 +226,20 @@ class Forward:
             acc.fill(0)
             scales = (scale, k_scale[place.scale_head, None, thread % 4])
 
-            if const_expr(self.cluster > 1):
-                stage, phase = self.pass_over(memory, shared_end - end, stage, phase)
+            stage, phase = Int32(0), Int32(0)
             factors = self.factors(scales, end - 1, place)
             cute.arch.mbarrier_wait(memory.q_full, 0)
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            cute.arch.mbarrier_wait(memory.k_full, 0)
             self.queue_s(s_mma, s, operands.q, operands.k, stage)
             bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
             warpgroup.wait_group(0)
             self.softmax.maxima(s, x, state, factors, bounds, words, True, True)
             self.softmax.exponentials(s, x, state, factors, True)
-            self.release(memory.k_empty + stage)
+            self.release(memory.k_empty)
             self.softmax.pack(x, p)
             if const_expr(self.variant.varlen):
-                cute.arch.mbarrier_wait(memory.v_full + stage, phase)
-                self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
+                cute.arch.mbarrier_wait(memory.v_full, 0)
+                self.clear_end(memory.v, place.length_k - (end - 1) * N, thread, index)
             fixed = ((s_mma, o_mma), memory, operands, tile, state, scales, rows, place, index)
             if const_expr(self.variant.key_mask):
                 stage, phase = self.steps(fixed, end - 2, end - 1 - begin, stage, phase, True)
@@ -294,10 +255,6 @@ class Forward:
             warpgroup.fence()
             self.queue_o(o_mma, acc, p, operands.v, stage)
             warpgroup.wait_group(0)
-            if const_expr(self.cluster > 1):
-                self.release(memory.v_empty + stage)
-                stage, phase = self.following(stage, phase)
-                self.pass_over(memory, begin - shared_begin, stage, phase)
             self.write(acc, state, rows, place, thread, o, lse, row_max)
         if index == 0:  # the turn that nobody takes
             self.wait_turn(index)
@@ -321,7 +278,10 @@ class Forward:
         """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase."""
         (s_mma, o_mma), memory, operands, (s, x, p, acc), state, scales, rows, place, index = fixed
         stage_v, phase_v = stage, phase
-        stage, phase = self.following(stage, phase)
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
         factors = self.factors(scales, block, place)
         cute.arch.mbarrier_wait(memory.k_full + stage, phase)
         self.wait_turn(index)
@@ -356,7 +316,7 @@ class Forward:
                 acc[i] = acc[i] * decay[i // 2 % 2]
 
     @cute.jit
-    def clear_end(self, v: cute.Tensor, stage: Int32, keys_left: Int32, thread: Int32, index: Int32):
+    def clear_end(self, v: cute.Tensor, keys_left: Int32, thread: Int32, index: Int32):
         """Zero V's tokens past the end of a packed sequence: P is 0 there, but 0 times a neighbour's NaN is NaN.
 
         Every warpgroup does so, with the same zeros, before its own product.
@@ -366,7 +326,7 @@ class Forward:
             for part in cutlass.range(N * D // 128, unroll=1):
                 at = part * 128 + thread
                 if at // D >= keys_left:
-                    v[at % D, at // D, stage] = self.dtype(0.0)
+                    v[at % D, at // D, 0] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from sagebwd.kernels.sm90.config import SCALE_BLOCK, Tile, Variant
+from sagebwd.kernels.sm90.config import SCALE_BLOCK, Variant
 from sagebwd.kernels.sm90.tiles import Tiles
 
 
@@ -47,15 +47,14 @@ class Memory(NamedTuple):
         barriers = smem.allocate_array(Int64, 1 + 4 * stages)
         return cls(*tiles, keys_kept, barriers, *(barriers + 1 + n * stages for n in range(4)))
 
-    def begin(self, tile: Tile) -> None:
-        """Count who arrives at the barriers: TMA's bytes, or a thread of each warp that computes, in a cluster of all."""
-        stages = tile.stages
+    def begin(self, warpgroups: int, stages: int) -> None:
+        """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
         cute.arch.mbarrier_init(self.q_full, 1)
         for stage in range(stages):
             for full in (self.k_full, self.v_full):
                 cute.arch.mbarrier_init(full + stage, 1)
             for empty in (self.k_empty, self.v_empty):
-                cute.arch.mbarrier_init(empty + stage, 4 * tile.warpgroups * tile.cluster)
+                cute.arch.mbarrier_init(empty + stage, 4 * warpgroups)
 
 
 class Producer:
@@ -67,19 +66,11 @@ class Producer:
 
     @cute.jit
     def load(self, atoms, source, memory, key_mask: cute.Tensor | None, grid):
-        """All of a program's loads: its tile of Q and every block of K and V, from the last to the first.
-
-        Of a cluster each program loads a part of every block for all.
-        """
-        M, N, D, stages, cluster = self.M, self.N, self.D, self.variant.tile.stages, self.variant.tile.cluster
+        """All of a program's loads: its tile of Q and every block of K and V, from the last to the first."""
+        M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
         place = self.tiles.place(grid)
-        begin, end = self.tiles.shared_blocks(place)
-        if begin < end:
-            rank, many = 0, cute.make_layout(cluster)
-            more = {}
-            if const_expr(cluster > 1):
-                rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-                more = {"mcast_mask": Int16(2**cluster - 1)}
+        if place.first_q < place.length_q:
+            begin, _, _, end = self.tiles.blocks(place)
             q = self.tiles.of_head(source.q, place.head, place.batch)
             k = self.tiles.of_head(source.k, place.head_k, place.batch)
             v = self.tiles.of_head(source.v, place.head_k, place.batch)
@@ -87,8 +78,8 @@ class Producer:
                 q, k = cute.domain_offset((place.start_q, 0), q), cute.domain_offset((place.start_k, 0), k)
                 v = cute.domain_offset((0, place.start_k), v)
             q_to, q_from = self.partition(atoms.q, memory.q, cute.local_tile(q, (M, D), (place.first_q // M, 0)))
-            k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)), rank, many)
-            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)), rank, many)
+            k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
+            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
             cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
@@ -100,20 +91,20 @@ class Producer:
                     self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
-                cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage, **more)
+                cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
                 cute.arch.mbarrier_wait(memory.v_empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * D * 2)
-                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage, **more)
+                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
                 stage += 1
                 if stage == stages:
                     stage = Int32(0)
                     phase ^= 1
 
-    def partition(self, atom, tile: cute.Tensor, source: cute.Tensor, rank=0, many=None):
-        """Where TMA writes to and reads from; the part that is of ``rank`` of ``many``."""
-        many = cute.make_layout(1) if many is None else many
-        return cpasync.tma_partition(atom, rank, many, cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2))
+    def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
+        """Where TMA writes to and reads from."""
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, one, cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2))
 
     @cute.jit
     def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, place):

@@ -98,18 +98,6 @@ class Tiles:
         return begin, full_begin, full_end, end
 
     @cute.jit
-    def shared_blocks(self, place):
-        """Blocks that are loaded: those of all tiles of the cluster that have queries; none if none has. Begin, end."""
-        clusters, M = self.variant.tile.cluster, self.M
-        first_q = place.first_q // (clusters * M) * (clusters * M)
-        begin, _, _, end = self.blocks(place._replace(first_q=first_q))
-        for n in cutlass.range_constexpr(1, clusters):
-            if first_q + n * M < place.length_q:
-                _, _, _, end = self.blocks(place._replace(first_q=first_q + n * M))
-        end = end if first_q < place.length_q else begin
-        return begin, end
-
-    @cute.jit
     def bounds(self, block: Int32, rows: cute.Tensor, place):
         """First column of a block that each of a thread's rows sees, and the first beyond, less the thread's first."""
         base = block * self.N + cute.arch.lane_idx() % 4 * 2
