@@ -226,12 +226,13 @@ def test_no_sum_of_dq_overflows():
         assert 65504 / 4 < worst < 65504
 
 
-def test_packed_passes_are_those_of_each_sequence(operands):
+@pytest.mark.parametrize("span", [SPAN, 3 * BLOCK])
+def test_packed_passes_are_those_of_each_sequence(operands, span):
     """Sequences side by side give what each alone gives, where its blocks begin; an empty one gives nothing."""
-    lengths, heads = [5, 0, 65], HEADS_K * GROUP
+    lengths, heads = [5, 0, 200, 65], HEADS_K * GROUP
     generator = torch.Generator().manual_seed(1)
     ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
-    total, starts = sum(lengths), [0, 5, 5]
+    total, starts = sum(lengths), [0, 5, 5, 205]
     queries, keys = (Packing(len(lengths), n, max(lengths), total, ends) for n in (heads, HEADS_K))
 
     def draw(n: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -250,7 +251,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
         values = fp8_rows.launch_row_values(call, saved, do, None, largest, BLOCK)
         copies = fp8_copies.launch_float8(
-            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN
+            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, span
         )
         return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
 
@@ -279,6 +280,6 @@ def test_packed_passes_are_those_of_each_sequence(operands):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number
             assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
-        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, SPAN)):
+        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, span)):
             first = (start // block + number) * block
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

@@ -33,7 +33,7 @@ BACKWARD_KINDS = {
     "ragged, a scale a key": {"ragged": True, "lane_scale": False},
 }
 # Of the loop's two steps, the code that masks them included; measured, and 3% more.
-MOST_BACKWARD_INSTRUCTIONS = {"full": 847, "causal": 1359}
+MOST_BACKWARD_INSTRUCTIONS = {(64, "full"): 858, (64, "causal"): 1294, (128, "full"): 852, (128, "causal"): 1296}
 
 
 @cache
@@ -98,16 +98,16 @@ def backward_loop(kind: str, dtype: str, head_dim: int) -> Counter:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", sorted(BACKWARD_KINDS))
 def test_backward_steps_have_their_products_and_spill_nothing(kind, dtype, head_dim):
-    body, queries = backward_loop(kind, dtype, head_dim), BACKWARD[head_dim]["queries"]
+    body, chosen = backward_loop(kind, dtype, head_dim), BACKWARD[head_dim]
     assert body["IGMMA"] == 2 * (head_dim // 32)
     assert body["HGMMA"] == 2 * (head_dim // 16 + 1)  # delta's channels
-    assert body["QGMMA"] == 2 * (2 * queries // 32 + 128 // 32)
+    assert body["QGMMA"] == 2 * (2 * chosen["queries"] // 32 + 64 * chosen["warpgroups"] // 32)
     assert body["STL"] + body["LDL"] == 0
     # ptxas waits for every product where it cannot keep their registers apart
-    assert body["WARPGROUP"] <= 12
+    assert body["WARPGROUP"] <= 14
 
 
-@pytest.mark.parametrize("head_dim", sorted(BACKWARD))
-@pytest.mark.parametrize("kind", sorted(MOST_BACKWARD_INSTRUCTIONS))
-def test_backward_steps_take_few_instructions(kind, head_dim):
-    assert sum(backward_loop(kind, "bfloat16", head_dim).values()) <= MOST_BACKWARD_INSTRUCTIONS[kind]
+@pytest.mark.parametrize(("head_dim", "kind"), sorted(MOST_BACKWARD_INSTRUCTIONS))
+def test_backward_steps_take_few_instructions(head_dim, kind):
+    most = MOST_BACKWARD_INSTRUCTIONS[head_dim, kind]
+    assert sum(backward_loop(kind, "bfloat16", head_dim).values()) <= most

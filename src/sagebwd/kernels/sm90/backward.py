@@ -1,10 +1,10 @@
 """dQ, dK and dV on sm_90a in one CuTe DSL kernel: S^T in INT8, dP^T in 16 bit, the gradients in e4m3.
 
-A program has 128 keys, each of two warpgroups 64 of them, and meets every block of queries that sees them. P^T and
-dS^T are operands of dV and dK in the registers they came in; dS^T also goes to shared memory, transposed, and each
-warpgroup computes half of dQ^T over the keys of both, a step behind, so that neither waits for the other. S^T, dP^T
-and dQ^T take turns in one set of registers, which leaves room for K and part of V: shared memory is what binds.
-docs/log/2026-11-23-sm90-backward.md has the count.
+A program has 64 keys a warpgroup and meets every block of queries that sees them. P^T and dS^T are operands of dV and
+dK in the registers they came in; dS^T also goes to shared memory, transposed. dQ^T, over the keys of all warpgroups,
+is computed a step behind, so that none waits for another: at head_dim 128 each of two has half of its channels, at 64
+three have a block each in turn. S^T, dP^T and dQ^T take turns in one set of registers, which leaves room for K and
+part of V (128) or for FP32 entries of P (64). docs/log/2026-11-23-sm90-backward.md has the count of what binds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from sagebwd.kernels.sm90.backward_producer import (
     BackwardProducer,
 )
 from sagebwd.kernels.sm90.backward_tiles import BackwardTiles, Grid
-from sagebwd.kernels.sm90.config import REGISTERS, SPAN, BackwardArguments, BackwardVariant
+from sagebwd.kernels.sm90.config import REGISTERS, BackwardArguments, BackwardVariant
 from sagebwd.kernels.sm90.forward import DTYPES, LOG2_E
-
-WARPGROUPS = SPAN // 64
 
 
 class Backward:
@@ -38,9 +36,9 @@ class Backward:
 
     def __init__(self, variant: BackwardVariant) -> None:
         self.variant = variant
-        self.D, self.N = variant.head_dim, variant.queries
+        self.D, self.M, self.N = variant.head_dim, variant.span, variant.queries
         self.dtype = DTYPES[variant.dtype]
-        assert self.D == 64 * WARPGROUPS, self.D  # of dQ^T a warpgroup has 64 channels
+        assert variant.dq_in_parts or self.D == 64, variant
         self.masked = variant.lower or variant.upper or variant.varlen or variant.ragged or variant.key_mask
         self.tiles = BackwardTiles(variant)
         self.producer = BackwardProducer(variant, self.tiles)
@@ -103,9 +101,9 @@ class Backward:
         upper: Int32, scale: Float32, sum_scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `BackwardArguments` has them."""
-        N, D = self.N, self.D
+        variant, M, N, D = self.variant, self.M, self.N, self.D
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
-        if const_expr(self.variant.varlen):
+        if const_expr(variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
         q, k, v, do, dk, dv = (self.matrices(x) for x in (q, k, v, do, dk, dv))
         q_t, k_t, do_t = (
@@ -118,28 +116,30 @@ class Backward:
         wide = [warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, N, 16), x, K, K) for x in (source.SMEM, source.RMEM)]
         out = warpgroup.MmaF8Op(e4m3, e4m3, Float32, (64, D, 32), source.RMEM, K, K)
         dq = warpgroup.MmaF8Op(e4m3, e4m3, Float32, (64, N, 32), source.SMEM, K, K)
-        mmas = [cute.make_tiled_mma(x, (WARPGROUPS, 1, 1)) for x in (*int8, *wide, out, dq)]
+        mmas = [cute.make_tiled_mma(x, (variant.warpgroups, 1, 1)) for x in (*int8, *wide, out)]
+        mmas.append(cute.make_tiled_mma(dq, (D // 64, 1, 1)))
         row = LayoutEnum.ROW_MAJOR
         a = lambda m, n, dtype: sm90.make_smem_layout_a(row, (m, 64, n), dtype, 1)  # noqa: E731
         b = lambda m, n, dtype: sm90.make_smem_layout_b(row, (64, m, n), dtype, STAGES)  # noqa: E731
         layouts = BackwardOperands(
-            k=a(SPAN, D, Int8), v=a(SPAN, D, self.dtype), k_t=a(D, SPAN, e4m3), q=b(N, D, Int8),
+            k=a(M, D, Int8), v=a(M, D, self.dtype), k_t=a(D, M, e4m3), q=b(N, D, Int8),
             do=b(N, D, self.dtype), delta=b(N, DELTA_CHANNELS, self.dtype), do_t=b(D, N, e4m3), q_t=b(D, N, e4m3),
         )  # fmt: skip
-        shapes = BackwardOperands((SPAN, D), (SPAN, D), (D, SPAN), (N, D), (N, D), (N, DELTA_CHANNELS), (D, N), (D, N))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        loads = [
-            cpasync.make_tiled_tma_atom(load, x, cute.select(layout, mode=[0, 1]), shape)
-            for x, layout, shape in zip((k, v, k_t, q, do, delta, do_t, q_t), layouts, shapes)
-        ]
-        blocks_k = cute.ceil_div(longest, SPAN)
+        shapes = BackwardOperands((M, D), (M, D), (D, M), (N, D), (N, D), (N, DELTA_CHANNELS), (D, N), (D, N))
+        shared = BackwardOperands(False, False, False, True, True, False, True, True)
+        loads = []
+        for x, layout, shape, of_all in zip((k, v, k_t, q, do, delta, do_t, q_t), layouts, shapes, shared):
+            many = variant.cluster if of_all else 1
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp() if many > 1 else cpasync.CopyBulkTensorTileG2SOp()
+            loads.append(cpasync.make_tiled_tma_atom(load, x, cute.select(layout, mode=[0, 1]), shape, many))
+        blocks_k = cute.ceil_div(longest, M * variant.cluster) * variant.cluster
         self.kernel(
             BackwardOperands(*(x for x, _ in loads)), BackwardOperands(*(x for _, x in loads)), rows, k_scale, largest,
             key_mask, dq_sums, dk, dv, cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], lower, upper, scale,
-            sum_scale, blocks_k, heads_k, heads // heads_k, tuple(mmas), layouts, b(N, SPAN, e4m3),
+            sum_scale, blocks_k, heads_k, heads // heads_k, tuple(mmas), layouts, b(N, M, e4m3),
         ).launch(
-            grid=[blocks_k * heads_k * batch, 1, 1], block=[128 * (WARPGROUPS + 1), 1, 1], stream=stream,
-            min_blocks_per_mp=1,
+            grid=[blocks_k * heads_k * batch, 1, 1], block=[128 * (variant.warpgroups + 1), 1, 1],
+            cluster=[variant.cluster, 1, 1] if variant.cluster > 1 else None, stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -150,19 +150,21 @@ class Backward:
         lower: Int32, upper: Int32, scale: Float32, sum_scale: Float32, blocks_k: Int32, heads_k: Int32, group: Int32,
         mmas, layouts, ds_layout: cute.ComposedLayout,
     ):  # fmt: skip
-        """128 keys of one head; the first warp loads, warps from the fifth on compute."""
+        """Keys of one head; the first warp loads, warps from the fifth on compute."""
+        variant = self.variant
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = BackwardMemory.allocate(self.dtype, layouts, ds_layout, self.N)
         if warp == 0:
             with cute.arch.elect_one():
-                memory.begin(4 * WARPGROUPS)
+                warps = 4 * variant.warpgroups
+                memory.begin(warps, warps if variant.dq_in_parts else 4, variant.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
         grid = Grid(
             tokens_q, tokens_k, rows.shape[1], blocks_k, heads_k, group, cu_seqlens_q, cu_seqlens_k, lower, upper
         )
-        computing, loading = REGISTERS[WARPGROUPS]
+        computing, loading = REGISTERS[variant.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(loading)
             if warp == 0:
@@ -174,11 +176,23 @@ class Backward:
             self.accumulate(
                 mmas, memory, grid, thread % 128, index, k_scale, largest, key_mask, outputs, scale, sum_scale
             )
+        if const_expr(variant.cluster > 1):
+            self.meet()  # what the others send, and say, must find this program there
 
-    def release(self, barrier) -> None:
-        """A warp has done with a stage or a slot."""
+    def meet(self) -> None:
+        """All threads of the cluster."""
+        if self.variant.cluster > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def release(self, barrier, shared: bool = False) -> None:
+        """A warp has done with a slot, or with a stage, which a whole cluster is told where its loads are shared."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
+            if shared and self.variant.cluster > 1:
+                cute.arch.mbarrier_arrive(barrier, cute.arch.block_idx_in_cluster() ^ 1)
 
     def publish(self, barrier) -> None:
         """A warp's stores are there for tensor cores."""
@@ -202,47 +216,39 @@ class Backward:
         self, mmas, memory, grid, thread: Int32, index: Int32, k_scale: cute.Tensor, largest: cute.Tensor,
         key_mask: cute.Tensor | None, outputs, scale: Float32, sum_scale: Float32,
     ):  # fmt: skip
-        """Warpgroup ``index``: dK and dV of 64 keys, half of dQ^T of every block of queries."""
-        N, D, variant = self.N, self.D, self.variant
+        """Warpgroup ``index``: dK and dV of 64 keys, its share of dQ^T."""
+        M, N, D, variant = self.M, self.N, self.D, self.variant
+        in_parts = variant.dq_in_parts
         dq_sums, dk, dv = outputs
         place = self.tiles.place(grid)
-        if place.first_k < place.length_k:
+        if place.first_of_all < place.length_k:
             lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
             s_mma, s_mma_r, p_mma, p_mma_r, out_mma, dq_mma = mmas
-            s, s_r, p, p_r, out, q = (x.get_slice(index * 128) for x in mmas)
+            s, s_r, p, p_r, out = (x.get_slice(index * 128) for x in mmas[:5])
+            q = dq_mma.get_slice(index * 128 if const_expr(in_parts) else 0)
             tiles = memory.tiles
-            acc_p = cute.make_rmem_tensor(p.partition_shape_C((SPAN, N)), Float32)
+            acc_p = cute.make_rmem_tensor(p.partition_shape_C((M, N)), Float32)
             # S, dP and dQ one after the other in the same registers
             acc_s = cute.recast_tensor(acc_p, Int32)
             acc_q = cute.make_tensor(acc_p.iterator, acc_p.layout)
-            acc_v, acc_k = (cute.make_rmem_tensor(out.partition_shape_C((SPAN, D)), Float32) for _ in range(2))
+            acc_v, acc_k = (cute.make_rmem_tensor(out.partition_shape_C((M, D)), Float32) for _ in range(2))
             acc_v.fill(0)
             acc_k.fill(0)
-            p_codes, ds_codes = (out.make_fragment_A(out.partition_shape_A((SPAN, N))) for _ in range(2))
-            pairs = cute.make_rmem_tensor(N // 4, Int32)
+            p_codes, ds_codes = (out.make_fragment_A(out.partition_shape_A((M, N))) for _ in range(2))
+            entries = cute.make_rmem_tensor(N // 4, Int32)
+            if const_expr(not variant.paired):
+                entries = cute.make_rmem_tensor(N // 2, Float32)
+            ahead = None
+            if const_expr(variant.rows_ahead > 0):
+                ahead = cute.make_rmem_tensor(4 * variant.rows_ahead, Float32)
             row = 16 * warp + lane // 4
-            # which keys this thread's rows are, and whether they count
             first_k = place.first_k + 64 * index
-            keys = cute.make_rmem_tensor(4, Int32)
-            scales = cute.make_rmem_tensor(2, Float32)
-            for r in cutlass.range_constexpr(2):
-                keys[r] = first_k + row + 8 * r
-                keys[r + 2] = Int32(0)
-                scales[r] = Float32(0)
-                if keys[r] < place.length_k:
-                    keys[r + 2] = Int32(1)
-                    if const_expr(variant.key_mask):
-                        keys[r + 2] = Int32(key_mask[place.batch, keys[r]])
-                    if const_expr(variant.varlen):
-                        scales[r] = k_scale[place.head_k, place.start_k + keys[r]] * (scale * LOG2_E)
-                    else:
-                        scales[r] = k_scale[place.batch, place.head_k, keys[r]] * (scale * LOG2_E)
-            kept = Boolean(True)
-            if const_expr(self.masked):
-                kept = cute.arch.vote_all_sync((keys[2] != 0) & (keys[3] != 0))
+            keys, scales, kept = self.tiles.keys(first_k, row, k_scale, key_mask, scale * LOG2_E, place)
             rows_at = memory.rows.iterator.toint() + lane % 4 * 8
-            ds_at = memory.ds.iterator.toint() + lane * 128 + ((4 * index + warp) ^ (lane % 8)) * 16
-            dq_at = dq_sums.iterator.toint() + Int64(index * (128 * N) + thread * 16)
+            ds_at = memory.ds.iterator.toint() + registers.place_ds(index, warp, lane, M, N)
+            dq_at = dq_sums.iterator.toint() + Int64(thread * 16)
+            if const_expr(in_parts):
+                dq_at += Int64(index * (128 * N))
             begin, count = self.tiles.blocks(place)
             steps = count * grid.group
 
@@ -250,14 +256,12 @@ class Backward:
             zeros = cute.recast_tensor(ds_codes, Int32)
             for j in cutlass.range_constexpr(N // 8):
                 zeros[j] = Int32(0)
-            registers.store_ds(zeros, ds_at + SPAN * N, N)
+            registers.store_ds(zeros, ds_at + M * N, M, N)
             self.publish(memory.ds_full + 1)
             cute.arch.mbarrier_wait(memory.keys_full, 0)
-            a_k = s_r.make_fragment_A(s_r.partition_shape_A((SPAN, 32 * max(variant.k_parts, 1))))
-            registers.load_operand(a_k, tiles.k, 64 * index + row, lane, variant.k_parts, SPAN)
-            a_v = p_r.make_fragment_A(p_r.partition_shape_A((SPAN, 16 * max(variant.v_parts, 1))))
-            registers.load_operand(a_v, tiles.v, 64 * index + row, lane, variant.v_parts, SPAN)
-            ones = p_r.make_fragment_A(p_r.partition_shape_A((SPAN, DELTA_CHANNELS)))
+            a_k = registers.load_operand(s_r, tiles.k, 64 * index + row, lane, variant.k_parts, 32)
+            a_v = registers.load_operand(p_r, tiles.v, 64 * index + row, lane, variant.v_parts, 16)
+            ones = p_r.make_fragment_A(p_r.partition_shape_A((M, DELTA_CHANNELS)))
             registers.fill_weights(ones, lane, variant.dtype)
             operand_a = lambda x, tile: x.make_fragment_A(x.partition_A(tile))  # noqa: E731
             operand_b = lambda x, tile: x.make_fragment_B(x.partition_B(tile))  # noqa: E731
@@ -269,23 +273,24 @@ class Backward:
                 (None, acc_k, None, operand_b(out, tiles.q_t), out_mma, ds_codes, N // 32),
                 (dq_mma, acc_q, operand_a(q, tiles.k_t), operand_b(q, memory.ds), None, None, 0),
             )
-            fixed = (products, memory, (acc_s, acc_p, acc_q, p_codes, ds_codes, pairs), (rows_at, ds_at, dq_at),
-                     scales, keys, first_k, kept, sum_scale, place)  # fmt: skip
+            fixed = (products, memory, (acc_s, acc_p, acc_q, p_codes, ds_codes, entries, ahead),
+                     (rows_at, ds_at, dq_at), keys, scales, first_k, kept, sum_scale, place, index)  # fmt: skip
             # where the block before is, whose dQ is next; zeros may go anywhere
             before = place.heads_before * grid.total_blocks + place.block_q
-            n, head, phase = Int32(0), Int32(0), Int32(0)
+            n, head, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
             # two steps at a time: stages are then constants, and descriptors need few instructions
             for _ in cutlass.range(steps // 2, unroll=1):
                 for stage in cutlass.range_constexpr(STAGES):
-                    self.step(fixed, begin + n, before, stage, phase)
+                    self.step(fixed, begin + n, before, turn, stage, phase)
                     before = (place.heads_before + head) * grid.total_blocks + place.block_q + begin + n
-                    n, head = self.following(n, head, count)
+                    n, head, turn = self.following(n, head, turn, count)
                 phase = phase ^ 1
             if steps % 2 == 1:
-                self.step(fixed, begin + n, before, 0, phase)
+                self.step(fixed, begin + n, before, turn, 0, phase)
                 before = (place.heads_before + head) * grid.total_blocks + place.block_q + begin + n
+                n, head, turn = self.following(n, head, turn, count)
             warpgroup.wait_group(0)
-            if steps > 0:
+            if (steps > 0) & (const_expr(in_parts) | (turn == index)):
                 slot = (steps - 1) & 1
                 cute.arch.mbarrier_wait(memory.ds_full + slot, steps >> 1 & 1)
                 warpgroup.fence()
@@ -301,36 +306,46 @@ class Backward:
                 self.write(result, self.producer.of_keys(to, place), first_k + row, lane, place, unit)
 
     @cute.jit
-    def following(self, n: Int32, head: Int32, count: Int32):
-        """The next block, which may be the next head's first."""
+    def following(self, n: Int32, head: Int32, turn: Int32, count: Int32):
+        """The next block, which may be the next head's first, and whose turn it is."""
         n += 1
         if n == count:
             n = Int32(0)
             head += 1
-        return n, head
+        turn += 1
+        if turn == self.variant.warpgroups:
+            turn = Int32(0)
+        return n, head, turn
 
     @cute.jit
-    def step(self, fixed, block: Int32, before: Int32, stage, phase: Int32):
+    def step(self, fixed, block: Int32, before: Int32, turn: Int32, stage, phase: Int32):
         """A block of queries, in ``stage``, and dQ of the block before, which lies at ``before``."""
-        products, memory, tensors, addresses, scales, keys, first_k, kept, sum_scale, place = fixed
+        products, memory, tensors, addresses, keys, scales, first_k, kept, sum_scale, place, index = fixed
         s, delta, dp, dv, dk, dq = products
-        acc_s, acc_p, acc_q, p_codes, ds_codes, pairs = tensors
+        acc_s, acc_p, acc_q, p_codes, ds_codes, entries, ahead = tensors
         rows_at, ds_at, dq_at = addresses
-        full, empty, other, N = memory.full, memory.empty, 1 - stage, self.N
+        full, empty, other, M, N = memory.full, memory.empty, 1 - stage, self.M, self.N
+        in_parts = self.variant.dq_in_parts
+        rows_at += stage * (8 * N)
+        dq_at += Int64(before) * (self.D * N * 2)
         cute.arch.mbarrier_wait(full[0] + stage, phase)
         warpgroup.fence()
         self.queue(s, stage, True)
         warpgroup.commit_group()
+        if const_expr(ahead is not None):
+            registers.load_rows(ahead, rows_at, 0, N)
         warpgroup.wait_group(0)
-        self.release(empty[3] + other)  # dK of the block before
-        registers.probabilities(acc_s, pairs, rows_at + stage * (8 * N), scales, N, self.variant.lane_scale)
+        self.release(empty[3] + other, True)  # dK of the block before
+        if const_expr(not in_parts):
+            self.release(empty[2] + other, True)  # and dV
+        registers.probabilities(acc_s, entries, ahead, rows_at, scales, N, self.variant.lane_scale)
+        registers.pack(entries, p_codes)
         whole = Boolean(True)
         if const_expr(self.masked):
             whole = self.tiles.whole(block, first_k, kept, place)
             if not whole:
-                self.mask(pairs, block, keys, place)
-        registers.pack(pairs, p_codes)
-        self.release(empty[0] + stage)
+                registers.mask(p_codes, self.tiles.kept(block, keys, place))
+        self.release(empty[0] + stage, True)
         cute.arch.mbarrier_wait(full[1] + stage, phase)
         cute.arch.mbarrier_wait(full[2] + stage, phase)
         warpgroup.fence()
@@ -339,34 +354,38 @@ class Backward:
         warpgroup.commit_group()
         self.queue(dv, stage, False)
         warpgroup.commit_group()
-        cute.arch.mbarrier_wait(memory.ds_full + other, phase)
+        if const_expr(in_parts):
+            cute.arch.mbarrier_wait(memory.ds_full + other, phase)
         cute.arch.mbarrier_wait(full[3] + stage, phase)
         warpgroup.wait_group(1)
-        self.release(empty[1] + stage)
-        registers.gradients(acc_p, pairs)
+        self.release(empty[1] + stage, True)
+        registers.gradients(acc_p, entries)
+        registers.pack(entries, ds_codes)
         if const_expr(self.masked):  # noqa: SIM102 (one is of compile time)
             if not whole:  # what lies past an end need not be finite
-                self.mask(pairs, block, keys, place)
-        registers.pack(pairs, ds_codes)
+                registers.mask(ds_codes, self.tiles.kept(block, keys, place))
         warpgroup.fence()
-        self.queue(dq, other, True)
-        warpgroup.commit_group()
+        if const_expr(in_parts):
+            self.queue(dq, other, True)
+            warpgroup.commit_group()
         self.queue(dk, stage, False)
         warpgroup.commit_group()
         cute.arch.mbarrier_wait(memory.ds_empty + stage, phase ^ other)
-        registers.store_ds(cute.recast_tensor(ds_codes, Int32), ds_at + stage * (SPAN * N), N)
+        registers.store_ds(cute.recast_tensor(ds_codes, Int32), ds_at + stage * (M * N), M, N)
         self.publish(memory.ds_full + stage)
-        warpgroup.wait_group(1)
-        self.release(empty[2] + stage)  # dV
-        self.release(memory.ds_empty + other)
-        registers.add_dq(acc_q, dq_at + Int64(before) * (self.D * N * 2), sum_scale)
-
-    def mask(self, pairs, block, keys, place) -> None:
-        """Zeros where a query does not see a key."""
-        masks = self.tiles.masks(block, keys, place)
-        for j in range(self.N // 8):
-            for r in range(2):
-                pairs[2 * j + r] = pairs[2 * j + r] & masks[r][j]
+        if const_expr(in_parts):
+            warpgroup.wait_group(1)
+            self.release(empty[2] + stage, True)  # dV
+            self.release(memory.ds_empty + other)
+            registers.add_dq(acc_q, dq_at, sum_scale)
+        elif turn == index:
+            cute.arch.mbarrier_wait(memory.ds_full + other, phase)
+            warpgroup.fence()
+            self.queue(dq, other, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.release(memory.ds_empty + other)
+            registers.add_dq(acc_q, dq_at, sum_scale)
 
     @cute.jit
     def write(self, acc: cute.Tensor, to: cute.Tensor, row: Int32, lane: Int32, place, unit: Float32):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
-from sagebwd.kernels.sm90.config import SPAN, BackwardVariant
+from sagebwd.kernels.sm90.config import BackwardVariant
 
 
 class Grid(NamedTuple):
@@ -17,7 +17,7 @@ class Grid(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     total_blocks: Any  # of a head's queries, in a padded layout
-    blocks_k: Any  # blocks of SPAN keys of the longest sequence
+    blocks_k: Any  # spans of keys of the longest sequence, in whole clusters
     heads_k: Any
     group: Any  # query heads that share one of K's
     cu_seqlens_q: Any
@@ -33,6 +33,7 @@ class Place(NamedTuple):
     head_k: Any
     owner: Any  # its head of K, counted over the batch
     first_k: Any
+    first_of_all: Any  # and of the cluster
     start_q: Any
     start_k: Any
     length_q: Any
@@ -40,7 +41,7 @@ class Place(NamedTuple):
     lower: Any
     upper: Any
     block_q: Any  # the sequence's first block of queries in a padded layout
-    block_k: Any  # and of SPAN keys
+    block_k: Any  # and span of keys
     heads_before: Any  # query heads, and heads of K, before this one's in layouts by head
     heads_k_before: Any
 
@@ -49,7 +50,7 @@ class BackwardTiles:
     """Tiles of one variant."""
 
     def __init__(self, variant: BackwardVariant) -> None:
-        self.variant, self.N = variant, variant.queries
+        self.variant, self.M, self.N = variant, variant.span, variant.queries
 
     @cute.jit
     def place(self, grid):
@@ -64,24 +65,51 @@ class BackwardTiles:
             start_q, start_k = grid.cu_seqlens_q[batch], grid.cu_seqlens_k[batch]
             length_q, length_k = grid.cu_seqlens_q[batch + 1] - start_q, grid.cu_seqlens_k[batch + 1] - start_k
             lower, upper = lower + length_k - length_q, upper + length_k - length_q
-            block_q, block_k = start_q // self.N + batch, start_k // SPAN + batch
+            block_q, block_k = start_q // self.N + batch, start_k // self.M + batch
             heads_k_before = head_k
         return Place(
-            batch, head_k, owner, block * SPAN, start_q, start_k, length_q, length_k, lower, upper, block_q, block_k,
-            heads_k_before * grid.group, heads_k_before,
+            batch, head_k, owner, block * self.M, (block - block % self.variant.cluster) * self.M, start_q, start_k,
+            length_q, length_k, lower, upper, block_q, block_k, heads_k_before * grid.group, heads_k_before,
         )  # fmt: skip
 
     @cute.jit
     def blocks(self, place):
-        """First block of queries that the keys meet, and how many."""
+        """First block of queries that the cluster's keys meet, and how many."""
         begin, end = Int32(0), place.length_q
         if const_expr(self.variant.upper):
-            begin = cutlass.max(place.first_k - place.upper, 0)
+            begin = cutlass.max(place.first_of_all - place.upper, 0)
         if const_expr(self.variant.lower):
-            end = cutlass.min(end, place.first_k + SPAN - place.lower)
+            end = cutlass.min(end, place.first_of_all + self.variant.cluster * self.M - place.lower)
         begin = begin // self.N
         end = (cutlass.max(end, 0) + self.N - 1) // self.N
         return begin, cutlass.max(end - begin, 0)
+
+    @cute.jit
+    def keys(
+        self, first_k: Int32, row: Int32, k_scale: cute.Tensor, key_mask: cute.Tensor | None, factor: Float32, place
+    ):
+        """Which keys a thread's two rows are, then whether they count; their scales times ``factor``; and whether all
+        64 of the warpgroup count, in which its warps must agree, as they run the same products."""
+        keys = cute.make_rmem_tensor(4, Int32)
+        scales = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            keys[r] = first_k + row + 8 * r
+            keys[r + 2] = Int32(0)
+            scales[r] = Float32(0)
+            if keys[r] < place.length_k:
+                keys[r + 2] = Int32(1)
+                if const_expr(self.variant.key_mask):
+                    keys[r + 2] = Int32(key_mask[place.batch, keys[r]])
+                if const_expr(self.variant.varlen):
+                    scales[r] = k_scale[place.head_k, place.start_k + keys[r]] * factor
+                else:
+                    scales[r] = k_scale[place.batch, place.head_k, keys[r]] * factor
+        kept = first_k + 64 <= place.length_k
+        if const_expr(self.variant.key_mask):  # noqa: SIM102 (one is of compile time)
+            if kept:
+                two = [key_mask[place.batch, first_k + cute.arch.lane_idx() + x] for x in (0, 32)]
+                kept = cute.arch.vote_all_sync((two[0] != 0) & (two[1] != 0))
+        return keys, scales, kept
 
     @cute.jit
     def whole(self, block: Int32, first_k: Int32, kept, place):
@@ -95,12 +123,12 @@ class BackwardTiles:
         return whole
 
     @cute.jit
-    def masks(self, block: Int32, keys, place) -> list:
-        """Bits to keep of pairs of 16-bit entries: of each of a thread's two keys the pairs of its columns."""
+    def kept(self, block: Int32, keys, place) -> list:
+        """Which of a thread's entries count, in the order of its registers."""
         base = block * self.N + cute.arch.lane_idx() % 4 * 2
         # dense calls read zeros past the end of the queries, and P is 0 there
         bounded = self.variant.lower or self.variant.varlen
-        masks = [[], []]
+        kept = [None] * (self.N // 2)
         for r in cutlass.range_constexpr(2):
             low, high = Int32(0), place.length_q - base
             if const_expr(self.variant.upper):
@@ -109,11 +137,9 @@ class BackwardTiles:
                 high = cutlass.min(high, keys[r] - place.lower - base + 1)
             low = low if keys[r + 2] != 0 else Int32(self.N)  # past the last column
             for j in cutlass.range_constexpr(self.N // 8):
-                pair = Int32(0)
                 for e in cutlass.range_constexpr(2):
                     keep = 8 * j + e >= low
                     if const_expr(bounded):
                         keep = keep & (8 * j + e < high)
-                    pair = pair | (Int32((0xFFFF, -0x10000)[e]) if keep else Int32(0))
-                masks[r].append(pair)
-        return masks
+                    kept[4 * j + 2 * r + e] = keep
+        return kept

@@ -66,25 +66,35 @@ class Arguments(NamedTuple):
     scale: Any
 
 
-# Keys of a program of the backward, 64 a warpgroup.
-SPAN = 128
-
-
 @dataclass(frozen=True)
 class BackwardVariant:
     """One compilation of the backward."""
 
     head_dim: int
     dtype: str  # bfloat16 or float16
+    warpgroups: int  # of 64 keys each
     queries: int  # a step
+    paired: bool  # P and dS are pairs of FP16 before they are e4m3, else FP32
     k_parts: int  # parts of 32 channels of K that stay in registers
     v_parts: int  # and of 16 channels of V
+    rows_ahead: int  # eights of queries whose row values are read before S is waited for
+    cluster: int  # programs, of neighbouring keys, that share what is loaded of the queries
     lower: bool = False
     upper: bool = False
     varlen: bool = False
     ragged: bool = False  # the last block of keys may be cut
     key_mask: bool = False
     lane_scale: bool = True  # keys 2 i and 2 i + 1 of every 8 have one scale
+
+    @property
+    def span(self) -> int:
+        """Keys of a program."""
+        return 64 * self.warpgroups
+
+    @property
+    def dq_in_parts(self) -> bool:
+        """Whether every warpgroup has 64 channels of each block of dQ^T, else all 64 there are of a block in turn."""
+        return self.head_dim == 64 * self.warpgroups
 
 
 class BackwardArguments(NamedTuple):
@@ -95,7 +105,7 @@ class BackwardArguments(NamedTuple):
     k: Any
     v: Any  # 16 bit
     do: Any  # dO scaled, 16 bit
-    q_t: Any  # bytes of e4m3, (heads over the batch, D, padded tokens); pairs of keys in k_t, whose blocks are of SPAN
+    q_t: Any  # bytes of e4m3, (heads over the batch, D, padded tokens); pairs of keys in k_t, in whole spans
     k_t: Any
     do_t: Any
     rows: Any  # FP32, (heads over the batch, blocks, 2 * queries)
@@ -116,7 +126,14 @@ class BackwardArguments(NamedTuple):
 
 
 # Measured on an H200 (docs/log/2026-11-23-sm90-backward.md).
-BACKWARD = {128: {"queries": 64, "k_parts": 4, "v_parts": 4}}
+BACKWARD = {
+    64: {
+        "warpgroups": 3, "queries": 64, "paired": False, "k_parts": 0, "v_parts": 0, "rows_ahead": 0, "cluster": 1,
+    },
+    128: {
+        "warpgroups": 2, "queries": 64, "paired": True, "k_parts": 4, "v_parts": 4, "rows_ahead": 0, "cluster": 1,
+    },
+}  # fmt: skip
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {

@@ -14,7 +14,7 @@ from sagebwd.kernels.operands.fp8_rows import RowValues, launch_row_values
 from sagebwd.kernels.operands.lane_codes import launch_channel_scale
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.sm90.compile import kernel, unavailable
-from sagebwd.kernels.sm90.config import BACKWARD, SPAN, BackwardArguments, BackwardVariant
+from sagebwd.kernels.sm90.config import BACKWARD, BackwardArguments, BackwardVariant
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import Recipe
 
@@ -37,12 +37,13 @@ def backward(
         return gluon.backward(call, saved, do, dlse, q, k, v)
     if saved.v_scale is None:
         saved = saved._replace(v_scale=launch_channel_scale(v, call.keys, call.key_mask))
-    block_q = BACKWARD[call.head_dim]["queries"]
+    chosen = BACKWARD[call.head_dim]
+    block_q, span = chosen["queries"], 64 * chosen["warpgroups"]
     bits = call.keys.batch * call.keys.heads * 3
     largest = torch.zeros(bits, dtype=torch.int32, device=do.device)
     values = launch_row_values(call, saved, do, dlse, largest, block_q)
     copies = launch_float8(
-        call, do, values.do_factor, saved.q_int8, values.q_factor, saved.k_int8, saved.k_scale, largest, block_q, SPAN
+        call, do, values.do_factor, saved.q_int8, values.q_factor, saved.k_int8, saved.k_scale, largest, block_q, span
     )
     dk, dv = launch_backward(call, saved, v, values, copies, largest)
     dq = torch.empty_like(do, memory_format=torch.contiguous_format)
@@ -56,15 +57,16 @@ def launch_backward(
     """dk and dv; dQ's sums are added to ``values.dq_sums``. copies: of dO, Q and K, transposed."""
     queries, keys, head_dim = call.queries, call.keys, call.head_dim
     chosen = BACKWARD[head_dim]
-    block_q = chosen["queries"]
+    block_q, span = chosen["queries"], 64 * chosen["warpgroups"]
     # an expanded V too: TMA takes no stride of 0
     v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
     dk, dv = (torch.empty_like(v, memory_format=torch.contiguous_format) for _ in range(2))
     band = call.band
+    in_whole = span * chosen["cluster"]
     variant = BackwardVariant(
         head_dim, str(v.dtype).removeprefix("torch."), **chosen, lower=band["HAS_LOWER"], upper=band["HAS_UPPER"],
-        varlen=call.packed, ragged=not call.packed and keys.tokens % SPAN != 0, key_mask=call.key_mask is not None,
-        lane_scale=call.recipe.k_scale == "lane",
+        varlen=call.packed, ragged=not call.packed and keys.tokens % in_whole != 0,
+        key_mask=call.key_mask is not None, lane_scale=call.recipe.k_scale == "lane",
     )  # fmt: skip
     blocks, heads = queries.blocks(block_q), queries.heads_in_all
     do_t, q_t, k_t = (x.view(torch.uint8).view(x.shape[0], head_dim, -1) for x in copies)
