@@ -170,10 +170,7 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
     device.capability = lambda device: arch
     dispatch.is_hopper = lambda device: arch == 90
-    dispatch.FORWARD, dispatch.BACKWARD = (
-        tuple(row for row in table if not row.module.startswith("sagebwd.kernels.sm90"))
-        for table in (dispatch.FORWARD, dispatch.BACKWARD)
-    )
+    dispatch.FORWARD = tuple(row for row in dispatch.FORWARD if row.module != "sagebwd.kernels.sm90.launch")
     alignment.fits_tma = lambda x: True
     JITFunction.run = record
     impl, inputs = "hopper" if gluon else "triton", kernel_call.inputs()

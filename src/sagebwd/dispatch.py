@@ -36,7 +36,6 @@ FORWARD = (
     Row("reference", "sagebwd.reference"),
 )
 BACKWARD = (
-    Row("hopper", "sagebwd.kernels.sm90.gradients"),
     Row("hopper", "sagebwd.kernels.gluon.gradients"),
     Row("triton", "sagebwd.kernels.portable.gradients"),
     Row("reference", "sagebwd.reference"),

@@ -172,20 +172,8 @@ def test_scaled_gradients_are_exact(operands):
     assert torch.equal(operands.do_scaled.cpu().double(), expected)
 
 
-def by_register(summed):
-    """Blocks of dQ^T, (heads, HEAD_DIM, blocks * BLOCK), as warpgroups of 64 channels hold them, by 8 registers."""
-    heads = summed.shape[0]
-    register, thread = torch.arange(BLOCK // 2)[:, None], torch.arange(128)
-    channel = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register // 2 % 2)
-    query = 8 * (register // 4) + 2 * (thread % 4) + register % 2
-    blocks = summed.view(heads, HEAD_DIM // 64, 64, -1, BLOCK).permute(0, 3, 1, 2, 4)
-    held = blocks[..., channel.to(DEVICE), query.to(DEVICE)].unflatten(-2, (-1, 8)).transpose(-1, -2)
-    return held.reshape(heads, -1, HEAD_DIM * BLOCK).contiguous()
-
-
-@pytest.mark.parametrize("registers", [False, True], ids=["in rows", "by register"])
 @pytest.mark.parametrize("lengths", [[], [5, 0, 65]], ids=["dense", "packed"])
-def test_finished_dq(operands, lengths, registers):
+def test_finished_dq(operands, lengths):
     heads, total = HEADS_K * GROUP, sum(lengths) or TOKENS
     if lengths:
         ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
@@ -204,8 +192,7 @@ def test_finished_dq(operands, lengths, registers):
     largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    given = by_register(summed.view(summed.shape[0], HEAD_DIM, -1)) if registers else summed
-    fp8_dq.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, BLOCK, by_register=registers)
+    fp8_dq.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
     unit = 0.3 / fp8_dq.dq_sum_scale(call)
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
@@ -226,13 +213,12 @@ def test_no_sum_of_dq_overflows():
         assert 65504 / 4 < worst < 65504
 
 
-@pytest.mark.parametrize("span", [SPAN, 3 * BLOCK])
-def test_packed_passes_are_those_of_each_sequence(operands, span):
+def test_packed_passes_are_those_of_each_sequence(operands):
     """Sequences side by side give what each alone gives, where its blocks begin; an empty one gives nothing."""
-    lengths, heads = [5, 0, 200, 65], HEADS_K * GROUP
+    lengths, heads = [5, 0, 65], HEADS_K * GROUP
     generator = torch.Generator().manual_seed(1)
     ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
-    total, starts = sum(lengths), [0, 5, 5, 205]
+    total, starts = sum(lengths), [0, 5, 5]
     queries, keys = (Packing(len(lengths), n, max(lengths), total, ends) for n in (heads, HEADS_K))
 
     def draw(n: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -251,7 +237,7 @@ def test_packed_passes_are_those_of_each_sequence(operands, span):
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
         values = fp8_rows.launch_row_values(call, saved, do, None, largest, BLOCK)
         copies = fp8_copies.launch_float8(
-            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, span
+            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN
         )
         return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
 
@@ -280,6 +266,6 @@ def test_packed_passes_are_those_of_each_sequence(operands, span):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number
             assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
-        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, span)):
+        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, SPAN)):
             first = (start // block + number) * block
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

@@ -18,12 +18,8 @@ from sagebwd.kernels.tile import padded_block, to_16bit, whose
 def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    BY_REGISTER: tl.constexpr = False,
 ):  # fmt: skip
-    """dQ from its FP16 sums, times each row's spread, K's scale and ``scale``.
-
-    summed: (heads, D, blocks * BLOCK), or BY_REGISTER (heads, blocks, D * BLOCK), see `block_by_register`.
-    """
+    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first >= length:
@@ -34,29 +30,14 @@ def finish_dq_kernel(
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
-    if BY_REGISTER:
-        tl.static_assert(head_dim == BLOCK_D)
-        tile = block_by_register(summed + (z * pitch + padded) * head_dim, BLOCK, BLOCK_D).to(tl.float32)
-    else:
-        at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-        tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
+    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
     dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_n
     at = dq + local.to(tl.int64)[:, None] * dq_n + columns[None, :]
     tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def block_by_register(block, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(BLOCK, BLOCK_D) of dQ from dQ^T as warpgroups of 64 channels hold it in registers, 8 of a thread at a time.
-
-    Threads count as warp, 8 rows, 4 columns; registers as columns' eights, rows r and r + 8, and two columns.
-    """
-    values = tl.load(block + tl.arange(0, BLOCK * BLOCK_D))
-    values = tl.reshape(values, (BLOCK_D // 64, BLOCK // 16, 4, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(values, (1, 5, 4, 7, 0, 2, 6, 3)), (BLOCK, BLOCK_D))
 
 
 def dq_sum_scale(call: Call) -> float:
@@ -68,9 +49,7 @@ def dq_sum_scale(call: Call) -> float:
     return 2.0 ** -(3 + max(call.keys.tokens - 1, 0).bit_length())
 
 
-def launch_finish_dq(
-    call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int, by_register: bool = False
-) -> None:
+def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
     """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
     queries = call.queries
     launch(
@@ -88,6 +67,5 @@ def launch_finish_dq(
         queries.total,
         queries.blocks(block),
         call.scale / dq_sum_scale(call),
-        BY_REGISTER=by_register,
         **shape_of(call, block),
     )

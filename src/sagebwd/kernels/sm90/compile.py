@@ -20,10 +20,11 @@ from pathlib import Path
 from sagebwd.environment import cache_folder
 from sagebwd.kernels.ffi import Function
 from sagebwd.kernels.replay import say_what_takes_long
-from sagebwd.kernels.sm90.config import BackwardVariant, Variant
+from sagebwd.kernels.sm90.config import Variant
 
 ARCHITECTURE = "sm_90a"
 COMPILER, LOADER = "nvidia-cutlass-dsl", "apache-tvm-ffi"
+ENTRY = "forward"
 
 
 @cache
@@ -38,51 +39,45 @@ def unavailable() -> str | None:
 
 
 @cache
-def kernel(variant: Variant | BackwardVariant) -> Function:
-    """A variant of the forward or of the backward, from disk or compiled now, which takes seconds and is announced."""
+def forward_kernel(variant: Variant) -> Function:
+    """A variant of the forward, from disk or compiled now, which takes seconds and is announced."""
     path = object_path(variant)
     if not path.exists():
         say_what_takes_long("CuTe DSL's", f"{path.parent} (SAGEBWD_CACHE_DIR)")
         build(variant, path)
     _load_runtime()
-    return Function(path, entry(variant))
+    return Function(path, ENTRY)
 
 
-def entry(variant: Variant | BackwardVariant) -> str:
-    """What the compiled function is called."""
-    return "backward" if isinstance(variant, BackwardVariant) else "forward"
-
-
-def object_path(variant: Variant | BackwardVariant) -> Path:
+def object_path(variant: Variant) -> Path:
     """Where a variant's shared object is kept."""
     text = [source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))]
     text += [importlib.metadata.version(x) for x in (COMPILER, LOADER)]
     text += [ARCHITECTURE, repr(variant)]
     key = hashlib.sha256("\0".join(text).encode()).hexdigest()[:24]
-    return cache_folder() / "sm90" / f"{entry(variant)}-{variant.head_dim}-{key}.so"
+    return cache_folder() / "sm90" / f"{ENTRY}-{variant.head_dim}-{key}.so"
 
 
-def build(variant: Variant | BackwardVariant, path: Path) -> None:
+def build(variant: Variant, path: Path) -> None:
     """Compile a variant and write its shared object; needs no GPU."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        compiled(variant, "--enable-tvm-ffi").export_to_c(str(made), entry(variant))
+        made, linked = Path(folder) / "forward.o", Path(folder) / "forward.so"
+        compiled(variant, "--enable-tvm-ffi").export_to_c(str(made), ENTRY)
         # what CUDA's and TVM-FFI's runtimes define stays open until it is loaded
         subprocess.run([_linker(), "-shared", "-o", linked, made], check=True, capture_output=True)
         os.replace(linked, path)
 
 
-def compiled(variant: Variant | BackwardVariant, options: str):
+def compiled(variant: Variant, options: str):
     """A variant as the compiler returns it."""
     os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
     import cutlass.cute as cute
 
-    from sagebwd.kernels.sm90.backward import Backward
     from sagebwd.kernels.sm90.forward import Forward
 
-    made = Backward(variant) if isinstance(variant, BackwardVariant) else Forward(variant)
-    return cute.compile(made, *made.placeholders(), options=f"--gpu-arch {ARCHITECTURE} {options}")
+    forward = Forward(variant)
+    return cute.compile(forward, *forward.placeholders(), options=f"--gpu-arch {ARCHITECTURE} {options}")
 
 
 def _linker() -> str | None:

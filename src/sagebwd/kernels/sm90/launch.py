@@ -10,7 +10,7 @@ from sagebwd.kernels.alignment import fits_tma
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.sm90.compile import kernel, unavailable
+from sagebwd.kernels.sm90.compile import forward_kernel, unavailable
 from sagebwd.kernels.sm90.config import SCALE_BLOCK, TILES, Arguments, Variant
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
@@ -73,5 +73,5 @@ def launch_forward(
         upper=band["upper"] if band["HAS_UPPER"] else 0,
         scale=abs(call.scale),
     )
-    launch(kernel(variant), (), *arguments)
+    launch(forward_kernel(variant), (), *arguments)
     return lse, row_max
