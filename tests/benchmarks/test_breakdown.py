@@ -14,7 +14,7 @@ from sagebwd.benchmarks import breakdown, flash_attention_4
 from sagebwd.benchmarks.choices import Choice
 
 KERNELS = Path(__file__).parents[2] / "src" / "sagebwd" / "kernels"
-# as the profiler printed cuDNN's on an H200, cut off; FlashAttention's, inductor's and torch's by their sources
+# as the profiler prints them on an H200, cut off; of FlashAttention-2, inductor and torch by their sources
 NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1": "attention",
@@ -24,11 +24,11 @@ NAMES = {
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash": "attention",
     "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, pytorch_flash::Flash_bwd_kernel_traits<64, 128,": "passes",
     "void pytorch_flash::flash_bwd_convert_dq_kernel<pytorch_flash::Flash_bwd_kernel_traits<64, 128, 128": "passes",
-    "kernel_cutlass_kernel_sagebwdkernelssm90forwardForward_object_at__tensorptri8gmemalign16o_": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__": "attention",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object": "passes",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_obj": "passes",
+    "kernel_cutlass_kernel_sagebwdkernelssm90forwardForward_object_at__CopyAtom_ThrID10_TVLayoutSrc11": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor000": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor00": "attention",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_": "passes",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_objec": "passes",
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::Tensor": "copies",
     "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at": "copies",
     "Memcpy DtoD (Device -> Device)": "copies",

@@ -198,7 +198,8 @@ def measure(
     gc.collect()  # an earlier call's model
     batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
     runner = _Runner(config, vocabulary, batch, device, compiled, is_causal)
-    with torch._dynamo.config.patch(recompile_limit=8 + len(choices)):
+    # an error beats times of layers that run uncompiled
+    with torch._dynamo.config.patch(recompile_limit=8 + len(choices), fail_on_recompile_limit_hit=True):
         starts, cosines = _start(runner, choices, progress)
         good = [one for one in choices if _gate(cosines[one]) != "FAILED"]
         for one in good:
