@@ -16,6 +16,7 @@ from transformers import (
     DebertaV2Config,
     FalconConfig,
     GPTJConfig,
+    InformerConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LongformerConfig,
@@ -347,6 +348,13 @@ def test_models_that_make_no_call_are_refused(name):
     model = AutoModel.from_config(config, attn_implementation="eager")
     model.set_attn_implementation("sagebwd")  # Transformers itself warns
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_that_adds_its_mask_in_some_attentions_is_refused():
+    """Regression: Informer's sparse attention added a boolean mask to its scores: wrong by 1.6% without a word."""
+    config = InformerConfig(prediction_length=4, context_length=8, d_model=32)
+    with pytest.raises(NotImplementedError, match=r"InformerModel computes its attention itself"):
+        AutoModel.from_config(config, attn_implementation="sagebwd")
 
 
 def test_models_of_ones_own_are_not_refused():

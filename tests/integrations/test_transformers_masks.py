@@ -245,6 +245,14 @@ def test_an_attention_that_contradicts_its_mask_is_refused():
     model(input_ids=ids, attention_mask=attention_mask)  # the mask is there under both
 
 
+def test_a_mask_of_another_batch_is_refused():
+    """Regression: MusicGen's decoder, given a row for every codebook, stopped at an expand."""
+    model = pair(DECODERS["llama"]())[1]
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]] * 4)
+    with pytest.raises(ValueError, match="attention_mask: got 4 rows for a batch of 2; accepted: as many, or 1"):
+        model(input_ids=tokens(2, 6), attention_mask=mask)
+
+
 def layout():
     return LayoutLMConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

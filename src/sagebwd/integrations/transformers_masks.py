@@ -399,6 +399,10 @@ def mask(
         return Mask(shape, visible, dense=dense())
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
+    if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
+        raise ValueError(
+            f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch_size}; accepted: as many, or 1"
+        )
     made = Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length), dense)
     may_be = allow_is_bidirectional_skip if everything else allow_is_causal_skip and visible.lower is None
     made.is_left_out = may_be and made.padding is None and visible.documents is None

@@ -86,13 +86,20 @@ def check_model(model: PreTrainedModel) -> None:
 
 @cache
 def _calls_attention(model_class: type) -> bool:
-    """False where a model's module has attentions and none asks for a function, or chooses from a table."""
+    """False where a model's module has attentions and none asks for a function, or chooses from a table.
+
+    Also where one in use adds its mask and the model has no SDPA: it expects a sum's mask, and would add a boolean.
+    """
     names = [base.__module__ for base in model_class.__mro__ if ".modeling_" in base.__module__]
     try:
         source = inspect.getsource(sys.modules[names[0]])
     except (IndexError, KeyError, OSError, TypeError):
         return True
     has_attentions = re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE)
+    attentions = re.findall(r"^class (\w*Attention\w*)\((.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
+    itself = (name for name, code in attentions if "ALL_ATTENTION" not in code and re.search(r"\+ \w*mask\b", code))
+    if not model_class._supports_sdpa and any(source.count(f"{name}(") > 1 for name in itself):
+        return False
     own_table = re.search(r"ATTENTION_CLASSES\[[\w.]*config\._attn_implementation\]", source)
     return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not has_attentions)
 
