@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from sagebwd.integrations import transformers as integration
-from tools.sweep_transformers import reason, sweep_one, table
+from tools.sweep_page import reason, table
+from tools.sweep_transformers import MEANINGS, sweep_one
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,6 @@ def test_the_page_groups_refusals_by_reason():
         "d": ("refused", "attention_mask of shape (2, 1, 6, 6) is not supported by attn_implementation='sagebwd'"),
     }
     assert reason(rows["d"][1]) == "attention_mask of shape (...)"
-    page = table(rows)
+    page = table("Models", "a command", "versions", rows, MEANINGS)
     assert "| the model computes its attention itself | `b`, `c` |" in page
     assert "## Same (1)" in page
