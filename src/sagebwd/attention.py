@@ -112,7 +112,7 @@ def sage_attention(
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
     if dropout_p != 0.0:
         raise NotImplementedError(
-            f"dropout_p={dropout_p} is not supported, only 0; "
+            f"dropout_p={dropout_p} is not supported, only 0: each kernel would draw the same random numbers again; "
             "apply dropout to the output, or call torch.nn.functional.scaled_dot_product_attention"
         )
     key_mask, mask = mask_argument.read(attn_mask, block_mask, query, key)

@@ -276,8 +276,8 @@ def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
     if dropout:
         raise NotImplementedError(
-            f"attention dropout {dropout} is not supported by attn_implementation='sagebwd'; "
-            "set attention_dropout=0 in the model's config, or use 'sdpa'"
+            f"attention dropout {dropout} is not supported by attn_implementation='sagebwd', whose kernels would each "
+            "draw the same random numbers again; set attention_dropout=0 in the model's config, or use 'sdpa'"
         )
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
