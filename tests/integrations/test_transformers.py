@@ -15,6 +15,8 @@ from transformers import (
     DataCollatorWithFlattening,
     DebertaV2Config,
     FalconConfig,
+    Gemma4AudioConfig,
+    Gemma4Config,
     GPTJConfig,
     InformerConfig,
     LlamaConfig,
@@ -350,11 +352,32 @@ def test_models_that_make_no_call_are_refused(name):
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_model_that_adds_its_mask_in_some_attentions_is_refused():
-    """Regression: Informer's sparse attention added a boolean mask to its scores: wrong by 1.6% without a word."""
-    config = InformerConfig(prediction_length=4, context_length=8, d_model=32)
-    with pytest.raises(NotImplementedError, match=r"InformerModel computes its attention itself"):
+@pytest.mark.parametrize(
+    ("name", "config"),
+    {
+        "InformerModel": InformerConfig(prediction_length=4, context_length=8, d_model=32),
+        "Gemma4AudioModel": Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+    }.items(),
+)
+def test_a_model_that_masks_by_itself_in_some_attentions_is_refused(name, config):
+    """Regression: Informer added a boolean mask to its scores, wrong by 1.6%; Gemma 4's audio asked for its finfo."""
+    with pytest.raises(NotImplementedError, match=f"{name} computes its attention itself"):
         AutoModel.from_config(config, attn_implementation="sagebwd")
+
+
+def test_parts_that_cannot_stay_eager():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 0}
+    text |= {"global_head_dim": 8, "layer_types": ["full_attention"], "num_kv_shared_layers": 0}
+    audio = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Gemma4Config(text_config=text, audio_config=audio, vision_config=sizes | {"head_dim": 8})
+    with pytest.raises(NotImplementedError, match="Gemma4AudioModel computes its attention itself"):
+        AutoModel.from_config(config, attn_implementation="sagebwd")
+    parts = {"text_config": "sagebwd", "vision_config": "sagebwd", "audio_config": "eager"}
+    model = AutoModel.from_config(config, attn_implementation=parts)
+    assert model.audio_tower.config._attn_implementation == "eager"
+    assert model.language_model.config._attn_implementation == "sagebwd"
+    assert model(input_ids=torch.arange(6)[None]).last_hidden_state.shape == (1, 6, 32)
 
 
 def test_models_of_ones_own_are_not_refused():
@@ -376,6 +399,7 @@ def test_models_of_ones_own_are_not_refused():
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"indices": torch.zeros(1)}, "indices: attention to chosen keys"),
+        ({"block_indices": torch.zeros(1)}, "block_indices: attention to chosen blocks of keys"),
         ({"cache": object()}, "cache: a paged cache"),
         ({"sliding_window": 7}, "sliding_window=7 without an attention_mask"),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask of shape \(1, 8\)"),

@@ -88,7 +88,7 @@ def check_model(model: PreTrainedModel) -> None:
 def _calls_attention(model_class: type) -> bool:
     """False where a model's module has attentions and none asks for a function, or chooses from a table.
 
-    Also where one in use adds its mask and the model has no SDPA: it expects a sum's mask, and would add a boolean.
+    Also where one in use adds its mask itself and the model has no SDPA: it expects numbers, and gets a boolean.
     """
     names = [base.__module__ for base in model_class.__mro__ if ".modeling_" in base.__module__]
     try:
@@ -97,7 +97,8 @@ def _calls_attention(model_class: type) -> bool:
         return True
     has_attentions = re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE)
     attentions = re.findall(r"^class (\w*Attention\w*)\((.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
-    itself = (name for name, code in attentions if "ALL_ATTENTION" not in code and re.search(r"\+ \w*mask\b", code))
+    masks = re.compile(r"\+ \w*mask\b|\bmasked_fill\(\w*mask\b")
+    itself = (name for name, code in attentions if "ALL_ATTENTION" not in code and masks.search(code))
     if not model_class._supports_sdpa and any(source.count(f"{name}(") > 1 for name in itself):
         return False
     own_table = re.search(r"ATTENTION_CLASSES\[[\w.]*config\._attn_implementation\]", source)
