@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from sagebwd.integrations import diffusers as integration
 from sagebwd.integrations.sdpa import replace_sdpa
 from tools import forked
-from tools.sweep_page import NEAR, failed, judged, table
+from tools.sweep_page import NEAR, NotRun, check_size, failed, judged, table
 
 MEANINGS = {
     "same": "Output and gradients, by the backend.",
@@ -106,11 +106,12 @@ def compare(tester: type) -> forked.Row:
     tester = tester()
     torch.manual_seed(0)
     model = tester.model_class(**tester.get_init_dict()).eval()
+    check_size(model, 150)
     inputs = tester.get_dummy_inputs()
     with attention_dispatch.attention_backend("native"):
         expected, again = outcome(model, inputs), outcome(model, inputs)
     if not torch.isfinite(expected).all() or not torch.equal(expected, again):
-        raise ValueError("torch's own output is not finite, or not the same twice")
+        raise NotRun("torch's own output is not finite, or not the same twice")
     calls = 0
     sage_attention = integration.sage_attention
 

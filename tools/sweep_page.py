@@ -7,9 +7,21 @@ import re
 import traceback
 from pathlib import Path
 
+import torch
+
 from tools.forked import Row
 
 NEAR = 1e-3  # relative error, where nothing but rounding differs
+
+
+class NotRun(Exception):
+    """Nothing can be compared; says why."""
+
+
+def check_size(model: torch.nn.Module, most: int) -> None:
+    """Raise NotRun for a model of more than ``most`` million weights."""
+    if sum(weight.numel() for weight in model.parameters()) > most * 1e6:
+        raise NotRun(f"more than {most}M weights")
 
 
 def judged(error: Exception) -> Row:
@@ -37,8 +49,8 @@ def reason(words: str) -> str:
     words = re.sub(r"\(\d+(, \d+)*\)", "(...)", re.sub(r"^\w+ computes its", "the model computes its", words))
     if "packed documents: " in words:
         return "the model's attention mask: " + words.split("packed documents: ")[1].split(";")[0]
-    if re.match(r"\w+Error: ", words):  # not one of ours
-        return words
+    if re.match(r"(\w+Error|NotRun): ", words):  # not one of ours
+        return words.removeprefix("NotRun: ")
     return re.split(r"[,;]? (?:and cannot run|which is|is|which has|\bnot) (?:under|not|supported|causal)", words)[0]
 
 

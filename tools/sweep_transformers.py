@@ -32,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sagebwd.integrations import transformers as integration
 from sagebwd.mask import HIDDEN_ELSE
 from tools import forked
-from tools.sweep_page import NEAR, failed, judged, table
+from tools.sweep_page import NEAR, NotRun, check_size, failed, judged, table
 from tools.tiny_models import candidates, use_tests
 
 COMMAND = "python -m tools.sweep_transformers --tests ../transformers --table docs/integrations/models.md"
@@ -48,10 +48,6 @@ MEANINGS = {
 }
 # a decoder that sees the encoder's padding, and text that is summed up where a token is largest, padding or not
 SEES_PADDING = ("diffusion_gemma", "xclip")
-
-
-class NotRun(Exception):
-    """Nothing can be compared: SDPA does not run it; says why."""
 
 
 def first_tensor(out):
@@ -104,8 +100,7 @@ def beside_sdpa(tiny):
         if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error):
             raise
         model = tiny.model("eager")
-    if sum(weight.numel() for weight in model.parameters()) > 5e7:
-        raise NotRun("more than 50M weights")
+    check_size(model, 50)
     outcome(model, "plain", tiny)
     return model
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import os
 import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before Transformers reads it: a config may name weights
 
 import numpy as np
 import torch
@@ -120,7 +123,8 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_types", "layers_block_type"):
         value = getattr(config, name, None)
         if isinstance(value, list) and isinstance(layers, int) and len(value) > layers:
-            setattr(config, name, [value[0], value[-1]][:layers])
+            other = next((x for x in reversed(value) if x != value[0]), value[0])
+            setattr(config, name, [value[0], other][:layers])  # one of each kind
     return config
 
 
@@ -145,42 +149,68 @@ def anywhere(config: PreTrainedConfig, name: str, default: object) -> object:
     return next((found for place in places if (found := getattr(place, name, None)) is not None), default)
 
 
-def inputs_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Random inputs by the name of the model's main one."""
+def inputs_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[dict[str, Tensor]]:
+    """Random inputs by the name of the model's main one, and of what it cannot do without; the likeliest first."""
     generator = torch.Generator().manual_seed(0)
+    parameters = inspect.signature(model_class.forward).parameters
+    required = [name for name, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
     name = model_class.main_input_name
-    if name == "pixel_values":
+    if name not in parameters:
+        name = next((x for x in parameters if x in ("pixel_values", "input_features", "input_values")), name)
+    grid = next((other for other in required if other.endswith("grid_thw")), None)
+    if grid is not None:
+        yield from _patches(required[1], grid, config, generator)
+    elif name == "pixel_values":
         size = anywhere(config, "image_size", PIXELS)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = anywhere(config, "num_channels", 3)
-        return {name: torch.rand(BATCH, channels, height, width, generator=generator)}
-    if name == "input_values":
-        return {name: torch.randn(BATCH, 4000, generator=generator)}
-    if name == "input_features":
+        yield {name: torch.rand(BATCH, channels, height, width, generator=generator)}
+    elif name == "input_values":
+        yield {name: torch.randn(BATCH, 3840, generator=generator)}
+        yield {name: torch.randn(BATCH, 1, 3840, generator=generator)}
+    elif name == "input_features":
         bins, frames = anywhere(config, "num_mel_bins", 80), 2 * anywhere(config, "max_source_positions", 64)
-        shape = (BATCH, bins, frames) if hasattr(config, "max_source_positions") else (BATCH, frames, bins)
-        return {name: torch.randn(shape, generator=generator)}
-    ids = {"input_ids": torch.randint(3, 60, (BATCH, TOKENS), generator=generator)}
-    if config.is_encoder_decoder:
-        ids["decoder_input_ids"] = torch.randint(3, 60, (BATCH, TOKENS), generator=generator)
-    return ids
+        bins *= anywhere(config, "num_stacked_frames", 1)
+        shapes = (BATCH, frames, bins), (BATCH, bins, frames)
+        for shape in reversed(shapes) if hasattr(config, "max_source_positions") else shapes:
+            features = {name: torch.randn(shape, generator=generator)}
+            yield features | {x: torch.ones(BATCH, frames, dtype=torch.long) for x in required if x.endswith("_mask")}
+    else:
+        ids = {"input_ids": torch.randint(3, 60, (BATCH, TOKENS), generator=generator)}
+        if config.is_encoder_decoder:
+            ids["decoder_input_ids"] = torch.randint(3, 60, (BATCH, TOKENS), generator=generator)
+        yield ids
+        vision = getattr(config, "vision_config", None)
+        if vision is not None:
+            size = getattr(vision, "image_size", PIXELS)
+            size = size if isinstance(size, int) else size[0]
+            yield ids | {"pixel_values": torch.rand(BATCH, 3, size, size, generator=generator)}
+
+
+def _patches(
+    name: str, grid: str, config: PreTrainedConfig, generator: torch.Generator
+) -> Iterator[dict[str, Tensor]]:
+    """Two images of 4 x 4 patches, in one sequence: each patch flat, or as an image of its own."""
+    grids = {grid: torch.tensor([[1, 4, 4]] * BATCH)}
+    patch = anywhere(config, "patch_size", 8)
+    patch = patch if isinstance(patch, int) else patch[0]
+    channels = getattr(config, "in_channels", None) or anywhere(config, "num_channels", 3)
+    for frames in (2, 1):
+        yield grids | {name: torch.rand(BATCH * 16, channels * frames * patch**2, generator=generator)}
+    yield grids | {name: torch.rand(BATCH * 16, channels, patch, patch, generator=generator)}
 
 
 def from_default(model_type: str) -> Iterator[Tiny]:
-    """The default config made small, with random inputs; then with pixels beside the tokens."""
+    """The default config made small, with random inputs, of every class."""
     for model_class in model_classes_of(CONFIG_MAPPING[model_type]):
         config = shrunk(CONFIG_MAPPING[model_type]())
         if "CausalLM" in model_class.__name__ or "LMHead" in model_class.__name__:
             config.is_decoder = True  # a BERT that generates, say
-        inputs = inputs_of(model_class, config)
-        tiny = Tiny(model_class, config, inputs)
-        yield tiny
-        vision = getattr(config, "vision_config", None)
-        if tiny.is_text and vision is not None:
-            size = getattr(vision, "image_size", PIXELS)
-            size = size if isinstance(size, int) else size[0]
-            pixels = torch.rand(BATCH, 3, size, size, generator=torch.Generator().manual_seed(1))
-            yield Tiny(model_class, config, inputs | {"pixel_values": pixels})
+        ids = {"decoder_input_ids": torch.arange(TOKENS).expand(BATCH, -1)}
+        for inputs in inputs_of(model_class, config):
+            yield Tiny(model_class, config, inputs)
+            if ids.keys() <= inspect.signature(model_class.forward).parameters.keys() - inputs.keys():
+                yield Tiny(model_class, config, inputs | ids)
 
 
 def folder_of(model_type: str) -> str:

@@ -19,7 +19,7 @@ def registered():
 @pytest.mark.parametrize(
     ("model_type", "status"),
     [("llama", "same"), ("bart", "same"), ("vit", "same"), ("bloom", "refused"), ("llama4_text", "same"),
-     ("convnext", "no call")],
+     ("convnext", "no call"), ("axk2", "refused"), ("t5gemma2", "same"), ("minicpm3", "same")],
 )  # fmt: skip
 def test_rows(model_type, status):
     assert sweep_one(model_type)[0] == status
