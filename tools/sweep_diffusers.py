@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from sagebwd.integrations import diffusers as integration
 from sagebwd.integrations.sdpa import replace_sdpa
 from tools import forked
-from tools.sweep_page import NEAR, NotRun, check_size, failed, judged, table
+from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
 
 MEANINGS = {
     "same": "Output and gradients, by the backend.",
@@ -106,7 +106,6 @@ def compare(tester: type) -> forked.Row:
     tester = tester()
     torch.manual_seed(0)
     model = tester.model_class(**tester.get_init_dict()).eval()
-    check_size(model, 150)
     inputs = tester.get_dummy_inputs()
     with attention_dispatch.attention_backend("native"):
         expected, again = outcome(model, inputs), outcome(model, inputs)
@@ -157,6 +156,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="names of model classes; all by default")
     parser.add_argument("--tests", type=Path, help="a checkout of Diffusers, whose tests' tiny models run")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--rows", type=Path, help="a JSON file of rows: other models' are kept")
     parser.add_argument("--table", type=Path, help="a file to write the page to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -175,6 +175,7 @@ def main() -> int:
         except ImportError as error:
             rows[file.stem] = ("not built", f"{type(error).__name__}: {error}")
     rows |= forked.rows_of(arguments.models or sorted(testers), partial(sweep_one, testers=testers), arguments.jobs)
+    rows = kept(arguments.rows, rows)
     if arguments.table:
         command = "python -m tools.sweep_diffusers --tests ../diffusers --table docs/integrations/diffusers_models.md"
         versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"

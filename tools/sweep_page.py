@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import re
 import traceback
 from pathlib import Path
-
-import torch
 
 from tools.forked import Row
 
@@ -18,12 +17,6 @@ class NotRun(Exception):
     """Nothing can be compared; says why."""
 
 
-def check_size(model: torch.nn.Module, most: int) -> None:
-    """Raise NotRun for a model of more than ``most`` million weights."""
-    if sum(weight.numel() for weight in model.parameters()) > most * 1e6:
-        raise NotRun(f"more than {most}M weights")
-
-
 def judged(error: Exception) -> Row:
     """Whether an error is a refusal by name: one that sagebwd raises, of the kinds that say what is accepted."""
     text = str(error)
@@ -31,6 +24,16 @@ def judged(error: Exception) -> Row:
     if isinstance(error, (NotImplementedError, ValueError, TypeError)) and "/sagebwd/" in where.filename:
         return "refused", text
     return "crash", f"{type(error).__name__}: {text[:120]} ({Path(where.filename).name}:{where.lineno})"
+
+
+def kept(path: Path | None, found: dict[str, Row]) -> dict[str, Row]:
+    """What was found, with the rows of other models that a JSON file has, where one is given; it keeps them all."""
+    if path is None:
+        return found
+    known = json.loads(path.read_text()) if path.exists() else {}
+    rows = dict(sorted({**known, **found}.items()))
+    path.write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 def failed(rows: dict[str, Row]) -> int:

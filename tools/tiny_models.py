@@ -9,14 +9,11 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import os
 import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before Transformers reads it: a config may name weights
 
 import numpy as np
 import torch
@@ -135,7 +132,10 @@ def model_classes_of(config_class: type[PreTrainedConfig]) -> list[type[PreTrain
         if config_class in mapping:
             known = mapping[config_class]
             found += known if isinstance(known, (list, tuple)) else [known]
-    module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    try:
+        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:  # another model's by another name
+        return list(dict.fromkeys(found))
     for known in vars(module).values():
         is_model = isinstance(known, type) and issubclass(known, PreTrainedModel)
         if is_model and known.__dict__.get("forward") and known.config_class is config_class:
