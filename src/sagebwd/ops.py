@@ -208,7 +208,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where `keeps_inputs` says so."""
     if o.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in empty_gradients(_read(recipe), o, v))
+        return tuple(x.zero_() for x in empty_gradients(_read(recipe, impl, v, mask), o, v))
     call = Call.of(
         o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
         scale, _read(recipe, impl, v, mask), deterministic or torch.are_deterministic_algorithms_enabled(),
