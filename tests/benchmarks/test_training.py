@@ -13,7 +13,7 @@ from functorch.compile import nop
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd import cli, dispatch
+from sagebwd import cli
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.training.config import FULL_PRECISION, Config
@@ -104,34 +104,6 @@ def test_without_a_mask_pairs_and_flops_are_all_of_them():
     with bench.Choice.parse("token", "cpu").applied(model), torch.no_grad():
         assert not torch.equal(model(input_ids=changed).logits[0, 0], losses["token"][0, 0])
     assert (losses["token"] - losses["sdpa"]).norm() < 0.05 * losses["sdpa"].norm()
-
-
-def test_a_layer_is_compiled_once_for_all():
-    torch._dynamo.utils.counters.clear()
-    rows = measure("sdpa", "token", compiled="layers")
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
-    assert not counters["graph_break"]
-    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
-    with pytest.raises(ValueError, match="accepted: model, layers, no"):
-        measure("sdpa", compiled="all")
-
-
-@pytest.mark.parametrize("compiled", ["layers", "no"])
-def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
-    seen, real = [], dispatch.forward
-    monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
-    forwards = {}
-    for kept in (False, True):
-        seen.clear()
-        config = TINY.replace({"optimisation.gradient_checkpointing": True, "optimisation.keep_attention": kept})
-        (row,) = bench.measure(
-            config, [bench.Choice.parse("token", "cpu")], batch=2, vocabulary=40, device="cpu", steps=1, warmup=1,
-            compiled=compiled,
-        )  # fmt: skip
-        assert row.step_ms > 0
-        forwards[kept] = len(seen)
-    assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
 
 
 def test_a_wrong_attention_prints_no_figure(monkeypatch):

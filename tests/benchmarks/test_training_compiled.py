@@ -1,0 +1,36 @@
+"""Steps with compiled layers, apart from what runs without AVX: torch's C++ compiler takes it for granted."""
+
+import pytest
+import torch
+
+from sagebwd import dispatch
+from sagebwd.benchmarks import training as bench
+from tests.benchmarks.test_training import TINY, measure
+
+
+def test_a_layer_is_compiled_once_for_all():
+    torch._dynamo.utils.counters.clear()
+    rows = measure("sdpa", "token", compiled="layers")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
+    assert not counters["graph_break"]
+    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
+    with pytest.raises(ValueError, match="accepted: model, layers, no"):
+        measure("sdpa", compiled="all")
+
+
+@pytest.mark.parametrize("compiled", ["layers", "no"])
+def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
+    seen, real = [], dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
+    forwards = {}
+    for kept in (False, True):
+        seen.clear()
+        config = TINY.replace({"optimisation.gradient_checkpointing": True, "optimisation.keep_attention": kept})
+        (row,) = bench.measure(
+            config, [bench.Choice.parse("token", "cpu")], batch=2, vocabulary=40, device="cpu", steps=1, warmup=1,
+            compiled=compiled,
+        )  # fmt: skip
+        assert row.step_ms > 0
+        forwards[kept] = len(seen)
+    assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
