@@ -26,25 +26,26 @@ def test_plain_pytorch(capsys):
     assert capsys.readouterr().out.startswith("step   0  loss 3.")
 
 
-@pytest.mark.parametrize(("recipe", "apart"), [("full", 1e-3), ("token", 0.1)])
-def test_context_parallel_on_two_processes_is_one(recipe, apart):
-    """Every loss of the first ten steps; later ones multiply what rounding there is."""
-    arguments = [str(EXAMPLES / "context_parallel.py"), "--steps", "60", "--recipe", recipe]
+@pytest.mark.parametrize(("recipe", "apart", "steps"), [("full", 1e-3, 60), ("token", 0.1, 11)])
+def test_context_parallel_on_two_processes_is_one(recipe, apart, steps):
+    """Losses of the first ten steps, as later ones multiply what rounding there is; two processes learn to repeat."""
     printed = {}
-    for count, launcher in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
+    launchers = {1: [], 2: ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+    for count, taken in ((1, 11), (2, steps)):
+        arguments = [str(EXAMPLES / "context_parallel.py"), "--steps", str(taken), "--recipe", recipe]
         finished = subprocess.run(
-            [sys.executable, *launcher, *arguments], capture_output=True, text=True, check=False, timeout=300,
+            [sys.executable, *launchers[count], *arguments], capture_output=True, text=True, check=False, timeout=300,
             env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1", **NO_GPU},
         )  # fmt: skip
         assert finished.returncode == 0, finished.stderr
         assert f"tokens/s on {count} processes" in finished.stdout
         printed[count] = {int(n): float(x) for n, x in re.findall(r"step +(\d+)  loss ([\d.]+)", finished.stdout)}
-    assert printed[1].keys() == printed[2].keys() == {0, 10, 20, 30, 40, 50, 59}
+        assert printed[count].keys() == {*range(0, taken, 10), taken - 1}
+    assert printed[1][0] > 3
     assert printed[2][0] == pytest.approx(printed[1][0], abs=apart / 10)
     assert printed[2][10] == pytest.approx(printed[1][10], abs=apart)
-    for losses in printed.values():
-        assert losses[0] > 3
-        assert losses[59] < math.log(32) / 4  # it stays at log(32) without the other process's keys
+    if steps > 11:
+        assert printed[2][steps - 1] < math.log(32) / 4  # it stays at log(32) without the other process's keys
 
 
 def test_context_parallel_wants_two_chunks_a_process(monkeypatch):
