@@ -31,15 +31,17 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
     """What the process before this one holds; gradients go back to it."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
+        """Of keys and values."""
         return exchange(x, 1)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
+        """Of their gradients."""
         return exchange(gradient, -1)
 
 
@@ -70,7 +72,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, recipe: str) -> Tensor:
     o, lse = sage_attention(q, k, v, is_causal=True, recipe=recipe, return_lse=True)
     o, kv = o.float(), torch.stack((k, v))
     for step in range(1, count):
-        kv = _Rotate.apply(kv)
+        kv = Rotate.apply(kv)
         if step <= rank:  # an earlier process's: both chunks of queries see its first, and none its second
             part = sage_attention(q, *kv[:, :, :, :half], recipe=recipe, return_lse=True)
             o, lse = merge(o, lse, *part)

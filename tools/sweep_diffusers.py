@@ -14,7 +14,6 @@ The exit status is 1 where a row is different or a crash.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import inspect
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from sagebwd.integrations import diffusers as integration
 from sagebwd.integrations.sdpa import replace_sdpa
-from tools import forked
+from tools import forked, sweep_page
 from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
 
 MEANINGS = {
@@ -152,21 +151,15 @@ def sweep_one(name: str, testers: dict[str, list[type]]) -> forked.Row:
 
 def main() -> int:
     """Sweep the models named, or all; exit status 1 where a row is different or a crash."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="names of model classes; all by default")
-    parser.add_argument("--tests", type=Path, help="a checkout of Diffusers, whose tests' tiny models run")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--rows", type=Path, help="a JSON file of rows: other models' are kept")
-    parser.add_argument("--table", type=Path, help="a file to write the page to")
-    arguments = parser.parse_args()
+    given = sweep_page.arguments(__doc__, "names of model classes", "Diffusers")
     warnings.simplefilter("ignore")
-    if arguments.tests is None:
+    if given.tests is None:
         print_answers()
         return 0
-    sys.path.insert(0, str(arguments.tests))
+    sys.path.insert(0, str(given.tests))
     testers: dict[str, list[type]] = {}
     rows: dict[str, forked.Row] = {}
-    for file in sorted((arguments.tests / "tests" / "models").glob("*/test_models_*.py")):
+    for file in sorted((given.tests / "tests" / "models").glob("*/test_models_*.py")):
         try:
             for tester in testers_of(file):
                 model_class = tester().model_class
@@ -174,12 +167,12 @@ def main() -> int:
                     testers.setdefault(model_class.__name__, []).append(tester)
         except ImportError as error:
             rows[file.stem] = ("not built", f"{type(error).__name__}: {error}")
-    rows |= forked.rows_of(arguments.models or sorted(testers), partial(sweep_one, testers=testers), arguments.jobs)
-    rows = kept(arguments.rows, rows)
-    if arguments.table:
+    rows |= forked.rows_of(given.models or sorted(testers), partial(sweep_one, testers=testers), given.jobs)
+    rows = kept(given.rows, rows)
+    if given.table:
         command = "python -m tools.sweep_diffusers --tests ../diffusers --table docs/integrations/diffusers_models.md"
         versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
-        arguments.table.write_text(table("Diffusers' models, one by one", command, versions, rows, MEANINGS))
+        given.table.write_text(table("Diffusers' models, one by one", command, versions, rows, MEANINGS))
     return failed(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import re
@@ -15,6 +16,17 @@ NEAR = 1e-3  # relative error, where nothing but rounding differs
 
 class NotRun(Exception):
     """Nothing can be compared; says why."""
+
+
+def arguments(description: str, models: str, library: str) -> argparse.Namespace:
+    """A sweep's command line; models, what they are named by."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"{models}; all by default")
+    parser.add_argument("--tests", type=Path, help=f"a checkout of {library}, whose tests' tiny models run too")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--rows", type=Path, help="a JSON file of rows: other models' are kept")
+    parser.add_argument("--table", type=Path, help="a file to write the page to")
+    return parser.parse_args()
 
 
 def judged(error: Exception) -> Row:

@@ -15,13 +15,11 @@ The exit status is 1 where a row is different or a crash.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before Transformers reads it: a config may name weights
 
@@ -33,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
 from sagebwd.mask import HIDDEN_ELSE
-from tools import forked
+from tools import forked, sweep_page
 from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
 from tools.tiny_models import candidates, use_tests
 
@@ -182,22 +180,16 @@ def sweep_one(model_type, checkout=None):
 
 def main():
     """Sweep the models named, or all; exit status 1 where a row is different or a crash."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="model types; all by default")
-    parser.add_argument("--tests", type=Path, help="a checkout of Transformers, whose tests' tiny models run too")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--rows", type=Path, help="a JSON file of rows: other models' are kept")
-    parser.add_argument("--table", type=Path, help="a file to write the page to")
-    arguments = parser.parse_args()
+    given = sweep_page.arguments(__doc__, "model types", "Transformers")
 
-    if arguments.tests:
-        use_tests(arguments.tests)
-    names = arguments.models or sorted(CONFIG_MAPPING.keys())
-    found = forked.rows_of(names, partial(sweep_one, checkout=arguments.tests), arguments.jobs)
-    rows = kept(arguments.rows, found)
-    if arguments.table:
+    if given.tests:
+        use_tests(given.tests)
+    names = given.models or sorted(CONFIG_MAPPING.keys())
+    found = forked.rows_of(names, partial(sweep_one, checkout=given.tests), given.jobs)
+    rows = kept(given.rows, found)
+    if given.table:
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        arguments.table.write_text(table("Transformers' models, one by one", COMMAND, versions, rows, MEANINGS))
+        given.table.write_text(table("Transformers' models, one by one", COMMAND, versions, rows, MEANINGS))
     return failed(rows)
 
 

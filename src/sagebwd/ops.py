@@ -221,9 +221,11 @@ def attention_backward(
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
-def _(do, dlse, q, k, v, o, *rest):
-    recipe, impl, _ = rest[-3:]
-    return empty_gradients(_read(recipe, impl, v, rest[9]), o, v)  # rest[9]: mask
+def _(
+    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask, mask, *settings
+):  # fmt: skip
+    recipe, impl, _ = settings[-3:]
+    return empty_gradients(_read(recipe, impl, v, mask), o, v)
 
 
 class _Attention(torch.autograd.Function):
@@ -238,7 +240,8 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*saved)
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
-        keep_q, keep_k = keeps_inputs(_read(recipe, impl, q, masks[1]), impl)
+        _, mask, *_ = masks
+        keep_q, keep_k = keeps_inputs(_read(recipe, impl, q, mask), impl)
         ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
         return output
 

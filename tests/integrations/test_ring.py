@@ -3,6 +3,10 @@
 The merge is only right where lse is that of the true scores, and gradients only where lse is differentiable.
 """
 
+import os
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,30 +25,8 @@ TENSORS = ("o", "dq", "dk", "dv")
 RATIO = 1.75
 # relative L2 of the ring against one process where nothing is quantised, in FP64
 FULL = 1e-12
-
-
-class _Rotate(torch.autograd.Function):
-    """What the previous rank holds; gradients go back to it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return _exchange(x, 1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _exchange(gradient, -1)
-
-
-def _exchange(x, step):
-    rank = dist.get_rank()
-    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, sent, (rank + step) % RANKS),
-        dist.P2POp(dist.irecv, received, (rank - step) % RANKS),
-    ]
-    for request in dist.batch_isend_irecv(operations):
-        request.wait()
-    return received
+# whose exchange of keys and values this is
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "context_parallel.py"))
 
 
 def ring_attention(q, k, v, is_causal, recipe):
@@ -53,7 +35,7 @@ def ring_attention(q, k, v, is_causal, recipe):
     kv = torch.stack((k, v))
     out, lse = sage_attention(q, k, v, is_causal=is_causal, recipe=recipe, impl="reference", return_lse=True)
     for step in range(1, RANKS):
-        kv = _Rotate.apply(kv)
+        kv = EXAMPLE["Rotate"].apply(kv)
         # keys of later ranks are hidden; they are masked, not skipped, so that every rank exchanges gradients alike
         seen = not is_causal or rank >= step
         mask = torch.full((q.shape[0], 1, 1, k.shape[2]), seen)
@@ -94,6 +76,7 @@ def check(kind, is_causal, recipe):
 
 def worker(rank, store):
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     for kind in ("normal", "mean-and-outliers"):
         for is_causal in (False, True):

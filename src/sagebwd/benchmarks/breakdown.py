@@ -87,9 +87,11 @@ def _of_kernels(events: list) -> tuple[Counter[str], Counter[str]]:
 def _of_operators(events: list) -> tuple[Counter[str], Counter[str]]:
     parts, kernels = Counter(), Counter()
     for event in events:
-        if OPERATOR.fullmatch(event.name) and not _inside(event):
+        if _inside(event):
+            continue
+        if OPERATOR.fullmatch(event.name):
             kernels[event.name] += event.cpu_time_total
-        elif not _inside(event) and not OPERATOR.fullmatch(event.name):
+        else:
             parts["copies" if event.name == "aten::copy_" else "other"] += event.self_cpu_time_total
     parts["attention"] = sum(kernels.values())
     return parts, kernels

@@ -95,14 +95,13 @@ def _calls_attention(model_class: type) -> bool:
         source = inspect.getsource(sys.modules[names[0]])
     except (IndexError, KeyError, OSError, TypeError):
         return True
-    has_attentions = re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE)
     attentions = re.findall(r"^class (\w*Attention\w*)\((.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
     masks = re.compile(r"\+ \w*mask\b|\bmasked_fill\(\w*mask\b")
     itself = (name for name, code in attentions if "ALL_ATTENTION" not in code and masks.search(code))
     if not model_class._supports_sdpa and any(source.count(f"{name}(") > 1 for name in itself):
         return False
     own_table = re.search(r"ATTENTION_CLASSES\[[\w.]*config\._attn_implementation\]", source)
-    return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not has_attentions)
+    return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not attentions)
 
 
 def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
