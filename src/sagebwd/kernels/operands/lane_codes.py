@@ -232,9 +232,13 @@ def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None) -> T
 
 
 def launch_codes(
-    q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int,
+    q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int, *,
+    of_queries: bool = True,
 ) -> Codes:  # fmt: skip
-    """Codes of q and, less their mean, of k, (B, H, N, D) or packed, of any strides but the last dimension's."""
+    """Codes of q and, less their mean, of k, (B, H, N, D) or packed, of any strides but the last dimension's.
+
+    of_queries: False leaves those of q, and their scales, for the forward to write.
+    """
     head_dim, device = q.shape[-1], q.device
     block_d, packed = padded_head_dim(head_dim), queries.cu_seqlens is not None
     out = Codes(
@@ -252,7 +256,7 @@ def launch_codes(
     shape = {"head_dim": head_dim, "VARLEN": packed, "BLOCK_D": block_d}
     launch(
         query_codes_kernel,
-        (chunks * all_heads + queries.grid(BLOCK_Q) * queries.batch * queries.heads,),
+        (chunks * all_heads + of_queries * queries.grid(BLOCK_Q) * queries.batch * queries.heads,),
         q, k, out.q, out.q_scale, sums, counts, key_mask, queries.cu_seqlens, keys.cu_seqlens, *queries.strides(q),
         *queries.strides(out.q), *keys.strides(k), chunks * all_heads, queries.heads, keys.heads, queries.tokens,
         keys.tokens, queries.total, queries.grid(BLOCK_Q), chunk, chunks, all_heads,

@@ -38,6 +38,7 @@ class Variant:
     key_mask: bool = False
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
+    quantize_q: bool = False  # Q comes in 16 bit, and its codes and scales are written
 
 
 class Arguments(NamedTuple):
@@ -47,13 +48,14 @@ class Arguments(NamedTuple):
     bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
-    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D), contiguous
+    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D), contiguous; in 16 bit if quantize_q, strides as v's
+    q_codes: Any  # written if quantize_q, as q would be
     k: Any
     v: Any  # 16 bit, any strides of whole 16 bytes but the last
     o: Any  # written, as v
     lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
     row_max: Any  # written if not None: each query's largest score times log2(e)
-    q_scale: Any  # FP32, as lse
+    q_scale: Any  # FP32, as lse; written if quantize_q
     k_scale: (
         Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
     )
@@ -65,6 +67,9 @@ class Arguments(NamedTuple):
     upper: Any
     scale: Any
 
+
+# Whether the forward makes Q's codes itself.
+QUANTIZE_Q = True
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {

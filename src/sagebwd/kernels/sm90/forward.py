@@ -18,6 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from sagebwd.kernels.sm90.config import REGISTERS, SCALE_BLOCK, Arguments, Variant
 from sagebwd.kernels.sm90.producer import Memory, Operands, Producer
+from sagebwd.kernels.sm90.quantize import Quantizer
 from sagebwd.kernels.sm90.softmax import Softmax, log2, quad_max, quad_sum
 from sagebwd.kernels.sm90.tiles import Grid, Tiles
 
@@ -37,7 +38,7 @@ class Forward:
         self.warpgroups, self.stages = tile.warpgroups, tile.stages
         self.dtype = DTYPES[variant.dtype]
         self.tiles, self.softmax = Tiles(variant), Softmax(variant)
-        self.producer = Producer(variant, self.tiles)
+        self.producer, self.quantizer = Producer(variant, self.tiles), Quantizer(variant)
 
     def placeholders(self) -> list:
         """Arguments of the call's types, shapes unknown, to compile for."""
@@ -59,7 +60,8 @@ class Forward:
         keys = (tokens_k, heads_k, D) if packed else (batch, heads_k, tokens_k, D)
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
-            q=compact(Int8, *queries),
+            q=strided(*queries) if variant.quantize_q else compact(Int8, *queries),
+            q_codes=compact(Int8, *queries) if variant.quantize_q else None,
             k=compact(Int8, *keys),
             v=strided(*keys),
             o=strided(*queries),
@@ -91,16 +93,17 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-        row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, longest: Int32, lower: Int32,
-        upper: Int32, scale: Float32, stream: cuda.CUstream,
+        self, q: cute.Tensor, q_codes: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
+        lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
+        key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
+        longest: Int32, lower: Int32, upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
         M, N, D = self.M, self.N, self.D
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
+        q_codes = self.matrices(q_codes) if const_expr(q_codes is not None) else None
         q, k, o, v = self.matrices(q), self.matrices(k), self.matrices(o), self.matrices(v, transposed=True)
         lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
         major, source = OperandMajorMode, warpgroup.OperandSource
@@ -111,14 +114,16 @@ class Forward:
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, self.stages)
         v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.select(q_layout, mode=[0, 1]), (M, D))
+        q_atom, q_tma = None, q
+        if const_expr(not self.variant.quantize_q):
+            q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.select(q_layout, mode=[0, 1]), (M, D))
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
         blocks_q = cute.ceil_div(longest, M)
         self.kernel(
-            q_atom, k_atom, v_atom, q_tma, k_tma, v_tma, o, lse, row_max, q_scale, k_scale, key_mask, cu_seqlens_q,
-            cu_seqlens_k, lower, upper, scale * LOG2_E, blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout,
-            k_layout, v_layout,
+            q_atom, k_atom, v_atom, q_tma, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, key_mask,
+            cu_seqlens_q, cu_seqlens_k, lower, upper, scale * LOG2_E, blocks_q, heads, heads // heads_k, s_mma, o_mma,
+            q_layout, k_layout, v_layout,
         ).launch(
             grid=[blocks_q * heads * batch, 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
@@ -126,12 +131,12 @@ class Forward:
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor, k: cute.Tensor,
-        v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor,
-        k_scale: cute.Tensor, key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None, lower: Int32, upper: Int32, scale_2: Float32, blocks_q: Int32,
-        heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma, q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
+        self, q_atom: cute.CopyAtom | None, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
+        k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor | None, o: cute.Tensor, lse: cute.Tensor,
+        row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, lower: Int32, upper: Int32,
+        scale_2: Float32, blocks_q: Int32, heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
     ):  # fmt: skip
         """A tile of queries of one head; the first warp loads, warps from the fifth on compute."""
         thread, _, _ = cute.arch.thread_idx()
@@ -152,7 +157,10 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(computing)
             index = cute.arch.make_warp_uniform(warp // 4 - 1)
-            self.attend(s_mma, o_mma, memory, grid, thread % 128, index, o, lse, row_max, q_scale, k_scale, scale_2)
+            queries = (q, q_codes)
+            self.attend(
+                s_mma, o_mma, memory, grid, thread % 128, index, queries, o, lse, row_max, q_scale, k_scale, scale_2
+            )
 
     def wait_turn(self, index) -> None:
         """Until the warpgroup may queue its products."""
@@ -189,8 +197,9 @@ class Forward:
 
     @cute.jit
     def attend(
-        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, o: cute.Tensor,
-        lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, scale_2: Float32,
+        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, queries,
+        o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
+        scale_2: Float32,
     ):  # fmt: skip
         """Warpgroup ``index``: O and lse of 64 queries."""
         M, N, D = self.M, self.N, self.D
@@ -213,12 +222,20 @@ class Forward:
         if place.first_q < place.length_q:
             begin, full_begin, full_end, end = self.tiles.blocks(place)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
+            if const_expr(self.variant.quantize_q):
+                q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
+                self.quantizer.rows(q, q_codes, q_scales, memory.q, memory.q_scale, place, index * 64, thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
             for r in cutlass.range_constexpr(2):
                 rows[r] = place.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
                 total[r] = Float32(0)
                 scale[r] = Float32(0)
                 if rows[r] < place.length_q:
-                    scale[r] = q_scales[place.start_q + rows[r]] * scale_2
+                    if const_expr(self.variant.quantize_q):
+                        scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
+                    else:
+                        scale[r] = q_scales[place.start_q + rows[r]] * scale_2
                 # false of NaN, which stays
                 scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
                 if const_expr(self.variant.negative):
@@ -228,7 +245,8 @@ class Forward:
 
             stage, phase = Int32(0), Int32(0)
             factors = self.factors(scales, end - 1, place)
-            cute.arch.mbarrier_wait(memory.q_full, 0)
+            if const_expr(not self.variant.quantize_q):
+                cute.arch.mbarrier_wait(memory.q_full, 0)
             cute.arch.mbarrier_wait(memory.k_full, 0)
             self.queue_s(s_mma, s, operands.q, operands.k, stage)
             bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)

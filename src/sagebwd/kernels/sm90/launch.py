@@ -11,7 +11,7 @@ from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.sm90.compile import forward_kernel, unavailable
-from sagebwd.kernels.sm90.config import SCALE_BLOCK, TILES, Arguments, Variant
+from sagebwd.kernels.sm90.config import QUANTIZE_Q, SCALE_BLOCK, TILES, Arguments, Variant
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -31,22 +31,25 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
-    codes = launch_codes(q, k, call.queries, call.keys, call.key_mask, SCALE_BLOCK)
+    codes = launch_codes(q, k, call.queries, call.keys, call.key_mask, SCALE_BLOCK, of_queries=not QUANTIZE_Q)
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0
     v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
     o = empty_like_rows(q)
-    lse, row_max = launch_forward(call, codes, v, o, with_row_max=call.recipe.dv == FP8)
+    rows = None
+    if QUANTIZE_Q:
+        rows = q if fits_tma(q) else q.contiguous()
+    lse, row_max = launch_forward(call, codes, v, o, with_row_max=call.recipe.dv == FP8, q=rows)
     return Saved(o, lse, codes.q, codes.q_scale, codes.k, codes.k_scale, row_max, None, codes.k_mean)
 
 
 def launch_forward(
-    call: Call, codes: Codes, v: Tensor, o: Tensor, *, with_row_max: bool
+    call: Call, codes: Codes, v: Tensor, o: Tensor, *, with_row_max: bool, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Write o; lse and, if asked for, row maxima times log2(e), FP32.
+    """Write o, and Q's codes if given q; lse and, if asked for, row maxima times log2(e), FP32.
 
-    v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
+    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
     """
     queries, device, band = call.queries, v.device, call.band
     lse = queries.per_token(device)
@@ -54,10 +57,11 @@ def launch_forward(
     variant = Variant(
         call.head_dim, str(v.dtype).removeprefix("torch."), TILES[call.head_dim], lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
-        row_max=with_row_max,
+        row_max=with_row_max, quantize_q=q is not None,
     )  # fmt: skip
     arguments = Arguments(
-        q=codes.q,
+        q=codes.q if q is None else q,
+        q_codes=None if q is None else codes.q,
         k=codes.k,
         v=v,
         o=o,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -29,6 +29,7 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     keys_kept: Any  # a bit each, 32 a word
+    q_scale: Any  # of each row, if Q is quantised here
     q_full: Any
     k_full: Any
     v_full: Any
@@ -44,8 +45,11 @@ class Memory(NamedTuple):
             for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
         ]
         keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
+        q_scale = None
+        if variant.quantize_q:
+            q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
         barriers = smem.allocate_array(Int64, 1 + 4 * stages)
-        return cls(*tiles, keys_kept, barriers, *(barriers + 1 + n * stages for n in range(4)))
+        return cls(*tiles, keys_kept, q_scale, barriers, *(barriers + 1 + n * stages for n in range(4)))
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
@@ -71,18 +75,21 @@ class Producer:
         place = self.tiles.place(grid)
         if place.first_q < place.length_q:
             begin, _, _, end = self.tiles.blocks(place)
-            q = self.tiles.of_head(source.q, place.head, place.batch)
             k = self.tiles.of_head(source.k, place.head_k, place.batch)
             v = self.tiles.of_head(source.v, place.head_k, place.batch)
             if const_expr(self.variant.varlen):
-                q, k = cute.domain_offset((place.start_q, 0), q), cute.domain_offset((place.start_k, 0), k)
+                k = cute.domain_offset((place.start_k, 0), k)
                 v = cute.domain_offset((0, place.start_k), v)
-            q_to, q_from = self.partition(atoms.q, memory.q, cute.local_tile(q, (M, D), (place.first_q // M, 0)))
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
-            cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
+            if const_expr(not self.variant.quantize_q):
+                q = self.tiles.of_head(source.q, place.head, place.batch)
+                if const_expr(self.variant.varlen):
+                    q = cute.domain_offset((place.start_q, 0), q)
+                q_to, q_from = self.partition(atoms.q, memory.q, cute.local_tile(q, (M, D), (place.first_q // M, 0)))
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
+                cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
             stage, phase = Int32(0), Int32(1)
             for step in cutlass.range(end - begin, unroll=1):
                 block = end - 1 - step
