@@ -37,6 +37,7 @@ class Codes(NamedTuple):
     k_scale: Tensor  # one a token
     lane_scale: Tensor  # (heads, padded blocks, 4)
     k_mean: Tensor  # (batch, heads, D)
+    tiles_taken: Tensor  # one INT32, 0: what a forward's programs count up, and leave at 0
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def query_codes_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, mean, key_mask, cu_seqlens, k_b, k_h, k_n, out_b, out_h, out_n,
+    k, sums, counts, codes, scales, lane_scales, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b, out_h, out_n,
     heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -137,6 +138,8 @@ def key_codes_kernel(
     mu = tl.sum(shares, 0) / tl.maximum(count, 1.0)
     if tl.program_id(0) == 0:
         tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+        if batch_head == 0:
+            tl.store(taken, 0)
     first = tl.program_id(0) * BLOCK
     needed = first < length
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
@@ -248,6 +251,7 @@ def launch_codes(
         keys.per_token(device),
         keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
     )
     chunk, chunks = _chunks(keys)
     all_heads = keys.batch * keys.heads
@@ -265,7 +269,7 @@ def launch_codes(
     launch(
         key_codes_kernel,
         (keys.grid(block_k), all_heads),
-        k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, key_mask, keys.cu_seqlens, *keys.strides(k),
+        k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, *keys.strides(k),
         *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks, all_heads,
         BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
     )  # fmt: skip

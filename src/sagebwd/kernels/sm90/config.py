@@ -39,6 +39,8 @@ class Variant:
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
     quantize_q: bool = False  # Q comes in 16 bit, and its codes and scales are written
+    persistent: bool = False  # programs take tiles as they come free; wants quantize_q
+    wide_o: bool = False
 
 
 class Arguments(NamedTuple):
@@ -62,6 +64,8 @@ class Arguments(NamedTuple):
     key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    tiles_taken: Any  # if persistent: INT32, one 0, which counts up
+    programs: Any  # if persistent: how many there are at most
     longest: Any
     lower: Any
     upper: Any
@@ -70,6 +74,9 @@ class Arguments(NamedTuple):
 
 # Whether the forward makes Q's codes itself.
 QUANTIZE_Q = True
+# Whether its programs take one tile after another.
+PERSISTENT = True
+WIDE_O = True
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {

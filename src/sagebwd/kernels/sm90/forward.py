@@ -11,7 +11,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, const_expr
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -27,6 +27,8 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # A smaller scale of a row would turn a masked score, -inf, into NaN.
 TINY = 1e-30
+ptx = cute.arch.inline_ptx
+STORE = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
 
 
 class Forward:
@@ -72,6 +74,8 @@ class Forward:
             key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
             cu_seqlens_q=compact(Int32, size()) if packed else None,
             cu_seqlens_k=compact(Int32, size()) if packed else None,
+            tiles_taken=compact(Int32, 1) if variant.persistent else None,
+            programs=Int32(0),
             longest=Int32(0),
             lower=Int32(0),
             upper=Int32(0),
@@ -96,7 +100,8 @@ class Forward:
         self, q: cute.Tensor, q_codes: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
-        longest: Int32, lower: Int32, upper: Int32, scale: Float32, stream: cuda.CUstream,
+        tiles_taken: cute.Tensor | None, programs: Int32, longest: Int32, lower: Int32, upper: Int32, scale: Float32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
         M, N, D = self.M, self.N, self.D
@@ -120,12 +125,14 @@ class Forward:
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
         blocks_q = cute.ceil_div(longest, M)
+        tiles = blocks_q * heads * batch
+        programs = cutlass.min(programs, tiles) if const_expr(self.variant.persistent) else tiles
         self.kernel(
             q_atom, k_atom, v_atom, q_tma, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, key_mask,
-            cu_seqlens_q, cu_seqlens_k, lower, upper, scale * LOG2_E, blocks_q, heads, heads // heads_k, s_mma, o_mma,
-            q_layout, k_layout, v_layout,
+            cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, tiles, blocks_q, heads,
+            heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
-            grid=[blocks_q * heads * batch, 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
+            grid=[programs, 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -134,8 +141,9 @@ class Forward:
         self, q_atom: cute.CopyAtom | None, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
         k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor | None, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, lower: Int32, upper: Int32,
-        scale_2: Float32, blocks_q: Int32, heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
+        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor | None,
+        lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32, heads: Int32, group: Int32,
+        s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
     ):  # fmt: skip
         """A tile of queries of one head; the first warp loads, warps from the fifth on compute."""
@@ -147,7 +155,8 @@ class Forward:
                 memory.begin(self.warpgroups, self.stages)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        grid = Grid(q.shape[0], k.shape[0], blocks_q, heads, group, cu_seqlens_q, cu_seqlens_k, lower, upper)
+        sizes = (tiles, tiles_taken, q.shape[0], k.shape[0], blocks_q, heads, group)
+        grid = Grid(*sizes, cu_seqlens_q, cu_seqlens_k, lower, upper)
         computing, loading = REGISTERS[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(loading)
@@ -216,14 +225,41 @@ class Forward:
         seen, top, total, decay, scale = (cute.make_rmem_tensor(2, Float32) for _ in range(5))
         state = (seen, top, total, decay)
         rows = cute.make_rmem_tensor(2, Int32)
+        fixed = ((s_mma, o_mma), memory, operands, tile, state, scale, rows, index)
+        outer = (grid, thread, queries, (o, lse, row_max), q_scale, k_scale, scale_2)
         if index == 0:
             self.pass_turn(index - 1 + self.warpgroups)
-        place = self.tiles.place(grid)
+        program, _, _ = cute.arch.block_idx()
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.variant.persistent):
+            while program < grid.tiles:
+                stage, phase = self.tile(fixed, outer, program, stage, phase)
+                cute.arch.mbarrier_wait(memory.tile_full, turn)
+                program = memory.tile[0]
+                cute.arch.sync_warp()
+                self.release(memory.tile_empty)
+                turn ^= 1
+        else:
+            self.tile(fixed, outer, program, stage, phase)
+        if index == 0:  # the turn that nobody takes
+            self.wait_turn(index)
+
+    @cute.jit
+    def tile(self, fixed, outer, program: Int32, stage: Int32, phase: Int32):
+        """O and lse of a tile's 64 queries; the ring's next stage and phase."""
+        (s_mma, o_mma), memory, operands, tile, state, scale, rows, index = fixed
+        grid, thread, queries, written, q_scale, k_scale, scale_2 = outer
+        s, x, p, acc = tile
+        _, _, total, _ = state
+        N = self.N
+        place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
             begin, full_begin, full_end, end = self.tiles.blocks(place)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
             if const_expr(self.variant.quantize_q):
                 q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
+                if const_expr(self.variant.persistent):  # all of the warpgroup have done with the last tile's
+                    cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
                 self.quantizer.rows(q, q_codes, q_scales, memory.q, memory.q_scale, place, index * 64, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
@@ -243,39 +279,40 @@ class Forward:
             acc.fill(0)
             scales = (scale, k_scale[place.scale_head, None, thread % 4])
 
-            stage, phase = Int32(0), Int32(0)
             factors = self.factors(scales, end - 1, place)
             if const_expr(not self.variant.quantize_q):
                 cute.arch.mbarrier_wait(memory.q_full, 0)
-            cute.arch.mbarrier_wait(memory.k_full, 0)
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
             self.queue_s(s_mma, s, operands.q, operands.k, stage)
             bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
             warpgroup.wait_group(0)
             self.softmax.maxima(s, x, state, factors, bounds, words, True, True)
             self.softmax.exponentials(s, x, state, factors, True)
-            self.release(memory.k_empty)
+            self.release(memory.k_empty + stage)
             self.softmax.pack(x, p)
             if const_expr(self.variant.varlen):
-                cute.arch.mbarrier_wait(memory.v_full, 0)
-                self.clear_end(memory.v, place.length_k - (end - 1) * N, thread, index)
-            fixed = ((s_mma, o_mma), memory, operands, tile, state, scales, rows, place, index)
+                cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+                self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
+            every = ((s_mma, o_mma), memory, operands, tile, state, scales, rows, place, index)
             if const_expr(self.variant.key_mask):
-                stage, phase = self.steps(fixed, end - 2, end - 1 - begin, stage, phase, True)
+                stage, phase = self.steps(every, end - 2, end - 1 - begin, stage, phase, True)
             else:
                 if const_expr(self.variant.upper):
-                    stage, phase = self.steps(fixed, end - 2, end - 1 - full_end, stage, phase, True)
+                    stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
                 last = cutlass.min(full_end, end - 1)
-                stage, phase = self.steps(fixed, last - 1, last - full_begin, stage, phase, False)
+                stage, phase = self.steps(every, last - 1, last - full_begin, stage, phase, False)
                 if const_expr(self.variant.lower):
                     last = cutlass.min(full_begin, end - 1)
-                    stage, phase = self.steps(fixed, last - 1, last - begin, stage, phase, True)
+                    stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)
             cute.arch.mbarrier_wait(memory.v_full + stage, phase)
             warpgroup.fence()
             self.queue_o(o_mma, acc, p, operands.v, stage)
             warpgroup.wait_group(0)
-            self.write(acc, state, rows, place, thread, o, lse, row_max)
-        if index == 0:  # the turn that nobody takes
-            self.wait_turn(index)
+            if const_expr(self.variant.persistent):
+                self.release(memory.v_empty + stage)
+                stage, phase = self.following(stage, phase)
+            self.write(acc, state, rows, place, thread, *written)
+        return stage, phase
 
     @cute.jit
     def factors(self, scales, block: Int32, place):
@@ -296,10 +333,7 @@ class Forward:
         """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase."""
         (s_mma, o_mma), memory, operands, (s, x, p, acc), state, scales, rows, place, index = fixed
         stage_v, phase_v = stage, phase
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
+        stage, phase = self.following(stage, phase)
         factors = self.factors(scales, block, place)
         cute.arch.mbarrier_wait(memory.k_full + stage, phase)
         self.wait_turn(index)
@@ -326,6 +360,15 @@ class Forward:
         return stage, phase
 
     @cute.jit
+    def following(self, stage: Int32, phase: Int32):
+        """The ring's next stage, and the phase of its barriers."""
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
     def rescale(self, acc: cute.Tensor, state, moved: Boolean):
         """O relative to the rows' new maxima."""
         _, _, _, decay = state
@@ -334,7 +377,7 @@ class Forward:
                 acc[i] = acc[i] * decay[i // 2 % 2]
 
     @cute.jit
-    def clear_end(self, v: cute.Tensor, keys_left: Int32, thread: Int32, index: Int32):
+    def clear_end(self, v: cute.Tensor, stage: Int32, keys_left: Int32, thread: Int32, index: Int32):
         """Zero V's tokens past the end of a packed sequence: P is 0 there, but 0 times a neighbour's NaN is NaN.
 
         Every warpgroup does so, with the same zeros, before its own product.
@@ -344,7 +387,7 @@ class Forward:
             for part in cutlass.range(N * D // 128, unroll=1):
                 at = part * 128 + thread
                 if at // D >= keys_left:
-                    v[at % D, at // D, 0] = self.dtype(0.0)
+                    v[at % D, at // D, stage] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
 
@@ -363,6 +406,13 @@ class Forward:
             sum_of_row, largest = quad_sum(total[r]), quad_max(seen[r])
             unseen = sum_of_row == 0.0
             inverse = 1.0 / sum_of_row
+            words = []
+            for j in cutlass.range_constexpr(2 * r, self.D // 2, 4):
+                pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
+                words.append(Int32(0) if unseen else pair)
+            if const_expr(self.variant.wide_o):
+                for i in cutlass.range_constexpr(0, self.D // 8, 4):
+                    words[i : i + 4] = self.transposed(words[i : i + 4])
             if rows[r] < place.length_q:
                 at = place.start_q + rows[r]
                 if thread % 4 == 0:
@@ -370,8 +420,29 @@ class Forward:
                     lse[at] = -Float32.inf if unseen else value
                     if const_expr(row_max is not None):
                         row_max[at] = largest
-                pairs = cute.recast_tensor(o[at, None], Int32)
-                for i in cutlass.range_constexpr(self.D // 8):
-                    j = 4 * i + 2 * r
-                    pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
-                    pairs[4 * i + thread % 4] = Int32(0) if unseen else pair
+                if const_expr(self.variant.wide_o):
+                    to = o[at, None].iterator.toint() + Int64(thread % 4 * 16)
+                    for i in cutlass.range_constexpr(0, self.D // 8, 4):
+                        ptx(STORE, read_only_args=[to + Int64(16 * i), *words[i : i + 4]])
+                else:
+                    pairs = cute.recast_tensor(o[at, None], Int32)
+                    for i in cutlass.range_constexpr(self.D // 8):
+                        pairs[4 * i + thread % 4] = words[i]
+
+    def transposed(self, words: list) -> list:
+        """Four words of each of a quad's lanes: a lane's first of each, then its second, and so on."""
+        lane = cute.arch.lane_idx()
+        for bit in (1, 2):
+            odd = (lane & bit) != 0
+            moved = list(words)
+            for i in range(4):
+                if i & bit == 0:
+                    a, b = words[i], words[i + bit]
+                    got = cute.arch.shuffle_sync_bfly(self.chosen(odd, a, b), offset=bit)
+                    moved[i], moved[i + bit] = self.chosen(odd, got, a), self.chosen(odd, b, got)
+            words = moved
+        return words
+
+    def chosen(self, condition, a, b):
+        """a where the condition holds, or b."""
+        return cutlass.select_(condition, a, b)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.alignment import fits_tma
+from sagebwd.kernels.device import num_sms
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.sm90.compile import forward_kernel, unavailable
-from sagebwd.kernels.sm90.config import QUANTIZE_Q, SCALE_BLOCK, TILES, Arguments, Variant
+from sagebwd.kernels.sm90.config import PERSISTENT, QUANTIZE_Q, SCALE_BLOCK, TILES, WIDE_O, Arguments, Variant
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -57,7 +58,7 @@ def launch_forward(
     variant = Variant(
         call.head_dim, str(v.dtype).removeprefix("torch."), TILES[call.head_dim], lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
-        row_max=with_row_max, quantize_q=q is not None,
+        row_max=with_row_max, quantize_q=q is not None, persistent=q is not None and PERSISTENT, wide_o=WIDE_O,
     )  # fmt: skip
     arguments = Arguments(
         q=codes.q if q is None else q,
@@ -72,6 +73,8 @@ def launch_forward(
         key_mask=None if call.key_mask is None else call.key_mask.view(torch.uint8),
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
+        tiles_taken=codes.tiles_taken if variant.persistent else None,
+        programs=num_sms(device),
         longest=queries.tokens,
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,

@@ -13,6 +13,8 @@ from cutlass.memory import SmemAllocator
 from sagebwd.kernels.sm90.config import SCALE_BLOCK, Variant
 from sagebwd.kernels.sm90.tiles import Tiles
 
+ptx = cute.arch.inline_ptx
+
 
 class Operands(NamedTuple):
     """One thing of each that TMA loads: atoms, or tensors: Q and K (T, D, H[, B]), V (D, T, H[, B])."""
@@ -30,11 +32,14 @@ class Memory(NamedTuple):
     v: Any
     keys_kept: Any  # a bit each, 32 a word
     q_scale: Any  # of each row, if Q is quantised here
+    tile: Any  # if persistent: the number of the next
     q_full: Any
     k_full: Any
     v_full: Any
     k_empty: Any
     v_empty: Any
+    tile_full: Any
+    tile_empty: Any
 
     @classmethod
     def allocate(cls, variant: Variant, dtype, layouts) -> Memory:
@@ -48,12 +53,16 @@ class Memory(NamedTuple):
         q_scale = None
         if variant.quantize_q:
             q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
-        barriers = smem.allocate_array(Int64, 1 + 4 * stages)
-        return cls(*tiles, keys_kept, q_scale, barriers, *(barriers + 1 + n * stages for n in range(4)))
+        tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        barriers = smem.allocate_array(Int64, 3 + 4 * stages)
+        rings = (barriers + 3 + n * stages for n in range(4))
+        return cls(*tiles, keys_kept, q_scale, tile, barriers, *rings, barriers + 1, barriers + 2)
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
         cute.arch.mbarrier_init(self.q_full, 1)
+        cute.arch.mbarrier_init(self.tile_full, 1)
+        cute.arch.mbarrier_init(self.tile_empty, 4 * warpgroups)
         for stage in range(stages):
             for full in (self.k_full, self.v_full):
                 cute.arch.mbarrier_init(full + stage, 1)
@@ -70,9 +79,48 @@ class Producer:
 
     @cute.jit
     def load(self, atoms, source, memory, key_mask: cute.Tensor | None, grid):
-        """All of a program's loads: its tile of Q and every block of K and V, from the last to the first."""
+        """All of a program's loads."""
+        program, _, _ = cute.arch.block_idx()
+        fixed = (atoms, source, memory, key_mask, grid)
+        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        if const_expr(self.variant.persistent):
+            while program < grid.tiles:
+                stage, phase = self.load_tile(fixed, program, stage, phase)
+                program = self.next(source.q, memory, grid, turn)
+                turn ^= 1
+        else:
+            self.load_tile(fixed, program, stage, phase)
+
+    @cute.jit
+    def next(self, q: cute.Tensor, memory, grid, turn: Int32):
+        """Take the next tile, say so to those that compute, and have its queries brought to L2."""
+        program = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
+                grid.taken[0] = Int32(0)
+        program = cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0]
+        cute.arch.mbarrier_wait(memory.tile_empty, turn)
+        if cute.arch.lane_idx() == 0:
+            memory.tile[0] = program
+            cute.arch.mbarrier_arrive(memory.tile_full)
+        if program < grid.tiles:
+            place = self.tiles.place(grid, program)
+            rows = self.tiles.of_head(q, place.head, place.batch)
+            for part in cutlass.range_constexpr(self.M // 32):
+                token = place.first_q + part * 32 + cute.arch.lane_idx()
+                if token < place.length_q:
+                    row = rows[place.start_q + token, None].iterator.toint()
+                    for line in cutlass.range_constexpr(0, 2 * self.D, 128):
+                        ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
+        return program
+
+    @cute.jit
+    def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
+        """A tile of Q and every block of K and V, from the last to the first; the ring's next stage and phase."""
+        atoms, source, memory, key_mask, grid = fixed
         M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
-        place = self.tiles.place(grid)
+        place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
             begin, _, _, end = self.tiles.blocks(place)
             k = self.tiles.of_head(source.k, place.head_k, place.batch)
@@ -90,7 +138,6 @@ class Producer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
                 cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
-            stage, phase = Int32(0), Int32(1)
             for step in cutlass.range(end - begin, unroll=1):
                 block = end - 1 - step
                 cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
@@ -107,6 +154,7 @@ class Producer:
                 if stage == stages:
                     stage = Int32(0)
                     phase ^= 1
+        return stage, phase
 
     def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
         """Where TMA writes to and reads from."""

@@ -66,11 +66,13 @@ class Quantizer:
         """
         words = cute.recast_tensor(tile, Int32)
         lane = thread % LANES
+        tokens, parts = [], []
         for part in cutlass.range_constexpr(64 * LANES // 128):
-            row = first + part * (128 // LANES) + thread // LANES
-            token = place.first_q + row
+            tokens.append(place.first_q + first + part * (128 // LANES) + thread // LANES)
+            parts.append(self.load(q, place.start_q + tokens[-1], lane, tokens[-1] < place.length_q))
+        for part in cutlass.range_constexpr(64 * LANES // 128):
+            row, token, pairs = tokens[part] - place.first_q, tokens[part], parts[part]
             inside = token < place.length_q
-            pairs = self.load(q, place.start_q + token, lane, inside)
             x = []
             for pair in pairs:
                 x += list(ptx(UNPACK[self.variant.dtype], write_only_types=[Float32] * 2, read_only_args=[pair]))

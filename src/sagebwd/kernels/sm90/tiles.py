@@ -14,6 +14,8 @@ from sagebwd.kernels.sm90.config import SCALE_BLOCK, Variant
 class Grid(NamedTuple):
     """What places programs: sizes, the sequences' ends, and bounds on key - query."""
 
+    tiles: Any
+    taken: Any  # tiles of programs that take more than one, beyond their first
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of the longest sequence
@@ -58,9 +60,8 @@ class Tiles:
         return x[None, head] if self.variant.varlen else x[None, head, batch]
 
     @cute.jit
-    def place(self, grid):
-        """This program's `Place`."""
-        program, _, _ = cute.arch.block_idx()
+    def place(self, grid, program: Int32):
+        """A tile's `Place`."""
         batch_head = program // grid.blocks_q
         # the last queries see the most keys: they start first
         block_q = grid.blocks_q - 1 - program % grid.blocks_q
