@@ -142,6 +142,7 @@ def main() -> int:
     """Run the checks; exit code 1 where any found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=20, help="groups of fuzz seeds, a case of each")
+    parser.add_argument("--recipe", help="the checks of this recipe alone")
     parser.add_argument("--longest", type=int, default=300, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one check may take")
@@ -150,6 +151,12 @@ def main() -> int:
         parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     seeds = [group * GROUP + 1 for group in range(arguments.groups)]
     wanted, kernels = checks(seeds, seeds[::4]), kernel_names()
+    if arguments.recipe:
+        wanted = [check for check in wanted if check.recipe == arguments.recipe]
+        if not wanted:
+            parser.error(
+                f"--recipe {arguments.recipe}: checks are of {', '.join(sorted({x.recipe for x in checks(seeds, seeds) if x.recipe}))}"
+            )
     allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "gluon").glob("*.py"), HANDOVER)}
     problems, handovers = 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
