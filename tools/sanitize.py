@@ -152,11 +152,10 @@ def main() -> int:
     seeds = [group * GROUP + 1 for group in range(arguments.groups)]
     wanted, kernels = checks(seeds, seeds[::4]), kernel_names()
     if arguments.recipe:
+        known = sorted({check.recipe for check in wanted if check.recipe})
+        if arguments.recipe not in known:
+            parser.error(f"--recipe {arguments.recipe}: checks are of {', '.join(known)}")
         wanted = [check for check in wanted if check.recipe == arguments.recipe]
-        if not wanted:
-            parser.error(
-                f"--recipe {arguments.recipe}: checks are of {', '.join(sorted({x.recipe for x in checks(seeds, seeds) if x.recipe}))}"
-            )
     allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "gluon").glob("*.py"), HANDOVER)}
     problems, handovers = 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
