@@ -270,7 +270,7 @@ def launch_codes(
         key_codes_kernel,
         (keys.grid(block_k), all_heads),
         k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens,
-        *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks, all_heads,
-        BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
+        *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks,
+        all_heads, BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out
