@@ -260,7 +260,7 @@ class Forward:
                 q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
                 if const_expr(self.variant.persistent):  # all of the warpgroup have done with the last tile's
                     cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
-                self.quantizer.rows(q, q_codes, q_scales, memory.q, memory.q_scale, place, index * 64, thread)
+                self.quantizer.rows(q, q_codes, q_scales, memory.q_words, memory.q_scale, place, index * 64, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
             for r in cutlass.range_constexpr(2):

@@ -31,7 +31,8 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     keys_kept: Any  # a bit each, 32 a word
-    q_scale: Any  # of each row, if Q is quantised here
+    q_words: Any  # if Q is quantised here: q as INT32
+    q_scale: Any  # and the scale of each row
     tile: Any  # if persistent: the number of the next
     q_full: Any
     k_full: Any
@@ -50,13 +51,16 @@ class Memory(NamedTuple):
             for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
         ]
         keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
-        q_scale = None
+        q_words, q_scale = None, None
         if variant.quantize_q:
+            # recast_tensor would lose the swizzle
+            words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
+            q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
             q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
         tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
         barriers = smem.allocate_array(Int64, 3 + 4 * stages)
         rings = (barriers + 3 + n * stages for n in range(4))
-        return cls(*tiles, keys_kept, q_scale, tile, barriers, *rings, barriers + 1, barriers + 2)
+        return cls(*tiles, keys_kept, q_words, q_scale, tile, barriers, *rings, barriers + 1, barriers + 2)
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""

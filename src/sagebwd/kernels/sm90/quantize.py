@@ -56,15 +56,14 @@ class Quantizer:
 
     @cute.jit
     def rows(
-        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, tile: cute.Tensor, row_scales: cute.Tensor,
+        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, row_scales: cute.Tensor,
         place, first: Int32, thread: Int32,
     ):  # fmt: skip
         """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise.
 
-        q, codes: (T, D) of the head; scales (T,); tile (M, D, 1), row_scales (M,): in shared memory. Rows past the end
+        q, codes: (T, D) of the head; scales (T,); words (M, D / 4, 1), row_scales (M,): in shared memory. Rows past the end
         of the sequence are zeros there.
         """
-        words = cute.recast_tensor(tile, Int32)
         lane = thread % LANES
         tokens, parts = [], []
         for part in cutlass.range_constexpr(64 * LANES // 128):
