@@ -254,7 +254,8 @@ class Forward:
         N = self.N
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
-            begin, full_begin, full_end, end = self.tiles.blocks(place)
+            loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
+            begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
             if const_expr(self.variant.quantize_q):
                 q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
@@ -282,6 +283,7 @@ class Forward:
             factors = self.factors(scales, end - 1, place)
             if const_expr(not self.variant.quantize_q):
                 cute.arch.mbarrier_wait(memory.q_full, 0)
+            stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
             cute.arch.mbarrier_wait(memory.k_full + stage, phase)
             self.queue_s(s_mma, s, operands.q, operands.k, stage)
             bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
@@ -308,10 +310,23 @@ class Forward:
             warpgroup.fence()
             self.queue_o(o_mma, acc, p, operands.v, stage)
             warpgroup.wait_group(0)
-            if const_expr(self.variant.persistent):
-                self.release(memory.v_empty + stage)
-                stage, phase = self.following(stage, phase)
+            self.release(memory.v_empty + stage)
+            stage, phase = self.following(stage, phase)
+            stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
             self.write(acc, state, rows, place, thread, *written)
+        return stage, phase
+
+    @cute.jit
+    def skip(self, memory, index: Int32, count: Int32, stage: Int32, phase: Int32):
+        """Let pass blocks that the tile meets and the warpgroup's queries do not, and as many turns."""
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            self.release(memory.k_empty + stage)
+            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+            self.release(memory.v_empty + stage)
+            self.wait_turn(index)
+            self.pass_turn(index)
+            stage, phase = self.following(stage, phase)
         return stage, phase
 
     @cute.jit

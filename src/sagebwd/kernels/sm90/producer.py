@@ -126,7 +126,7 @@ class Producer:
         M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
-            begin, _, _, end = self.tiles.blocks(place)
+            begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
             k = self.tiles.of_head(source.k, place.head_k, place.batch)
             v = self.tiles.of_head(source.v, place.head_k, place.batch)
             if const_expr(self.variant.varlen):

@@ -81,16 +81,17 @@ class Tiles:
         )  # fmt: skip
 
     @cute.jit
-    def blocks(self, place):
-        """Blocks of keys that the tile meets: begin, full_begin, full_end, end; masked but [full_begin, full_end)."""
+    def blocks(self, place, first, count: cutlass.Constexpr):
+        """Blocks of keys that ``count`` queries meet: begin, full_begin, full_end, end; those outside the middle two are
+        masked."""
         N = self.N
         begin, full_begin, full_end, end = Int32(0), Int32(0), place.length_k, place.length_k
         if const_expr(self.variant.lower):
-            begin = cutlass.max(place.first_q + place.lower, 0)
-            full_begin = cutlass.max(place.first_q + self.M - 1 + place.lower, 0)
+            begin = cutlass.max(first + place.lower, 0)
+            full_begin = cutlass.max(first + count - 1 + place.lower, 0)
         if const_expr(self.variant.upper):
-            end = cutlass.min(cutlass.max(place.first_q + self.M + place.upper, 0), place.length_k)
-            full_end = cutlass.min(cutlass.max(place.first_q + 1 + place.upper, 0), place.length_k)
+            end = cutlass.min(cutlass.max(first + count + place.upper, 0), place.length_k)
+            full_end = cutlass.min(cutlass.max(first + 1 + place.upper, 0), place.length_k)
         # rows without a key take one masked block of the sequence's own, and write zeros
         begin = cutlass.min(begin // N, cutlass.max((place.length_k + N - 1) // N - 1, 0))
         end = cutlass.max((end + N - 1) // N, begin + 1)
