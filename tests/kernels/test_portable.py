@@ -117,32 +117,31 @@ def test_codes_and_scales(recipe):
         torch.testing.assert_close(actual[f"{name}_scale"], scale[..., 0], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("group", ["sequence", "token"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_first_rows(masked):
-    """What K's and V's passes hand to a forward of the first key: of a mask, the first that it leaves."""
+def test_first_rows(masked, group):
+    """What V's pass hands to a forward of the first key: of a mask, the first that it leaves; in its scale's units."""
     call = KernelCall(batch=2, masked=True, kv_heads=2, device=DEVICE)
-    _, k, v, _, _ = call.inputs()
+    _, _, v, _, _ = call.inputs()
     mask = call.settings()[0] if masked else None
     if masked:
         mask[0, :70] = False
-    packing = Packing.of(k, None, 0)
-    means = launch_statistics(
-        k, v, packing, mask, smooth_k=True, smooth_v=False, v_scale=False, first_key=True
+    packing = Packing.of(v, None, 0)
+    _, mean, scale, found = launch_statistics(
+        v, v, packing, mask, smooth_k=False, smooth_v=True, v_scale=group == "sequence", first_key=True
     )  # fmt: skip
-    found = means[3]
     first = mask.int().argmax(-1) if masked else torch.zeros(2, dtype=torch.int64, device=DEVICE)
     assert (found is None) == (not masked)
     assert found is None or found.tolist() == first.tolist()
-    codes = launch_quantize(
-        k, packing, "token", 128, means[0], mask, codes=True, first_row=torch.int8, first_key=found
-    )
     values = launch_quantize(
-        v, packing, "token", 128, None, mask, codes=True, first_row=torch.float32, first_key=found
+        v, packing, group, 128, mean, mask, sequence_scale=scale, codes=True, first_row=True, first_key=found
     )
     for batch, key in enumerate(first.tolist()):
-        assert torch.equal(codes.first_row[batch], codes.codes[batch, :, key])
-        assert torch.equal(codes.first_scale[batch], codes.token_scale[batch, :, key])
-        assert torch.equal(values.first_row[batch], v[batch, :, key].float())
+        row = v[batch, :, key].float() - mean[batch]
+        if group == "sequence":
+            row /= scale[batch]
+            assert torch.equal(values.codes[batch, :, key], row.round().to(torch.int8))
+        torch.testing.assert_close(values.first_row[batch], row, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slice", "step"])

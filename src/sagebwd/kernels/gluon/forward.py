@@ -3,8 +3,8 @@
 Score tiles never leave their registers: V's copy holds its tokens in the order in which tensor cores hand scores out.
 A key block is taken in two halves, so that the tensor cores compute the second half's scores while the first half's
 are scaled, and P is made of half the rows at a time. Beyond that the programs of an SM hide each other's waits:
-docs/log/2026-11-21-hopper-forward.md has deeper pipelines. Where the recipe keeps the first key apart, the loop
-masks it, and O and lse get it afterwards, in FP32.
+docs/log/2026-11-21-hopper-forward.md has deeper pipelines. Where the recipe keeps the first key apart, a row begins
+with it, in FP32, while TMA fetches K, and the loop masks it.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,6 @@ from sagebwd.kernels.gluon.tile import (
     ROUND,
     ROWS,
     TINY,
-    anew,
     block_range,
     exp2,
     load_tile,
@@ -53,17 +52,12 @@ def code_rows(
 @gluon.jit
 def blocks_met(
     first_q, length_k, lower, upper, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, ALL_MASKED: gl.constexpr, FIRST_APART: gl.constexpr = False,
+    HAS_UPPER: gl.constexpr, ALL_MASKED: gl.constexpr,
 ):  # fmt: skip
-    """begin, full_begin, full_end as of `block_range` of the key blocks that SPAN queries meet, and their number.
-
-    FIRST_APART: the first block of a sequence is to be masked.
-    """
+    """begin, full_begin, full_end as of `block_range` of the key blocks that SPAN queries meet, and their number."""
     begin, full_begin, full_end, end = block_range(
         first_q, length_k, lower, upper, SPAN, BLOCK_K, HAS_LOWER, HAS_UPPER, ALL_MASKED
     )
-    if FIRST_APART:
-        full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
     # rows without a key take one masked block of the sequence's own, and write zeros
     steps = gl.maximum(end - begin, 1)
     begin = gl.minimum(begin, gl.maximum((length_k + BLOCK_K - 1) // BLOCK_K - 1, 0))
@@ -138,6 +132,10 @@ def scaled(
                 inside = inside & (keys != apart)
             inside = inside & (gl.load(key_mask + keys, mask=inside, other=0) != 0)
         x = gl.where(keep & gl.expand_dims(inside, 0), x, float("-inf"))
+    elif apart is not None:
+        # without a key_mask it is the first of its block: of all but a few registers the compiler knows the outcome
+        first = (gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)) == 0) & (first_k == 0)
+        x = gl.where(gl.expand_dims(first, 0), float("-inf"), x)
     return x
 
 
@@ -171,23 +169,29 @@ def exponentials(low, high, top, scale, LOG2_LEVELS: gl.constexpr):
 
 
 @gluon.jit
-def first_score(
-    q_memory, row_scale, codes, k_scale, BLOCK_D: gl.constexpr, NEGATIVE: gl.constexpr, ROW: gl.constexpr
-):  # fmt: skip
+def first_codes(codes, scale, there, BLOCK_D: gl.constexpr, NEGATIVE: gl.constexpr):
+    """The first key's codes, four a word, as `first_score` takes them, and its scale; there: whether there is one."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 4, 32])
+    words = codes.to(gl.pointer_type(gl.int32)) + gl.arange(0, BLOCK_D // 4, gl.SliceLayout(0, LAYOUT))
+    key = gl.load(words, mask=there, other=0)
+    scale = gl.load(scale, mask=there, other=0)
+    if NEGATIVE:
+        scale = -scale
+    return key, scale
+
+
+@gluon.jit
+def first_score(q_memory, row_scale, codes, code_scale, BLOCK_D: gl.constexpr, ROW: gl.constexpr):
     """Every row's score of the first key: the integers that tensor cores would find, four products an instruction."""
     WORDS: gl.constexpr = BLOCK_D // 4
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WORDS, 32])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK_D, element_bitwidth=32, rank=2)
-    key = gl.load(codes.to(gl.pointer_type(gl.int32)) + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT)))
     products = gl.inline_asm_elementwise(
         "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r",
-        [reinterpret(q_memory, gl.int32, [ROWS, WORDS], SHARED).load(LAYOUT), gl.expand_dims(key, 0)],
+        [reinterpret(q_memory, gl.int32, [ROWS, WORDS], SHARED).load(LAYOUT), gl.expand_dims(codes, 0)],
         dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-    scale = gl.load(k_scale)
-    if NEGATIVE:
-        scale = -scale
-    return gl.convert_layout(gl.sum(products, 1), ROW).to(gl.float32) * scale * row_scale
+    return gl.convert_layout(gl.sum(products, 1), ROW).to(gl.float32) * code_scale * row_scale
 
 
 @gluon.jit
@@ -206,9 +210,9 @@ def attend(
     LOG2_LEVELS: gl.constexpr = 7.988684686772166 if LEVELS == 254 else 6.988684686772166
     q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory = memory
     q_full, k_full, v_full = full
-    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, first_codes, first_scale, first_value = pointers
-    block_k = origin[5]
-    first_q, length_q, length_k, lower, upper, row, mean_row, o_n, first = sizes
+    q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, k_codes, first_value = pointers
+    _, _, row_k, column_k, _, block_k, _ = origin
+    first_q, length_q, length_k, lower, upper, row, mean_row, o_n, first, pitch_k = sizes
     apart = None if first_value is None else first
     steps = blocks[3]
     whole = gl.minimum(blocks[2] - blocks[1], steps)
@@ -223,7 +227,19 @@ def attend(
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
     no_scores = gl.zeros([ROWS, HALF], gl.int32, S_LAYOUT)
     no_output = gl.zeros([ROWS, BLOCK_D], gl.int32, O_LAYOUT)
+    if first_value is not None:
+        # read while TMA fetches Q; the score follows, while it fetches K
+        at = k_codes + (row_k + first).to(gl.int64) * pitch_k + column_k
+        key, key_scale = first_codes(at, k_scale + block_k * BLOCK_K + first, first < length_k, BLOCK_D, NEGATIVE)
+        of_head = mean_row * head_dim + gl.arange(0, BLOCK_D, gl.SliceLayout(0, O_LAYOUT))
+        value = gl.load(first_value + of_head)
     mbarrier.wait(q_full, 0)
+    if first_value is not None:
+        seen = visible(first - (first_q + rows), lower, upper, HAS_LOWER, HAS_UPPER) & (first < length_k)
+        m = gl.where(seen, first_score(q_memory, row_scale, key, key_scale, BLOCK_D, ROW), m)
+        l = gl.where(seen, 1.0, l)
+        seen_o = gl.expand_dims(gl.convert_layout(seen, ROW_O), 1)
+        acc = gl.where(seen_o, gl.expand_dims(value, 0), acc)
     for masked in gl.static_range(2):
         q = q_memory
         if BLOCK_D == 128 and (masked == 0 or not HAS_UPPER):
@@ -255,7 +271,7 @@ def attend(
                 scale_high = k_scale_memory.index(stage).slice(HALF, HALF, 1).load(S_LAYOUT)
             x_high = scaled(
                 s_high, scale_high, first_q, first_k + HALF, length_k, lower, upper, key_mask, HAS_LOWER, HAS_UPPER,
-                K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT, apart,
+                K_TOKEN, NEGATIVE, masked == 1, S_LAYOUT, apart if masked else None,
             )  # fmt: skip
 
             low_a, low_b = rows_apart(x_low)
@@ -304,26 +320,9 @@ def attend(
                 acc = acc * decay_o + part.to(gl.float32) * weight_o
 
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O_LAYOUT))
-    decay = gl.full([ROWS], 1.0, gl.float32, ROW)
-    if first_value is not None:
-        # after the loop, whose registers it would take before
-        s = first_score(
-            q_memory, row_scale, first_codes + mean_row * head_dim, first_scale + mean_row, BLOCK_D, NEGATIVE, ROW
-        )
-        seen = visible(first - (anew(first_q) + rows), lower, upper, HAS_LOWER, HAS_UPPER) & (first < length_k)
-        s = gl.where(seen, s, float("-inf"))
-        m_new = gl.maximum(m, s)
-        safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        decay = exp2(m - safe)
-        p = exp2(s - safe)
-        l = l * decay + p
-        m = m_new
-    acc = acc * gl.expand_dims(gl.convert_layout(decay / l, ROW_O), 1)
+    acc = acc * gl.expand_dims(gl.convert_layout(1 / l, ROW_O), 1)
     if V_SEQUENCE:
         acc = acc * gl.expand_dims(gl.load(v_scale + mean_row * head_dim + columns), 0)
-    if first_value is not None:
-        value = gl.load(first_value + mean_row * head_dim + columns)
-        acc = gl.fma(gl.expand_dims(gl.convert_layout(p / l, ROW_O), 1), gl.expand_dims(value, 0), acc)
     if v_mean is not None:
         acc = acc + gl.expand_dims(gl.load(v_mean + mean_row * head_dim + columns), 0)
     unseen = (m == float("-inf")) & (l == 0)
@@ -344,7 +343,7 @@ def attend(
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc, q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max,
-    first_codes, first_scale, first_value, first_key, cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_n, heads, group,
+    k_codes, first_value, first_key, cu_seqlens_q, cu_seqlens_k, o_b, o_h, o_n, heads, group,
     tokens_q, tokens_k, total_q, blocks_k, grid_q, lower, upper, scale, head_dim: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, K_TOKEN: gl.constexpr,
     V_SEQUENCE: gl.constexpr, NEGATIVE: gl.constexpr, LEVELS: gl.constexpr, STAGES: gl.constexpr,
@@ -357,8 +356,8 @@ def forward_kernel(
     descriptors where K_TOKEN and LEVELS == 254. v_scale: one a channel if V_SEQUENCE, else one a block. scale: the
     softmax scale's magnitude, NEGATIVE its sign. row_max: each query's largest score times log2(e), if not None.
 
-    first_codes, first_scale, first_value: of each head of keys the first key's codes, scale and smoothed value, where
-    it is apart; first_key (batch,): which key that is, if there is a key_mask.
+    k_codes: k_desc's tensor, and first_value (batch, heads, D): V's smoothed row of the first key, in units of v_scale
+    if V_SEQUENCE, where that key is apart, else None; first_key (batch,): which key that is, if there is a key_mask.
     """
     gl.static_assert(LEVELS == 127 or LEVELS == 254)
     batch_head = gl.program_id(0) // grid_q
@@ -381,7 +380,6 @@ def forward_kernel(
     padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
     blocks = blocks_met(
         first_q, length_k, lower, upper, ROWS, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None,
-        first_value is not None,
     )  # fmt: skip
     origin = (row_q, column_q, row_k, column_k, z_k * BLOCK_D, z_k * blocks_k + padded_k, padded_k)
     o += batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h + start_q.to(gl.int64) * o_n
@@ -392,7 +390,7 @@ def forward_kernel(
         first = gl.load(first_key + batch)
     sizes = (
         first_q, length_q, length_k, lower, upper, z_q * total_q + start_q, batch * (heads // group) + head_k, o_n,
-        first,
+        first, BLOCK_D * (heads // group if VARLEN else 1),
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [ROWS, BLOCK_D], q_desc.layout)
@@ -419,7 +417,7 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, k_scale_desc, v_sum_desc)
     memory = (q_memory, k_memory, v_memory, k_scale_memory, v_sum_memory)
     full = (q_full, k_full, v_full)
-    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, first_codes, first_scale, first_value)
+    pointers = (q_scale, k_scale, v_scale, v_mean, key_mask, o, lse, row_max, k_codes, first_value)
     gl.warp_specialize(
         [
             (

@@ -53,7 +53,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True)
     k_pass = launch_quantize(
         k, keys, recipe.k_scale, block_k, k_mean if recipe.smooth_k else None, key_mask, codes=True,
-        padded_scale=True, first_row=torch.int8 if first_apart else None, first_key=first_key,
+        padded_scale=True,
     )  # fmt: skip
     o = empty_like_rows(q)
     lse = queries.per_token(q.device)
@@ -82,7 +82,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale, block_k, v_mean if recipe.smooth_v else None, key_mask, sequence_scale=v_scale,
             transposed=True, column_sum=torch.int32 if levels == 254 else None,
-            first_row=torch.float32 if first_apart else None, first_key=first_key,
+            first_row=first_apart, first_key=first_key,
         )  # fmt: skip
         launch(
             forward_kernel,
@@ -97,8 +97,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
             v_scale if sequence else v_pass.block_scale,
             v_mean if recipe.smooth_v else None,
             *out,
-            k_pass.first_row,
-            k_pass.first_scale,
+            k_pass.codes if first_apart else None,
             v_pass.first_row,
             first_key,
             *offsets,

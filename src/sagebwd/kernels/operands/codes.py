@@ -46,7 +46,6 @@ def quantize_kernel(
     column_sum,
     smoothed,
     first_row,
-    first_scale,
     stride_b,
     stride_h,
     stride_t,
@@ -71,8 +70,8 @@ def quantize_kernel(
     transposed: INT8, see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32; as int32
     ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
 
-    first_row (batch, heads, D): the sequence's first token, smoothed, or as int8 its codes, with its scale in
-    first_scale (batch, heads) if not None. first_key (batch,): which token that is, where not the first of all.
+    first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
+    first_key (batch,): which token that is, where not the first of all.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
@@ -138,17 +137,6 @@ def quantize_kernel(
             tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if codes is not None:
         tl.store(codes + out, code, mask=written)
-    if first_row is not None:
-        token = 0 * tokens
-        if first_key is not None:
-            token = tl.load(first_key + batch)
-        if (token >= first) & (token < first + BLOCK):
-            chosen = code.to(tl.int32) if first_row.dtype.element_ty == tl.int8 else tile
-            chosen = tl.sum(tl.where((rows == token)[:, None], chosen, 0), 0).to(first_row.dtype.element_ty)
-            tl.store(first_row + tl.program_id(1) * head_dim + columns, chosen, mask=columns < head_dim)
-            if first_scale is not None:
-                of_token = tl.zeros((BLOCK,), tl.float32) + scale
-                tl.store(first_scale + tl.program_id(1), tl.sum(tl.where(rows == token, of_token, 0.0), 0))
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
     if column_sum is not None:
@@ -161,6 +149,19 @@ def quantize_kernel(
         tl.store(
             column_sum + block * head_dim + columns, total.to(column_sum.dtype.element_ty), mask=columns < head_dim
         )
+    if first_row is not None:
+        token = 0 * tokens
+        if first_key is not None:
+            token = tl.load(first_key + batch)
+        if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
+            # read by itself: taken from the tile, it costs every program registers
+            at, of_head = columns < head_dim, tl.program_id(1) * head_dim + columns
+            chosen = tl.load(x + (token - first).to(tl.int64) * stride_t + columns, mask=at, other=0).to(tl.float32)
+            if mean is not None:
+                chosen -= tl.load(mean + of_head, mask=at, other=0)
+            if GROUP == "sequence":
+                chosen /= tl.load(sequence_scale + of_head, mask=at, other=1)
+            tl.store(first_row + of_head, chosen, mask=at)
 
 
 @dataclass
@@ -175,7 +176,6 @@ class Quantized:
     column_sum: Tensor | None = None
     smoothed: Tensor | None = None
     first_row: Tensor | None = None
-    first_scale: Tensor | None = None
     block_mean: Tensor | None = None
 
 
@@ -194,10 +194,10 @@ def launch_quantize(
     column_sum: torch.dtype | None = None,
     smoothed: bool = False,
     block_mean: bool = False,
-    first_row: torch.dtype | None = None,
+    first_row: bool = False,
     first_key: Tensor | None = None,
 ) -> Quantized:
-    """Smooth x and write the asked-for outputs; first_row as int8 comes with its scale."""
+    """Smooth x and write the asked-for outputs."""
     head_dim, device = x.shape[-1], x.device
     out = Quantized()
     if codes:
@@ -217,11 +217,8 @@ def launch_quantize(
         out.column_sum = packing.padded(block, head_dim, dtype=column_sum, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
-    if first_row is not None:
-        shape = packing.batch, packing.heads
-        out.first_row = torch.empty(*shape, head_dim, dtype=first_row, device=device)
-        if first_row == torch.int8:
-            out.first_scale = torch.empty(shape, dtype=torch.float32, device=device)
+    if first_row:
+        out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
     rows = out.codes if codes else out.smoothed if smoothed else x
     launch(
         quantize_kernel,
@@ -241,7 +238,6 @@ def launch_quantize(
         out.column_sum,
         out.smoothed,
         out.first_row,
-        out.first_scale,
         *packing.strides(x),
         *packing.strides(rows),
         packing.heads,

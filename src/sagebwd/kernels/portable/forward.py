@@ -21,6 +21,7 @@ from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_v
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
+    INTERPRETED,
     LN_2,
     LOG2_E,
     block_range,
@@ -48,8 +49,18 @@ def first_score(
 ):  # fmt: skip
     """Every row's score, in base 2, of the first key; there: whether there is one."""
     inside = (columns < head_dim) & there
-    key = tl.load(k + first.to(tl.int64) * stride_t + columns, mask=inside, other=0)
-    s = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)  # of codes exact: below 2**24
+    k += first.to(tl.int64) * stride_t
+    if q_tile.dtype == tl.int8 and not INTERPRETED:
+        # four products an instruction, their sum in place of the first; the key read once a row lies as Q's codes do
+        at = tl.broadcast_to((k + columns)[None, :], q_tile.shape)
+        products = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;", "=r,=r,=r,=r,r,r",
+            [q_tile, tl.load(at, mask=inside[None, :], other=0)], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+        s = tl.sum(products, 1).to(tl.float32)
+    else:
+        key = tl.load(k + columns, mask=inside, other=0)
+        s = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)  # of codes exact: below 2**24
     if row_scale is not None:
         s = s * (tl.load(k_scale + first, mask=there, other=0) * scale_2) * row_scale
     else:
@@ -158,8 +169,9 @@ def forward_kernel(
     lists: where there is a mask, of every LIST_ROWS queries how many blocks of keys they see whole and in part, and
     which (`sagebwd.kernels.portable.lists`). BIAS: the mask is added.
 
-    k_rows: k, never a descriptor, and first_value (batch, heads, D): V's smoothed row of the first key, where it is
-    apart, else None; first_key (batch,): which key that is, if there is a key_mask.
+    k_rows: k, never a descriptor, and first_value (batch, heads, D): V's smoothed row of the first key, in units of
+    v_scale if that is the sequence's, where it is apart, else None; first_key (batch,): which key that is, if there is
+    a key_mask.
     """
     EVEN: tl.constexpr = head_dim == BLOCK_D
     batch_head = tl.program_id(0) // grid_q
@@ -227,6 +239,9 @@ def forward_kernel(
             first = tl.load(first_key + batch)
         there = first < length_k
         seen = there & visible(first - (first_q + rows), lower, upper, HAS_LOWER, HAS_UPPER)
+        first_value += (batch * heads_k + head_k).to(tl.int64) * head_dim
+        # before the score, which waits for Q
+        value = tl.load(first_value + columns, mask=(columns < head_dim) & there, other=0)
         score = first_score(
             q_tile, row_scale, k_rows, k_scale, k_exact, shift, mu, columns, first, there, scale_2, k_n, exact_n,
             head_dim,
@@ -242,12 +257,7 @@ def forward_kernel(
                 score += its_element.to(tl.float32) * LOG2_E
         m = tl.where(seen, score, m)
         l = tl.where(seen, 1.0, l)
-        first_value += (batch * heads_k + head_k).to(tl.int64) * head_dim
-        value = tl.load(first_value + columns, mask=(columns < head_dim) & there, other=0)
-        if V_SCALE == "sequence":
-            value /= tl.load(v_scale + columns, mask=columns < head_dim, other=1)
         acc = tl.where(seen[:, None], value[None, :], acc)
-        full_begin = tl.minimum(tl.maximum(full_begin, 1), full_end)  # the block that it lies in is masked
     for masked in tl.static_range(2):
         count = full_end - full_begin
         if masked:
@@ -308,6 +318,9 @@ def forward_kernel(
                             s = s * row_scale[:, None]
                         s += element.to(tl.float32) * LOG2_E
                 s = tl.where(keep, s, float("-inf"))
+            elif first_value is not None and mask is None:
+                # without masks it is the first of its block: of all but a few registers the compiler knows the outcome
+                s = tl.where(((keys == 0) & (first_k == 0))[None, :], float("-inf"), s)
             # S still lacks Q's scale, which is positive and the same along the row
             top = tl.max(s, 1)
             if INT8_S and q_mean is None and not (BIAS and masked):

@@ -56,7 +56,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
             transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
-            smoothed=v_smoothed, first_row=torch.float32 if first_apart else None, first_key=first_key,
+            smoothed=v_smoothed, first_row=first_apart, first_key=first_key,
         )  # fmt: skip
 
     o = empty_like_rows(q)
