@@ -213,6 +213,29 @@ def test_no_sum_of_dq_overflows():
         assert 65504 / 4 < worst < 65504
 
 
+def test_v_s_scales_may_be_bits_of_its_maxima(operands):
+    """psi is worked out where they are read: the same numbers, where a channel is 0 or not finite too."""
+    maxima = 10 * torch.rand(BATCH, HEADS_K, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    maxima[0, 0, 3], maxima[1, 0, 4], maxima[1, 1, 5] = 0, torch.inf, torch.nan
+    scale = torch.where(maxima == 0, 1, maxima / 127)
+    generator = torch.Generator().manual_seed(3)
+    do, o = (torch.randn(operands.do.shape, generator=generator).bfloat16().to(DEVICE) for _ in range(2))
+    codes = [
+        torch.ones(x.batch, x.heads, x.tokens, HEAD_DIM, dtype=torch.int8) for x in (operands.queries, operands.keys)
+    ]
+    ones = [torch.ones(x.batch, x.heads, x.tokens) for x in (operands.queries, operands.keys)]
+    q, k, q_scale, k_scale = (x.to(DEVICE) for x in (*codes, *ones))
+
+    def run(v_scale: Tensor) -> list[Tensor]:
+        saved = Saved(o, q_scale + 1, q, q_scale, k, k_scale, q_scale, v_scale.to(DEVICE), None)
+        largest = torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, BLOCK)
+        return [largest, values.planes, values.spread, values.do_factor, values.do_scaled]
+
+    for one, other in zip(run(scale), run(maxima.view(torch.int32))):
+        assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def test_packed_passes_are_those_of_each_sequence(operands):
     """Sequences side by side give what each alone gives, where its blocks begin; an empty one gives nothing."""
     lengths, heads = [5, 0, 65], HEADS_K * GROUP

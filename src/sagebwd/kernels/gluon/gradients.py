@@ -20,7 +20,7 @@ from sagebwd.kernels.operands.fp8_copies import launch_float8
 from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.operands.fp8_rows import launch_row_values
 from sagebwd.kernels.operands.grad_out import launch_grad_out
-from sagebwd.kernels.operands.lane_codes import launch_channel_scale
+from sagebwd.kernels.operands.lane_codes import launch_channel_maxima
 from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.support import lacks, other_dtype, outside
@@ -53,8 +53,6 @@ def backward(
     """dq, dk, dv; INT8 gradients are bit for bit the same in every run, e4m3's where ``call.deterministic``."""
     if call.recipe.dv != FP8:
         return int8_gradients(call, saved, do, dlse, v)
-    if saved.v_scale is None:
-        saved = saved._replace(v_scale=launch_channel_scale(v, call.keys, call.key_mask))
     return float8_gradients(call, saved, do, dlse, v)
 
 
@@ -87,13 +85,19 @@ def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
     )  # fmt: skip
 
 
-def _zeros(call: Call, block_q: int, deterministic: bool, on: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Bits of the largest dO, Q and K of each key head, and how many blocks of keys have added to each half of a block
-    of dQ^T if they are to in order; in one piece, for one kernel to clear."""
-    bits = call.keys.batch * call.keys.heads * 3
-    counts = call.queries.heads_in_all * call.queries.blocks(block_q) * CONSUMERS.value if deterministic else 0
-    largest, added = torch.zeros(bits + counts, dtype=torch.int32, device=on).split((bits, counts))
-    return largest, added if deterministic else None
+def _zeros(call: Call, block_q: int, maxima: bool, on: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is raised or counted up from 0, in one piece, for one launch to clear.
+
+    Bits of the largest dO, Q and K of each key head; how many blocks of keys have added to each half of a block of
+    dQ^T if they are to in order; if asked for, bits of V's largest by channel, (batch, heads, D).
+    """
+    keys, queries = call.keys, call.queries
+    heads = keys.batch * keys.heads
+    counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
+    sizes = heads * 3, counts, heads * call.head_dim if maxima else 0
+    largest, added, v_maxima = torch.zeros(sum(sizes), dtype=torch.int32, device=on).split(sizes)
+    v_maxima = v_maxima.view(keys.batch, keys.heads, call.head_dim) if maxima else None
+    return largest, added if call.deterministic else None, v_maxima
 
 
 def float8_gradients(
@@ -105,7 +109,10 @@ def float8_gradients(
     # nothing is scaled a block of queries, which may so be another than the recipe's
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
-    largest, added = _zeros(call, block_q, deterministic, do.device)
+    largest, added, v_maxima = _zeros(call, block_q, saved.v_scale is None, do.device)
+    if v_maxima is not None:
+        launch_channel_maxima(v, keys, call.key_mask, v_maxima)
+        saved = saved._replace(v_scale=v_maxima)
     values = launch_row_values(call, saved, do, dlse, largest, block_q)
     do_t, q_t, k_t = launch_float8(
         call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span

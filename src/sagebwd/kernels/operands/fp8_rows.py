@@ -17,7 +17,7 @@ from sagebwd import float8
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, to_16bit, whose
+from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, psi_scale, to_16bit, whose
 
 # Zeros that a program writes at a time.
 CLEARED = tl.constexpr(1024)
@@ -41,6 +41,7 @@ def row_values_kernel(
     zeros: int32, written for the next kernel to add to, ``share`` of them by each program, in whole steps of CLEARED.
     """
     at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * share
+    at = tl.multiple_of(at, 16)  # for stores of 16 bytes
     for first in range(0, share, CLEARED):
         tl.store(zeros + at + first + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if tl.program_id(1) < programs:
@@ -69,7 +70,8 @@ def row_values(
     to it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by;
     spread: 2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is
     too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
-    TOKEN: Q's scales are one a token.
+    TOKEN: Q's scales are one a token. v_scale: psi's of V's channels, or as int32 the bits of
+    their largest magnitudes.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
@@ -88,6 +90,8 @@ def row_values(
         out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
+        if v_scale.dtype.element_ty == tl.int32:
+            channel = psi_scale(channel.to(tl.float32, bitcast=True))
         # psi gives a channel without range the scale 1, which says nothing of V
         squares = tl.sum(tl.where(channel == 1, 0.0, channel * channel), 0)
         norm = 127.0 * tl.sqrt(tl.where(squares == 0, head_dim, squares))

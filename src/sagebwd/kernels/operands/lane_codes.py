@@ -26,6 +26,8 @@ BLOCK_Q = 32
 WARPS = 4
 # K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
 CHUNK, MOST_CHUNKS = 256, 32
+# V's: so many steps' loads are under way at a time.
+MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
 
 class Codes(NamedTuple):
@@ -166,12 +168,15 @@ def key_codes_kernel(
         tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
 def channel_maxima_kernel(
-    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes by channel of a chunk of tokens that count: maxima (chunks, heads, D)."""
+    """Raise ``maxima`` (heads, D) int32 to the bits of a chunk's largest magnitudes by channel.
+
+    Of the tokens that count; bits, so that NaN wins; with atomics, as the order does not matter.
+    """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
     batch = batch_head // heads
@@ -180,9 +185,8 @@ def channel_maxima_kernel(
     columns = tl.arange(0, BLOCK_D)
     local = tl.arange(0, BLOCK)
     v += batch.to(tl.int64) * v_b + head.to(tl.int64) * v_h
-    # the bits of magnitudes, so that NaN wins
     largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
-    for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
+    for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
         at = v + (start + first).to(tl.int64) * v_n
         tile = load_rows(at, local, columns, v_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
         if key_mask is not None:
@@ -190,21 +194,9 @@ def channel_maxima_kernel(
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
             tile = tl.where(keep[:, None], tile, 0.0)
         largest = tl.maximum(largest, tl.abs(tile).to(tl.int32, bitcast=True))
-    at = maxima + (part * all_heads + batch_head) * head_dim + columns
-    tl.store(at, tl.max(largest, 0).to(tl.float32, bitcast=True), mask=columns < head_dim)
-
-
-@triton.jit(do_not_specialize=["chunks", "all_heads"])
-def channel_scale_kernel(
-    maxima, scale, chunks, all_heads, head_dim: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """psi's scale of each channel of a head, of the maxima that `channel_maxima_kernel` leaves."""
-    columns = tl.arange(0, BLOCK_D)
-    parts = tl.arange(0, CHUNKS)
-    at = (parts * all_heads + tl.program_id(0))[:, None] * head_dim + columns[None, :]
-    inside = (parts < chunks)[:, None] & (columns < head_dim)[None, :]
-    chosen = psi_scale(abs_max(tl.load(maxima + at, mask=inside, other=0), 0))
-    tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=columns < head_dim)
+    if part * chunk < length:
+        at = maxima + batch_head * head_dim + columns
+        tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
 
 
 def _chunks(packing: Packing) -> tuple[int, int]:
@@ -213,25 +205,19 @@ def _chunks(packing: Packing) -> tuple[int, int]:
     return chunk, packing.grid(chunk)
 
 
-def launch_channel_scale(v: Tensor, keys: Packing, key_mask: Tensor | None) -> Tensor:
-    """psi's scale of each channel of v over the tokens that count, (batch, heads, D) FP32; of zeros 1."""
+def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor) -> None:
+    """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
+
+    Of the tokens that count; v: (B, H, N, D) or packed.
+    """
     head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
     chunk, chunks = _chunks(keys)
-    maxima = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=v.device)
-    scale = torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=v.device)
-    block_d = padded_head_dim(head_dim)
     launch(
         channel_maxima_kernel,
         (chunks * all_heads,),
-        v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks, all_heads,
-        head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK=BLOCK_Q, BLOCK_D=block_d,
-        num_warps=WARPS,
+        v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks,
+        head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
     )  # fmt: skip
-    launch(
-        channel_scale_kernel, (all_heads,), maxima, scale, chunks, all_heads, head_dim=head_dim, CHUNKS=MOST_CHUNKS,
-        BLOCK_D=block_d,
-    )  # fmt: skip
-    return scale
 
 
 def launch_codes(
