@@ -107,6 +107,12 @@ def bench_training(
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Compile its layers, one for all, in a tenth of the time.")
     ] = False,
+    reduce_overhead: Annotated[
+        bool, typer.Option("--reduce-overhead", help="Compile it whole, its kernels launched as CUDA graphs.")
+    ] = False,
+    largest_context: Annotated[
+        bool, typer.Option("--largest-context", help="Time nothing: find the longest sequence that one GPU trains.")
+    ] = False,
     causal: Annotated[bool, typer.Option(help="Or without a mask, as in a video model.")] = True,
     steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
@@ -117,32 +123,45 @@ def bench_training(
 ) -> None:
     """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
     quiet()
+    from sagebwd.benchmarks import largest_context as longest
     from sagebwd.benchmarks import training as benchmark
+    from sagebwd.benchmarks import training_tables as tables
     from sagebwd.benchmarks.results import save
     from sagebwd.hardware import check_device
     from sagebwd.training import processes
     from sagebwd.training.config import load
 
     check_device(device)
+    if sum((not compiled, by_layer, reduce_overhead)) > 1:
+        raise ValueError("expected one of --no-compile, --by-layer and --reduce-overhead")
+    how = "no" if not compiled else "layers" if by_layer else "reduce-overhead" if reduce_overhead else "model"
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
     choices = [benchmark.Choice.parse(name, device) for name in names]
     chosen = load(config, setting)
     processes.join()
     console.quiet = not processes.is_first()
     facts = benchmark.facts(device, commit, chosen)
+    shared = {"vocabulary": vocabulary, "device": device, "compiled": how, "is_causal": causal}
+    if largest_context:
+        if not device.startswith("cuda") or processes.count() > 1 or how == "reduce-overhead":
+            raise ValueError("--largest-context needs one process, a GPU, and no CUDA graphs, whose memory stays")
+        with progress() as tell:
+            start = chosen.replace({"data.context": (context or [chosen.data.context])[0]})
+            found = longest.measure(start, choices, batch=batch or 1, progress=tell, **shared)
+        console.print(longest.table(found))
+        console.print(f"wrote {save(found, facts, output, 'largest-context')}")
+        return
     name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
     rows: list[benchmark.Step] = []
     for tokens in context or [chosen.data.context]:
         with progress() as tell:
             measured = benchmark.measure(
-                chosen.replace({"data.context": tokens}), choices, batch=batch, vocabulary=vocabulary,
-                device=device, steps=steps, warmup=warmup,
-                compiled="no" if not compiled else "layers" if by_layer else "model", is_causal=causal,
-                progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"),
+                chosen.replace({"data.context": tokens}), choices, batch=batch, steps=steps, warmup=warmup,
+                progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"), **shared,
             )  # fmt: skip
         rows += measured
-        console.print(benchmark.table(measured))
-        console.print(benchmark.parts_table(measured))
+        console.print(tables.table(measured))
+        console.print(tables.parts_table(measured))
         if processes.is_first():  # anew with every context: one that is cut off has what it measured
             console.print(f"wrote {save(rows, facts, output, name)}")
     processes.leave()

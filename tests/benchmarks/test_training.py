@@ -16,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from sagebwd import cli
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
+from sagebwd.benchmarks import training_tables as tables
 from sagebwd.training.config import FULL_PRECISION, Config
+from sagebwd.training.model import build
 
 pytestmark = pytest.mark.rounding
 
@@ -70,7 +72,9 @@ def test_rows_of_full_precision_and_recipes():
         assert row.parts["attention"] + row.parts["passes"] == pytest.approx(row.attention_ms, abs=1e-3)
         assert sum(row.parts.values()) == pytest.approx(max(row.step_ms, row.busy_ms), abs=1e-3)
         assert row.utilisation is None
-        assert row.peak_bytes is None
+        assert row.peak_bytes is row.kept_bytes is None
+        assert 0 < row.host_ms <= max(row.all_ms)
+        assert (row.compiled, row.checkpointing) == ("no", "no")
     assert full.gradient_cosine == pytest.approx(1, abs=1e-12)  # its own gradients, in FP64
     assert 0.99 < paper.gradient_cosine < token.gradient_cosine < 1
     assert all(name.startswith("aten::_scaled_dot_product") for name in full.attention_kernels)
@@ -91,7 +95,7 @@ def test_without_a_mask_pairs_and_flops_are_all_of_them():
     assert whole[0].flops_per_step - causal[0].flops_per_step == 3 * 4 * 2 * 2 * 32 * pairs * 2
     assert [row.gate for row in whole] == ["ok", "ok"]
     assert 0.99 < whole[1].gradient_cosine < 1
-    model = bench.build(TINY, 40)
+    model = build(TINY, 40)
     model.config.is_causal = False
     ids, losses = torch.arange(32)[None], {}
     for name in ("sdpa", "token"):
@@ -114,6 +118,13 @@ def test_a_wrong_attention_prints_no_figure(monkeypatch):
     assert wrong.all_ms == []
 
 
+def test_a_step_that_compiles_is_no_steps_time(monkeypatch):
+    counts = iter((1, 2))
+    monkeypatch.setattr(bench, "_compilations", lambda: next(counts))
+    with pytest.raises(RuntimeError, match="raise warmup=1"):
+        measure("sdpa")
+
+
 def test_without_full_precision_nothing_is_checked_or_compared():
     (row,) = measure("token")
     assert row.gate == "not checked"
@@ -122,7 +133,7 @@ def test_without_full_precision_nothing_is_checked_or_compared():
 
 
 def test_the_attention_that_is_asked_for_runs():
-    model = bench.build(TINY, 40)
+    model = build(TINY, 40)
     ids = torch.arange(32)[None]
     losses = {}
     for name in ("sdpa", "flash", "token", "paper"):
@@ -135,7 +146,7 @@ def test_the_attention_that_is_asked_for_runs():
 def test_the_backend_that_is_asked_for_is_compiled(monkeypatch):
     """And without a mask in full, which FlashAttention would refuse on a GPU."""
     monkeypatch.setitem(FULL_PRECISION, "cudnn", "MATH")  # two backends that CPUs have
-    model = bench.build(TINY, 40)
+    model = build(TINY, 40)
     ids = torch.arange(32)[None]
     torch._dynamo.reset()
     graphs = []
@@ -190,7 +201,7 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
 def test_utilisation_is_over_the_peak(monkeypatch):
     (row,) = measure("sdpa")
     shown = replace(row, peak_tflops=989.0, utilisation=0.41, peak_bytes=3 << 30)
-    text = "".join(str(column.header) + str(list(column.cells)) for column in bench.table([shown]).columns)
+    text = "".join(str(column.header) + str(list(column.cells)) for column in tables.table([shown]).columns)
     assert "989 TFLOP/s BF16" in text
     assert "41.0%" in text
     assert "3.0" in text

@@ -15,12 +15,23 @@ def test_a_layer_is_compiled_once_for_all():
     assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
     assert not counters["graph_break"]
     assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
-    with pytest.raises(ValueError, match="accepted: model, layers, no"):
+    with pytest.raises(ValueError, match="accepted: model, layers, reduce-overhead, no"):
         measure("sdpa", compiled="all")
+
+
+def test_a_whole_model_for_cuda_graphs_is_one_graph():
+    torch._dynamo.utils.counters.clear()
+    (row,) = measure("token", compiled="reduce-overhead")  # without the graphs on a CPU
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert row.compiled == "reduce-overhead"
+    assert 0 < row.host_ms <= max(row.all_ms)
 
 
 @pytest.mark.parametrize("compiled", ["layers", "no"])
 def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
+    torch._dynamo.utils.counters.clear()
     seen, real = [], dispatch.forward
     monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
     forwards = {}
@@ -32,5 +43,7 @@ def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
             compiled=compiled,
         )  # fmt: skip
         assert row.step_ms > 0
+        assert row.checkpointing == ("but attention" if kept else "layers")
         forwards[kept] = len(seen)
     assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 * 2 if compiled == "layers" else 0)

@@ -96,7 +96,7 @@ def plot_steps(results: Sequence[Path], picture: Path) -> Path:
     for content in contents:
         for row in content["rows"]:
             if row["step_ms"] and row["attention_ms"]:
-                key = not row.get("causal", True), row["parameters"], row["context"]
+                key = not row.get("causal", True), row["parameters"], row.get("checkpointing", "no"), row["context"]
                 panels.setdefault(key, []).append(row)
     if not panels:
         raise ValueError(f"{', '.join(map(str, results))}: no step with a profile to draw")
@@ -108,14 +108,16 @@ def plot_steps(results: Sequence[Path], picture: Path) -> Path:
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (key, rows) in zip(axes.flat, sorted(panels.items())):
-        no_mask, parameters, context = key
+        no_mask, parameters, checkpointing, context = key
         names = [NAMES.get(row["attention"], row["attention"].replace("@", ", ")) for row in rows[::-1]]
         left = [0.0] * len(rows)
         for part, (label, color) in STEP_PARTS.items():
             widths = [_parts(row).get(part, 0.0) for row in rows[::-1]]
             axis.barh(names, widths, left=left, color=color, label=label)
             left = [start + width for start, width in zip(left, widths)]
-        axis.set_title(f"{context} tokens, {parameters / 1e6:.0f}M weights{', no mask' if no_mask else ''}")
+        how = {"no": "", "layers": ", checkpointed", "but attention": ", checkpointed but attention"}[checkpointing]
+        how += ", no mask" if no_mask else ""
+        axis.set_title(f"{context} tokens, {parameters / 1e6:.0f}M weights{how}", fontsize="medium")
         axis.set_xlabel("ms a step")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     processes = sorted({row["processes"] for rows in panels.values() for row in rows})

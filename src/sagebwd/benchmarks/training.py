@@ -19,25 +19,21 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import transformers
-from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sagebwd.benchmarks.breakdown import PARTS, breakdown
 from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.results import environment
-from sagebwd.hardware import flops, peak_rates
+from sagebwd.benchmarks.runner import Runner
+from sagebwd.hardware import peak_rates
 from sagebwd.metrics import Comparison
 from sagebwd.training import processes
 from sagebwd.training.config import Config
-from sagebwd.training.model import build, checkpoint_layers
 
 TOKENS_AT_ONCE = 32768
 """Tokens of a micro-batch unless told."""
@@ -48,8 +44,6 @@ FLOOR = 0.97
 PIECE = 1 << 24
 """Numbers of a gradient taken to FP64 at a time."""
 PROFILED_STEPS = 2
-COMPILED = ("model", "layers", "no")
-"""The whole model by torch.compile; each decoder layer by itself, one for all, and the loss; nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,10 @@ class Step:
     All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``. ``parts`` says where the
     step's time goes (`sagebwd.benchmarks.breakdown`), ``attention_ms`` is its attention and passes and ``busy_ms`` all
     but idle, which is what of ``step_ms`` the profiler finds nothing in; ``attention_share`` is the ratio of the two.
-    ``peer`` names the fastest baseline and ``speedup`` is over it. ``peak_bytes`` holds weights and optimiser too.
-    ``compiled``: "model", "layers" each by itself, or "no".
+    ``host_ms`` is until Python returns, the GPU still at work; where that has a step's launches queued, Python waits
+    for it. ``peer`` names the fastest baseline and ``speedup`` is over it. ``peak_bytes`` holds weights and optimiser
+    too, ``kept_bytes`` what the forward of all layers and of the loss leaves for backward. ``compiled`` is one of
+    `COMPILED`, ``checkpointing`` what of the layers is computed again: "no", "layers" or all of them "but attention".
     """
 
     attention: str
@@ -70,6 +66,7 @@ class Step:
     batch: int
     processes: int
     compiled: str
+    checkpointing: str
     causal: bool
     parameters: int
     steps: int
@@ -77,10 +74,12 @@ class Step:
     gradient_cosine: float | None
     step_ms: float | None
     all_ms: list[float]
+    host_ms: float | None
     tokens_per_s: float | None
     peer: str | None
     speedup: float | None
     peak_bytes: int | None
+    kept_bytes: int | None
     attention_ms: float | None
     busy_ms: float | None
     attention_share: float | None
@@ -90,83 +89,6 @@ class Step:
     peak_tflops: float | None
     utilisation: float | None
     start_s: float
-
-
-class _Runner:
-    """The model, its optimiser and the tokens."""
-
-    def __init__(
-        self, config: Config, vocabulary: int, batch: int, device: str, compiled: str, is_causal: bool
-    ) -> None:
-        self.config, self.batch, self.device = config, batch, torch.device(device)
-        self.vocabulary, self.context = vocabulary, config.data.context
-        self.model = build(config, vocabulary).to(self.device).train()
-        self.compiled, self.is_causal = compiled, is_causal
-        self.model.config.is_causal = is_causal
-        for layer in self.model.model.layers:
-            layer.self_attn.is_causal = is_causal
-            if compiled == "layers":
-                layer.compile(dynamic=False)
-        checkpoint_layers(self.model, config.optimisation)
-        self.called: nn.Module = self.model
-        if processes.count() > 1:  # wrapped, then compiled, as Accelerate does under Trainer
-            self.called = DistributedDataParallel(self.model, broadcast_buffers=False)
-        if compiled == "layers":
-            self.model.loss_function = torch.compile(self.model.loss_function, dynamic=False)
-        if compiled == "model":
-            self.called = torch.compile(self.called, dynamic=False)
-        settings = config.optimisation
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay, fused=True,
-        )  # fmt: skip
-
-    def tokens(self, seed: int) -> Tensor:
-        """Random ids, the same for one seed in one process."""
-        generator = torch.Generator(self.device).manual_seed(seed * processes.count() + processes.rank())
-        shape = (self.batch, self.context)
-        return torch.randint(self.vocabulary, shape, generator=generator, device=self.device)
-
-    def gradients(self, ids: Tensor) -> None:
-        """Forward and backward."""
-        self.optimiser.zero_grad(set_to_none=True)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.called(input_ids=ids, labels=ids).loss
-        loss.backward()
-
-    def step(self, ids: Tensor) -> None:
-        """Forward, backward, the clip and the optimiser's step."""
-        self.gradients(ids)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimisation.clip_norm)
-        self.optimiser.step()
-
-    def projections(self) -> Tensor:
-        """The gradients of every layer's projections to q, k and v, as one vector."""
-        names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        return torch.cat([w.grad.flatten() for name, w in self.model.named_parameters() if name.endswith(names)])
-
-    def flops(self) -> float:
-        """Of one step, as the module's text counts them."""
-        weights = sum(part.weight.numel() for part in self.model.modules() if isinstance(part, nn.Linear))
-        model = self.config.model
-        head_dim = model.head_dim or model.width // model.heads
-        forward = flops(self.batch, model.heads, self.context, self.context, head_dim, is_causal=self.is_causal)
-        return 6.0 * weights * self.batch * self.context + 3.0 * forward * model.layers
-
-    def milliseconds(self, run: Callable[[], object]) -> float:
-        """From nothing queued to nothing queued, begun by all processes together."""
-        self.wait()
-        if processes.count() > 1:
-            torch.distributed.barrier()
-        start = time.perf_counter()
-        run()
-        self.wait()
-        return (time.perf_counter() - start) * 1e3
-
-    def wait(self) -> None:
-        """Until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure(
@@ -188,16 +110,15 @@ def measure(
     compiled, one of `COMPILED`; is_causal, False for attention as video models have it; progress, is told what runs.
     Of several processes each calls it, once `sagebwd.training.processes.join` has.
 
-    Raises ValueError for no choices, steps or warmup below 1, or an unknown ``compiled``.
+    Raises ValueError for no choices, steps or warmup below 1, or an unknown ``compiled``; RuntimeError where a step
+    that was timed compiled something, which is no step's time.
     """
-    if compiled not in COMPILED:
-        raise ValueError(f"compiled={compiled!r} is not known; accepted: {', '.join(COMPILED)}")
     if not choices or min(steps, warmup) < 1:
         raise ValueError(f"expected choices, steps and warmup; got {len(choices)}, {steps} and {warmup}")
     torch._dynamo.reset()
     gc.collect()  # an earlier call's model
     batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
-    runner = _Runner(config, vocabulary, batch, device, compiled, is_causal)
+    runner = Runner(config, vocabulary, batch, device, compiled, is_causal)
     # an error beats times of layers that run uncompiled
     with torch._dynamo.config.patch(recompile_limit=8 + len(choices), fail_on_recompile_limit_hit=True):
         starts, cosines = _start(runner, choices, progress)
@@ -207,27 +128,30 @@ def measure(
             with one.applied(runner.model):
                 for seed in range(warmup):
                     runner.step(runner.tokens(seed))
-        times: dict[Choice, list[float]] = {one: [] for one in choices}
-        peaks: dict[Choice, int] = {}
+        compilations = _compilations()
+        times: dict[Choice, list[tuple[float, float]]] = {one: [] for one in choices}
+        peaks: dict[Choice, int | None] = {}
         for index in range(steps):
             ids = runner.tokens(warmup + index)
             for one in good:
                 progress(f"{one.name}: step {index + 1} of {steps}")
-                _reset_peak(runner)
+                runner.reset_peak()
                 with one.applied(runner.model):
                     times[one].append(runner.milliseconds(lambda ids=ids: runner.step(ids)))
-                if runner.device.type == "cuda":
-                    peaks[one] = max(peaks.get(one, 0), torch.cuda.max_memory_allocated(runner.device))
-        profiles = {}
+                peaks[one] = max(peaks.get(one) or 0, runner.peak_bytes() or 0) or None
+        if _compilations() != compilations:
+            raise RuntimeError(f"steps at context {runner.context} compiled as they were timed: raise warmup={warmup}")
+        kept, profiles = {}, {}
         for one in good:
             progress(f"{one.name}: profiling")
             with one.applied(runner.model):
+                kept[one] = runner.kept_bytes(runner.tokens(0))
                 profiles[one] = _profile(runner)
-    return _rows(runner, choices, cosines, times, peaks, profiles, starts)
+    return _rows(runner, choices, cosines, times, peaks, kept, profiles, starts)
 
 
 def _start(
-    runner: _Runner, choices: Sequence[Choice], progress: Callable[[str], object]
+    runner: Runner, choices: Sequence[Choice], progress: Callable[[str], object]
 ) -> tuple[dict[Choice, float], dict[Choice, float | None]]:
     """Compile each; seconds of that, and cosines of its gradients to those of the first in full precision."""
     starts, cosines = {}, {}
@@ -236,7 +160,7 @@ def _start(
     for one in sorted(choices, key=lambda one: one != first):
         progress(f"{one.name}: first step" if runner.compiled == "no" else f"{one.name}: compiling")
         with one.applied(runner.model):
-            starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0))) / 1e3
+            starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0)))[0] / 1e3
         if one == first:
             expected = runner.projections()
         cosines[one] = None
@@ -254,12 +178,12 @@ def _gate(cosine: float | None) -> str:
     return "ok" if cosine >= FLOOR else "FAILED"
 
 
-def _reset_peak(runner: _Runner) -> None:
-    if runner.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(runner.device)
+def _compilations() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _profile(runner: _Runner) -> tuple[Counter[str], Counter[str]]:
+def _profile(runner: Runner) -> tuple[Counter[str], Counter[str]]:
     """Ms a step in each of `PARTS` but idle, and in each kernel of attention."""
     ids = runner.tokens(0)
     found = breakdown(
@@ -269,15 +193,16 @@ def _profile(runner: _Runner) -> tuple[Counter[str], Counter[str]]:
 
 
 def _rows(
-    runner: _Runner,
+    runner: Runner,
     choices: Sequence[Choice],
     cosines: dict[Choice, float | None],
-    times: dict[Choice, list[float]],
-    peaks: dict[Choice, int],
+    times: dict[Choice, list[tuple[float, float]]],
+    peaks: dict[Choice, int | None],
+    kept: dict[Choice, int | None],
     profiles: dict[Choice, tuple[Counter[str], Counter[str]]],
     starts: dict[Choice, float],
 ) -> list[Step]:
-    medians = {one: statistics.median(spent) for one, spent in times.items() if spent}
+    medians = {one: statistics.median(ms for ms, _ in spent) for one, spent in times.items() if spent}
     baselines = {one: ms for one, ms in medians.items() if one.recipe is None}
     best = min(baselines, key=baselines.get) if baselines else None
     rates = peak_rates(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
@@ -293,11 +218,12 @@ def _rows(
         rows.append(
             Step(
                 one.name, one.recipe, one.impl, runner.context, runner.batch, processes.count(),
-                runner.compiled, runner.is_causal, sum(weight.numel() for weight in runner.model.parameters()),
-                len(times[one]), _gate(cosines[one]), cosines[one], ms, times[one],
-                ms and processes.count() * tokens / ms * 1e3, best and best.name,
-                ms and best and medians[best] / ms, peaks.get(one), attention if found else None,
-                busy if found else None, attention / busy if found else None, parts,
+                runner.compiled, runner.checkpointing(), runner.is_causal, runner.parameters(), len(times[one]),
+                _gate(cosines[one]), cosines[one], ms, [whole for whole, _ in times[one]],
+                ms and statistics.median(host for _, host in times[one]),
+                ms and processes.count() * tokens / ms * 1e3, best and best.name, ms and best and medians[best] / ms,
+                peaks.get(one), kept.get(one), attention if found else None, busy if found else None,
+                attention / busy if found else None, parts,
                 {name[:100]: round(spent, 4) for name, spent in kernels.most_common(16)}, work, peak,
                 ms and peak and work / ms * 1e-9 / peak, starts[one],
             )
@@ -314,44 +240,3 @@ def facts(device: str, commit: str | None, config: Config) -> dict[str, object]:
         "peak": None if rates is None else f"{rates.bf16_tflops} TFLOP/s dense BF16, {rates.source}",
         "model": asdict(config.model),
     }
-
-
-def table(rows: Sequence[Step]) -> Table:
-    """The rows for a terminal."""
-    first = rows[0]
-    how = {"model": "compiled", "layers": "layers compiled", "no": "not compiled"}[first.compiled]
-    how += "" if first.causal else ", no mask"
-    several = "" if first.processes == 1 else f" on each of {first.processes} processes"
-    batch = f"batch {first.batch}{several}"
-    title = f"{first.parameters / 1e6:.0f}M weights, context {first.context}, {batch}, {how}, BF16, AdamW"
-    drawn = Table(title=title, title_justify="left", box=None)
-    peak = "" if first.peak_tflops is None else f" of {first.peak_tflops:.0f} TFLOP/s BF16"
-    headings = ("attention", "step ms", "tokens/s", "over best", "peak GiB", "in attention", f"model FLOPs{peak}")
-    for heading in headings:
-        drawn.add_column(heading, justify="left" if heading == "attention" else "right")
-    for row in rows:
-        if row.step_ms is None:
-            drawn.add_row(row.attention, "[red]FAILED[/red]")
-            continue
-        share = "" if row.attention_ms is None else f"{row.attention_share:.0%}, {row.attention_ms:.1f} ms"
-        drawn.add_row(
-            row.attention,
-            f"{row.step_ms:.1f}",
-            f"{row.tokens_per_s:,.0f}",
-            "" if row.speedup is None else f"{row.speedup:.3f}x {row.peer}",
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
-            share,
-            "" if row.utilisation is None else f"{row.utilisation:.1%}",
-        )
-    return drawn
-
-
-def parts_table(rows: Sequence[Step]) -> Table:
-    """Where the time of the rows goes, for a terminal."""
-    drawn = Table(title="where a step's time goes, ms", title_justify="left", box=None)
-    for heading in ("of it", *PARTS):
-        drawn.add_column(heading, justify="left" if heading == "of it" else "right")
-    for row in rows:
-        if row.parts:
-            drawn.add_row(row.attention, *(f"{row.parts[part]:.1f}" for part in PARTS))
-    return drawn
