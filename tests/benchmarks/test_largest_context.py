@@ -48,7 +48,7 @@ def test_every_attention_trains_what_it_can(monkeypatch):
     def limited(runner, ids):
         name = runner.model.config._attn_implementation.removeprefix("full-precision-")
         if ids.shape[1] > limits[name]:
-            raise torch.OutOfMemoryError("too long")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         step(runner, ids)
 
     monkeypatch.setattr(Runner, "step", limited)
@@ -68,11 +68,20 @@ def test_every_attention_trains_what_it_can(monkeypatch):
 
 def test_what_does_not_fit_at_all(monkeypatch):
     def never(runner, ids):
-        raise torch.OutOfMemoryError("too long")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     monkeypatch.setattr(Runner, "step", never)
     (row,) = longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu", multiple=16)
     assert (row.context, row.too_large, row.peak_bytes) == (None, 16, None)
+
+
+def test_what_fails_otherwise_is_raised(monkeypatch):
+    def broken(runner, ids):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(Runner, "step", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu")
 
 
 def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):

@@ -46,7 +46,8 @@ class Runner:
         self.config, self.batch, self.device = config, batch, torch.device(device)
         self.vocabulary, self.context = vocabulary, config.data.context
         self.compiled, self.is_causal = compiled, is_causal
-        self.model = build(config, vocabulary).to(self.device).train()
+        with self.device:  # where numbers are drawn sooner
+            self.model = build(config, vocabulary).train()
         self.model.config.is_causal = is_causal
         for layer in self.model.model.layers:
             layer.self_attn.is_causal = is_causal

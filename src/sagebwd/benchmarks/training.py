@@ -111,7 +111,7 @@ def measure(
     Of several processes each calls it, once `sagebwd.training.processes.join` has.
 
     Raises ValueError for no choices, steps or warmup below 1, or an unknown ``compiled``; RuntimeError where a step
-    that was timed compiled something, which is no step's time.
+    that was timed compiled something, which is no step's time, or "reduce-overhead" made no CUDA graphs.
     """
     if not choices or min(steps, warmup) < 1:
         raise ValueError(f"expected choices, steps and warmup; got {len(choices)}, {steps} and {warmup}")
@@ -128,6 +128,9 @@ def measure(
             with one.applied(runner.model):
                 for seed in range(warmup):
                     runner.step(runner.tokens(seed))
+        skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        if compiled == "reduce-overhead" and skipped and runner.device.type == "cuda":
+            raise RuntimeError(f"{skipped} graphs are no CUDA graphs: TORCH_LOGS=perf_hints says why")
         compilations = _compilations()
         times: dict[Choice, list[tuple[float, float]]] = {one: [] for one in choices}
         peaks: dict[Choice, int | None] = {}
