@@ -79,6 +79,8 @@ def test_rows_of_full_precision_and_recipes():
     assert 0.99 < paper.gradient_cosine < token.gradient_cosine < 1
     assert all(name.startswith("aten::_scaled_dot_product") for name in full.attention_kernels)
     assert set(token.attention_kernels) == {"sagebwd::attention", "sagebwd::attention_backward"}
+    assert "aten::mm" in token.other_kernels
+    assert not set(token.other_kernels) & set(token.attention_kernels)
 
 
 def test_model_flops_are_those_counted_by_hand():

@@ -20,7 +20,7 @@ def step(attention, recipe, step_ms, kept_bytes, context=32, checkpointing="no",
     return Step(
         attention, recipe, recipe and "hopper", context, 2, 1, "layers", checkpointing, True, 1_000_000, 4, gate, 1.0,
         step_ms, [], step_ms and step_ms / 2, step_ms and 2 * context / step_ms * 1e3, "cudnn",
-        step_ms and 20.0 / step_ms, 3 << 30, kept_bytes, 6.0, 17.0, 0.35, parts, {}, 1e12, 989.0, 0.4, 1.0,
+        step_ms and 20.0 / step_ms, 3 << 30, kept_bytes, 6.0, 17.0, 0.35, parts, {}, {}, 1e12, 989.0, 0.4, 1.0,
     )  # fmt: skip
 
 

@@ -42,8 +42,10 @@ COPY = re.compile(
 )
 
 
-def breakdown(run: Callable[[], object], wait: Callable[[], object], cuda: bool) -> tuple[Counter[str], Counter[str]]:
-    """Microseconds that ``run`` spends in each of `PARTS` but idle, and in each kernel of attention or pass.
+def breakdown(
+    run: Callable[[], object], wait: Callable[[], object], cuda: bool
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Microseconds of ``run`` in each of `PARTS` but idle, in each kernel of attention and its passes, and in others.
 
     Args: wait, returns once the device has done all; cuda, whether it is a GPU that is asked.
     """
@@ -62,7 +64,7 @@ def part_of(kernel: str) -> str:
     return next((part for part, names in named if names.fullmatch(kernel)), "other")
 
 
-def _of_kernels(events: list) -> tuple[Counter[str], Counter[str]]:
+def _of_kernels(events: list) -> tuple[Counter[str], Counter[str], Counter[str]]:
     spent, within = Counter(), Counter()
     for event in events:
         if event.device_type == DeviceType.CUDA:
@@ -71,21 +73,23 @@ def _of_kernels(events: list) -> tuple[Counter[str], Counter[str]]:
         elif OPERATOR.fullmatch(event.name) and not _inside(event):
             for name, duration in _kernels(event):
                 within[name] += duration
-    parts, kernels = Counter(), Counter()
+    parts, kernels, others = Counter(), Counter(), Counter()
     for name, total in spent.items():
         part = part_of(name)
         if part in ("attention", "passes"):
             kernels[name] = total
-        elif within[name]:
-            kernels[name] = within[name]
-            parts["passes"] += within[name]
-            total -= within[name]
+        else:
+            if within[name]:
+                kernels[name] = within[name]
+                parts["passes"] += within[name]
+                total -= within[name]
+            others[name] = total
         parts[part] += total
-    return parts, kernels
+    return parts, kernels, others
 
 
-def _of_operators(events: list) -> tuple[Counter[str], Counter[str]]:
-    parts, kernels = Counter(), Counter()
+def _of_operators(events: list) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    parts, kernels, others = Counter(), Counter(), Counter()
     for event in events:
         if _inside(event):
             continue
@@ -93,8 +97,9 @@ def _of_operators(events: list) -> tuple[Counter[str], Counter[str]]:
             kernels[event.name] += event.cpu_time_total
         else:
             parts["copies" if event.name == "aten::copy_" else "other"] += event.self_cpu_time_total
+            others[event.name] += event.self_cpu_time_total
     parts["attention"] = sum(kernels.values())
-    return parts, kernels
+    return parts, kernels, others
 
 
 def _inside(event: torch.autograd.profiler_util.FunctionEvent) -> bool:

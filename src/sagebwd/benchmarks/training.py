@@ -56,7 +56,8 @@ class Step:
     ``host_ms`` is until Python returns, the GPU still at work; where that has a step's launches queued, Python waits
     for it. ``peer`` names the fastest baseline and ``speedup`` is over it. ``peak_bytes`` holds weights and optimiser
     too, ``kept_bytes`` what the forward of all layers and of the loss leaves for backward. ``compiled`` is one of
-    `COMPILED`, ``checkpointing`` what of the layers is computed again: "no", "layers" or all of them "but attention".
+    `COMPILED`. ``checkpointing`` is what of the layers is computed again: "no", "layers" or all of them "but
+    attention". ``attention_kernels`` and ``other_kernels`` are ms by name, the longest alone.
     """
 
     attention: str
@@ -85,6 +86,7 @@ class Step:
     attention_share: float | None
     parts: dict[str, float]
     attention_kernels: dict[str, float]
+    other_kernels: dict[str, float]
     flops_per_step: float
     peak_tflops: float | None
     utilisation: float | None
@@ -186,8 +188,8 @@ def _compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _profile(runner: Runner) -> tuple[Counter[str], Counter[str]]:
-    """Ms a step in each of `PARTS` but idle, and in each kernel of attention."""
+def _profile(runner: Runner) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Ms a step in each of `PARTS` but idle, in each kernel of attention, and in others."""
     ids = runner.tokens(0)
     found = breakdown(
         lambda: [runner.step(ids) for _ in range(PROFILED_STEPS)], runner.wait, runner.device.type == "cuda"
@@ -202,7 +204,7 @@ def _rows(
     times: dict[Choice, list[tuple[float, float]]],
     peaks: dict[Choice, int | None],
     kept: dict[Choice, int | None],
-    profiles: dict[Choice, tuple[Counter[str], Counter[str]]],
+    profiles: dict[Choice, tuple[Counter[str], Counter[str], Counter[str]]],
     starts: dict[Choice, float],
 ) -> list[Step]:
     medians = {one: statistics.median(ms for ms, _ in spent) for one, spent in times.items() if spent}
@@ -214,7 +216,7 @@ def _rows(
     rows = []
     for one in choices:
         ms = medians.get(one)
-        profiled, kernels = profiles.get(one, (Counter(), Counter()))
+        profiled, *kernels = profiles.get(one, (Counter(), Counter(), Counter()))
         busy, attention = profiled.total(), profiled["attention"] + profiled["passes"]
         found = ms is not None and attention > 0
         parts = {part: round(max(0.0, ms - busy) if part == "idle" else profiled[part], 4) for part in PARTS if found}
@@ -227,8 +229,8 @@ def _rows(
                 ms and processes.count() * tokens / ms * 1e3, best and best.name, ms and best and medians[best] / ms,
                 peaks.get(one), kept.get(one), attention if found else None, busy if found else None,
                 attention / busy if found else None, parts,
-                {name[:100]: round(spent, 4) for name, spent in kernels.most_common(16)}, work, peak,
-                ms and peak and work / ms * 1e-9 / peak, starts[one],
+                *({name[:100]: round(spent, 4) for name, spent in some.most_common(24)} for some in kernels), work,
+                peak, ms and peak and work / ms * 1e-9 / peak, starts[one],
             )
         )  # fmt: skip
     return rows
