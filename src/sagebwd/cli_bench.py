@@ -145,11 +145,13 @@ def bench_training(
     if largest_context:
         if not device.startswith("cuda") or processes.count() > 1 or how == "reduce-overhead":
             raise ValueError("--largest-context needs one process, a GPU, and no CUDA graphs, whose memory stays")
+        start, found = chosen.replace({"data.context": (context or [chosen.data.context])[0]}), []
         with progress() as tell:
-            start = chosen.replace({"data.context": (context or [chosen.data.context])[0]})
-            found = longest.measure(start, choices, batch=batch or 1, progress=tell, **shared)
+            for row in longest.measure(start, choices, batch=batch or 1, progress=tell, **shared):
+                found.append(row)  # and saved: a search that is cut off has what it found
+                path = save(found, facts, output, "largest-context")
         console.print(longest.table(found))
-        console.print(f"wrote {save(found, facts, output, 'largest-context')}")
+        console.print(f"wrote {path}")
         return
     name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
     rows: list[benchmark.Step] = []

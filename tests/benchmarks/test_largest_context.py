@@ -7,8 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from sagebwd import cli
+from sagebwd import cli, hardware
 from sagebwd.benchmarks import largest_context as longest
+from sagebwd.benchmarks import training
 from sagebwd.benchmarks import training_tables as tables
 from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.largest_context import Trial, search
@@ -54,13 +55,13 @@ def test_every_attention_trains_what_it_can(monkeypatch):
     monkeypatch.setattr(Runner, "step", limited)
     choices = [Choice.parse(name, "cpu") for name in ("sdpa", "token")]
     told = []
-    rows = longest.measure(
-        TINY, choices, vocabulary=40, device="cpu", compiled="no", multiple=16, progress=told.append
-    )  # fmt: skip
+    rows = list(
+        longest.measure(TINY, choices, vocabulary=40, device="cpu", compiled="no", multiple=16, progress=told.append)
+    )
     assert [(row.attention, row.context, row.too_large) for row in rows] == [
         ("sdpa", 64, 80), ("token@reference", 96, 112),
     ]  # fmt: skip
-    assert told[0] == "sdpa: 32 tokens"
+    assert told[:2] == ["sdpa: 32 tokens", "sdpa: 32 tokens fit"]
     assert rows[0].trials[0] == Trial(32, True, None)
     text = "".join(str(list(column.cells)) for column in longest.table(rows).columns)
     assert "112" in text
@@ -81,7 +82,7 @@ def test_what_fails_otherwise_is_raised(monkeypatch):
 
     monkeypatch.setattr(Runner, "step", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu")
+        list(longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu"))
 
 
 def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):
@@ -100,13 +101,40 @@ def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+ROW = longest.LargestContext(
+    "mixed@hopper", "mixed", "hopper", 1, "layers", "no", True, 324_000_000, 50257, 114688, 118784, 140 << 30, 6 << 30,
+    141 << 30, [Trial(114688, True, 140 << 30)],
+)  # fmt: skip
+
+
+def test_the_command_writes_what_it_found(monkeypatch, capsys, tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    asked = []
+
+    def found(config, choices, **settings):
+        asked.append((config.data.context, settings))
+        yield ROW
+
+    monkeypatch.setattr(hardware, "check_device", lambda device: None)
+    monkeypatch.setattr(Choice, "parse", staticmethod(lambda name, device: Choice(name)))
+    monkeypatch.setattr(training, "facts", lambda *_: {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc"})
+    monkeypatch.setattr(longest, "measure", found)
+    arguments = f"bench-training --config {config} --by-layer --largest-context --context 64 --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "118784" in capsys.readouterr().out
+    ((context, settings),) = asked
+    assert (context, settings["batch"], settings["compiled"], settings["is_causal"]) == (64, 1, "layers", True)
+    (path,) = tmp_path.glob("largest-context_h200_*_abc.json")
+    assert json.loads(path.read_text())["rows"][0]["context"] == 114688
+
+
 def test_the_page_has_them(tmp_path):
-    row = longest.LargestContext(
-        "mixed@hopper", "mixed", "hopper", 1, "layers", "no", True, 324_000_000, 50257, 114688, 118784, 140 << 30,
-        6 << 30, 141 << 30, [Trial(114688, True, 140 << 30)],
-    )  # fmt: skip
     facts = {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc", "model": asdict(TINY.model)}
-    path = save([row], facts, tmp_path, "largest-context")
+    path = save([ROW], facts, tmp_path, "largest-context")
     assert json.loads(path.read_text())["rows"][0]["trials"] == [
         {"context": 114688, "fits": True, "peak_bytes": 140 << 30}
     ]

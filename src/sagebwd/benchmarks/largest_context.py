@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +69,8 @@ def measure(
     is_causal: bool = True,
     multiple: int = MULTIPLE,
     progress: Callable[[str], object] = lambda text: None,
-) -> list[LargestContext]:
-    """Of every attention, a row each; the search begins at the config's context.
+) -> Iterator[LargestContext]:
+    """Of every attention, a row each as it is found; the search begins at the config's context.
 
     Args: multiple, of tokens, that every context but the first is; the others as in
     `sagebwd.benchmarks.training.measure`.
@@ -78,24 +78,22 @@ def measure(
     runner = Runner(config, vocabulary, batch, device, compiled, is_causal)
     _fill_optimiser(runner)
     before, capacity = _memory(runner)
-    rows = []
     for one in choices:
         with one.applied(runner.model):
 
             def trial(context: int, one: Choice = one) -> Trial:
                 progress(f"{one.name}: {context} tokens")
-                return _trial(runner, context)
+                tried = _trial(runner, context)
+                progress(f"{one.name}: {context} tokens {'fit' if tried.fits else 'do not fit'}")
+                return tried
 
             trials = search(trial, config.data.context, multiple, before, capacity)
         fitting = max((x for x in trials if x.fits), key=lambda x: x.context, default=None)
-        rows.append(
-            LargestContext(
-                one.name, one.recipe, one.impl, batch, compiled, runner.checkpointing(), is_causal,
-                runner.parameters(), vocabulary, fitting and fitting.context,
-                min(x.context for x in trials if not x.fits), fitting and fitting.peak_bytes, before, capacity, trials,
-            )
+        yield LargestContext(
+            one.name, one.recipe, one.impl, batch, compiled, runner.checkpointing(), is_causal, runner.parameters(),
+            vocabulary, fitting and fitting.context, min(x.context for x in trials if not x.fits),
+            fitting and fitting.peak_bytes, before, capacity, trials,
         )  # fmt: skip
-    return rows
 
 
 def search(
