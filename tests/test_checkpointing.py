@@ -6,7 +6,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +139,38 @@ def test_a_model_of_transformers(forwards):
     assert counts == [3, 6, 3]
     for other in found[1:]:
         assert all(torch.equal(a, e) for a, e in zip(other, found[0]))
+
+
+def test_a_compiled_model_of_wrapped_layers_reads_its_mask():
+    """Regression: torch.compile hands a checkpoint's arguments to the mask, which answered with tokens x tokens."""
+    register()
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()
+    ids, graphs = torch.arange(24).reshape(2, 12), []
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    for index, layer in enumerate(model.model.layers):  # as Accelerate and torchtitan do
+        model.model.layers[index] = checkpoint_wrapper(layer, context_fn=keep_attention)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_autograd(
+            fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+        )(graph, inputs)  # fmt: skip
+
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=backend)(input_ids=ids, labels=ids).loss.backward()
+    (graph,) = graphs
+    code = "".join(part.code for part in graph.modules() if hasattr(part, "code"))
+    assert code.count("sagebwd.attention") == 2
+    assert "mask_blocks" not in code
+    for x, e in zip(model.parameters(), expected):
+        torch.testing.assert_close(x.grad, e)
 
 
 class Made(TorchDispatchMode):

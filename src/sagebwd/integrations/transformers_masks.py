@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -335,7 +336,12 @@ class Mask(BlockMask):
     def __torch_function__(
         cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        return func(*tree_map(_as_tensor, args), **tree_map(_as_tensor, kwargs or {}))
+        kwargs = kwargs or {}
+        if func is checkpoint:  # by torch.compile alone; what it calls wants the mask as it is
+            carried = {name: x for name, x in kwargs.items() if isinstance(x, Mask)}
+            kwargs = {name: x for name, x in kwargs.items() if name not in carried}
+            args = (partial(args[0], **carried), *args[1:])
+        return func(*tree_map(_as_tensor, args), **tree_map(_as_tensor, kwargs))
 
 
 def _as_tensor(x: object) -> object:
