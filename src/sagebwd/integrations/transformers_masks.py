@@ -393,7 +393,7 @@ def mask(
     try:
         visible = _limit(read(mask_function, kv_offset + kv_length), max(q_length, kv_length))
     except Unreadable as error:
-        visible = str(error)
+        visible = error.args[0]
     dense = partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, **kwargs,
