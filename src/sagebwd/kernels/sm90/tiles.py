@@ -82,7 +82,7 @@ class Tiles:
 
     @cute.jit
     def blocks(self, place, first, count: cutlass.Constexpr):
-        """Blocks of keys that ``count`` queries meet: begin, full_begin, full_end, end; masked outside the middle two."""
+        """Blocks of keys that ``count`` queries meet: begin, full_begin, full_end, end; masked but the middle ones."""
         N = self.N
         begin, full_begin, full_end, end = Int32(0), Int32(0), place.length_k, place.length_k
         if const_expr(self.variant.lower):
