@@ -61,8 +61,8 @@ class Quantizer:
     ):  # fmt: skip
         """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise.
 
-        q, codes: (T, D) of the head; scales (T,); words (M, D / 4, 1), row_scales (M,): in shared memory. Rows past the
-        end of the sequence are zeros there.
+        q, codes: (T, D) of the head; scales (T,); words (M, D / 4, 1), row_scales (M,): in shared memory, zeros where
+        rows are past the sequence's end.
         """
         lane = thread % LANES
         tokens, parts = [], []
