@@ -254,7 +254,7 @@ def launch_codes(
     )  # fmt: skip
     launch(
         key_codes_kernel,
-        (keys.grid(block_k), all_heads),
+        (max(keys.grid(block_k), 1), all_heads),  # without a key too: the forward reads what it writes of a sequence
         k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens,
         *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks,
         all_heads, BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
