@@ -43,7 +43,7 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    kv_heads, kv_tokens = kv_heads or heads, kv_tokens or tokens
+    kv_heads, kv_tokens = kv_heads or heads, tokens if kv_tokens is None else kv_tokens
     q, do = normal(batch, heads, tokens, head_dim), normal(batch, heads, tokens, head_dim)
     k, v = normal(batch, kv_heads, kv_tokens, head_dim), normal(batch, kv_heads, kv_tokens, head_dim)
     if kind == "mean-and-outliers":
@@ -55,7 +55,7 @@ def draw(
     elif kind in ("sink", "sinks"):
         if kind == "sinks":
             k, v = (x + 3 * normal(1, kv_heads, 1, head_dim) for x in (k, v))
-            q, k, v = with_sinks(q, k, v, 9, (kv_tokens // 2,), generator)
+            q, k, v = with_sinks(q, k, v, 9, (kv_tokens // 2,) if kv_tokens else (), generator)
         q, k, v = with_sinks(q, k, v, 12, first_keys, generator)
     elif kind == "flat-and-sink":
         common = 2 * normal(1, heads, 1, head_dim)

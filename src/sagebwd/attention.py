@@ -154,7 +154,8 @@ def sage_attention_varlen(
         query: (total_tokens, heads, head_dim); key, value: (total_kv_tokens, kv_heads, head_dim). Dtypes as in
             `sage_attention`; fewer key than query heads need no flag.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on query's device: where each sequence starts, and the
-            total. On a CUDA device the values are not read by the host, to save a synchronisation.
+            total, which is total_tokens or total_kv_tokens. On a CUDA device the values are not read by the host, to
+            save a synchronisation: where the last is less, output and gradients of tokens past it are uninitialised.
         max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
         is_causal, window: aligned bottom right: the last query of a sequence meets its last key.
         scale, recipe, impl, return_lse: as in `sage_attention`.
