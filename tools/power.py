@@ -63,13 +63,13 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     call = Call.of(
         q, k, None, None, None, shape.tokens, shape.tokens, shape.is_causal, -1, -1, shape.head_dim**-0.5, recipe
     )
-    codes = launch_codes(q, k, call.queries, call.keys, None, SCALE_BLOCK)
+    codes = launch_codes(k, call.keys, None, SCALE_BLOCK)
 
     def bound(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
         return lambda: attention(q, k, v)
 
     return {
-        "mixed kernel": lambda: launch_forward(call, codes, v, torch.empty_like(q), with_row_max=True),
+        "mixed kernel": lambda: launch_forward(call, q, codes, v, torch.empty_like(q), with_row_max=True),
         "mixed forward": lambda: sage_attention(q, k, v, is_causal=shape.is_causal, recipe=recipe),
         **{name: bound(attention) for name, attention in baselines(shape, "cuda").items() if name != "fa2"},
     }

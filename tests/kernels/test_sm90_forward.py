@@ -12,9 +12,10 @@ from torch import Tensor
 from sagebwd.band import Band
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.device import capability
+from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.sm90 import compile as sm90
-from sagebwd.kernels.sm90.launch import launch_forward
+from sagebwd.kernels.sm90.launch import Written, launch_forward
 from sagebwd.recipe import Recipe
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
@@ -72,18 +73,24 @@ class Case:
 
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
-    def run(self, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
+        return launch_codes(k, self.packings()[1], key_mask, 128)
+
+    def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
+        """O, poisoned before, and the rest."""
         call = Call(
             Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, *self.packings(), key_mask,
             self.is_causal, *self.window,
         )  # fmt: skip
-        o = torch.empty(codes.q.shape, dtype=v.dtype, device=v.device)
-        return o, *launch_forward(call, codes, v, o, with_row_max=True)
+        o = torch.full(q.shape, math.nan, dtype=v.dtype, device=v.device)
+        return o, launch_forward(call, q, codes, v, o, with_row_max=True)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
-    def expected(self, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(
+        self, written: Written, codes: Codes, v: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """o, lse and row maxima, sequence by sequence."""
         parts = []
         begin_q = begin_k = 0
@@ -93,12 +100,12 @@ class Case:
             if self.lengths:
                 q, k, values = (
                     x[at].transpose(0, 1)[None].float()
-                    for x, at in ((codes.q, rows), (codes.k, columns), (v, columns))
+                    for x, at in ((written.q, rows), (codes.k, columns), (v, columns))
                 )
-                q, k = q * codes.q_scale[:, rows, None], k * codes.k_scale[:, columns, None]
+                q, k = q * written.q_scale[:, rows, None], k * codes.k_scale[:, columns, None]
             else:
-                q, k, values = codes.q.float(), codes.k.float(), v.float()
-                q, k = q * codes.q_scale[..., None], k * codes.k_scale[..., None]
+                q, k, values = written.q.float(), codes.k.float(), v.float()
+                q, k = q * written.q_scale[..., None], k * codes.k_scale[..., None]
             k, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, values))
             s = q.double() @ k.double().mT * self.softmax_scale()
             offset = length_k - length_q if self.lengths else 0
@@ -119,9 +126,10 @@ class Case:
     def check(self, seed: int = 0) -> float:
         """The error of O, having asserted it and those of lse and the row maxima."""
         q, k, v, key_mask = self.inputs(seed)
-        codes = launch_codes(q, k, *self.packings(), key_mask, 128)
-        o, lse, row_max = self.run(codes, v, key_mask)
-        expected = self.expected(codes, v, key_mask)
+        codes = self.codes(k, key_mask)
+        o, written = self.run(q, codes, v, key_mask)
+        lse, row_max = written.lse, written.row_max
+        expected = self.expected(written, codes, v, key_mask)
         unseen = torch.isneginf(expected[1])
         assert torch.equal(torch.isneginf(lse), unseen)
         assert torch.equal(torch.isneginf(row_max), unseen)
@@ -191,9 +199,10 @@ def test_a_rising_maximum_rescales_what_was_added_up():
     q, k, v, _ = case.inputs(1)
     q[...] = q[:, :, :1]
     k += torch.linspace(8, 0, 1024, device="cuda", dtype=k.dtype)[:, None] * q[:, :1, :1]
-    codes = launch_codes(q, k, *case.packings(), None, 128)
-    o, lse, row_max = case.run(codes, v, None)
-    expected = case.expected(codes, v, None)
+    codes = case.codes(k)
+    o, written = case.run(q, codes, v, None)
+    lse, row_max = written.lse, written.row_max
+    expected = case.expected(written, codes, v, None)
     assert expected[2].max() > 30
     assert (o.double() - expected[0]).norm() / expected[0].norm() < LIMITS[torch.bfloat16]
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-4)
@@ -205,10 +214,10 @@ def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim):
     case = Case("nan", head_dim=head_dim, tokens=500, kv_tokens=500, is_causal=True)
     q, k, v, _ = case.inputs(2)
     q[0, 1, 321, 5] = math.nan
-    o, lse, _ = case.run(launch_codes(q, k, *case.packings(), None, 128), v, None)
+    o, written = case.run(q, case.codes(k), v, None)
     wrong = torch.isnan(o.float()).any(-1)
     assert wrong[0, 1, 321]
-    assert torch.isnan(lse[0, 1, 321])
+    assert torch.isnan(written.lse[0, 1, 321])
     assert wrong.sum() == 1
 
 
@@ -216,7 +225,7 @@ def test_a_packed_neighbours_nan_stays_there():
     case = Case("packed nan", lengths=((70, 70), (90, 90)))
     q, k, v, _ = case.inputs(3)
     v[70:] = math.nan
-    o, _, _ = case.run(launch_codes(q, k, *case.packings(), None, 128), v, None)
+    o, _ = case.run(q, case.codes(k), v, None)
     assert torch.isfinite(o[:70].float()).all()
     assert torch.isnan(o[70:].float()).all()
 
@@ -225,20 +234,21 @@ def test_a_packed_neighbours_nan_stays_there():
 def test_repeat_runs_are_identical(head_dim):
     case = Case("repeat", head_dim=head_dim, heads=16, kv_heads=16, tokens=2048, kv_tokens=2048, is_causal=True)
     q, k, v, _ = case.inputs(4)
-    codes = launch_codes(q, k, *case.packings(), None, 128)
-    first = case.run(codes, v, None)
+    codes = case.codes(k)
+    o, first = case.run(q, codes, v, None)
     for _ in range(5):
-        assert all(map(torch.equal, case.run(codes, v, None), first))
+        again, written = case.run(q, codes, v, None)
+        assert all(map(torch.equal, (again, *written), (o, *first)))
 
 
 def test_runs_in_a_cuda_graph():
     case = Case("graph", tokens=500, kv_tokens=500)
     q, k, v, _ = case.inputs(5)
-    codes = launch_codes(q, k, *case.packings(), None, 128)
-    expected = case.run(codes, v, None)[0]
+    codes = case.codes(k)
+    expected = case.run(q, codes, v, None)[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = case.run(codes, v, None)[0]
+        o = case.run(q, codes, v, None)[0]
     o.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -246,20 +256,17 @@ def test_runs_in_a_cuda_graph():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_codes_that_the_kernel_makes_are_those_of_the_pass(case):
-    """Bits of all that is written; poisoned before."""
+def test_codes_of_queries_are_those_of_the_pass(case):
+    """Bit for bit."""
     q, k, v, key_mask = case.inputs(3)
-    call = Call(
-        Recipe.named("mixed"), case.softmax_scale(), v.dtype, v.device, case.head_dim, *case.packings(), key_mask,
-        case.is_causal, *case.window,
-    )  # fmt: skip
-    outcomes = []
-    for own in (False, True):
-        codes = launch_codes(q, k, *case.packings(), key_mask, 128, of_queries=not own)
-        if own:
-            codes.q.fill_(-128), codes.q_scale.fill_(math.nan)
-        o = torch.full(codes.q.shape, math.nan, dtype=v.dtype, device=v.device)
-        lse, row_max = launch_forward(call, codes, v, o, with_row_max=True, q=q if own else None)
-        outcomes.append((codes.q, codes.q_scale, o, lse, row_max))
-    for found, expected in zip(*outcomes[::-1]):
-        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    expected = launch_quantize(q, case.packings()[0], "token", 64, codes=True)
+    _, written = case.run(q, case.codes(k, key_mask), v, key_mask)
+    assert torch.equal(written.q, expected.codes)
+    assert torch.equal(written.q_scale, expected.token_scale)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_tiles_than_programs(head_dim):
+    """Each takes many, of sequences of all lengths, most of them shorter than the longest."""
+    lengths = tuple((n, n) for n in (1500, 1, 64, 700, 129, 5, 0, 1000) * 3)
+    Case("many", head_dim=head_dim, heads=8, lengths=lengths, is_causal=True).check()

@@ -27,7 +27,7 @@ ATTENTION = re.compile(
     re.DOTALL,
 )
 PASSES = re.compile(
-    r"(query_codes|key_codes|channel_maxima|channel_scale|statistics|finish|quantize|row_values|float8|transpose"
+    r"(sum_keys|key_codes|channel_maxima|statistics|finish|quantize|row_values|float8|transpose"
     r"|grad_out|finish_dq)_kernel|"
     r".*(FlashAttentionBackward(Preprocess|Postprocess)"
     r"|cudnn::fusion::(compute_dot_do_o|convert_dq)"

@@ -1,8 +1,8 @@
-"""Q's and K's INT8 codes in two launches, for recipes whose V is read as it lies, and what their backward asks of V.
+"""K's INT8 codes in two launches, for recipes whose V is read as it lies, and what their backward asks of V.
 
-The first quantises Q and sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises
-K less its mean. Both tensors of queries are so under way while K's mean is not known yet. K has one scale a lane
-(`sagebwd.recipe`), written once for kernels that hold score tiles in quads and once a token for those that do not.
+The first sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises K less its mean.
+K has one scale a lane (`sagebwd.recipe`), written once for kernels that hold score tiles in quads and once a token for
+those that do not. Q's codes the forward makes itself (`sagebwd.kernels.sm90.quantize`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
 
 LANES = tl.constexpr(4)
-# Tokens of a program that quantises queries, and of a step of one that sums up. On an H200, head_dim 128, 16384 tokens
-# x 2048 take 44 us with 32, 47 with 64, 50 with 128, and K's codes 33 us with 4 warps, 52 with 8
-# (benchmarks/results/passes_h200_2026-11-23.txt).
-BLOCK_Q = 32
-WARPS = 4
+# Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
+# 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
+STEP, WARPS = 32, 4
 # K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
 CHUNK, MOST_CHUNKS = 256, 32
 # V's: so many steps' loads are under way at a time.
@@ -31,10 +29,8 @@ MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
 
 class Codes(NamedTuple):
-    """What `launch_codes` wrote: INT8 codes in the shapes of q and k, FP32 scales and K's mean."""
+    """What `launch_codes` wrote: INT8 codes in k's shape, FP32 scales and K's mean."""
 
-    q: Tensor
-    q_scale: Tensor  # one a token
     k: Tensor
     k_scale: Tensor  # one a token
     lane_scale: Tensor  # (heads, padded blocks, 4)
@@ -42,37 +38,14 @@ class Codes(NamedTuple):
     tiles_taken: Tensor  # one INT32, 0: what a forward's programs count up, and leave at 0
 
 
-@triton.jit
-def quantize_rows(
-    q, codes, scales, program, cu_seqlens, q_b, q_h, q_n, out_b, out_h, out_n, heads, tokens, total, blocks,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Codes and scales of a block of queries, one scale a token."""
-    batch, head, z, start, length = whose(program // blocks, heads, cu_seqlens, tokens, VARLEN)
-    first = program % blocks * BLOCK
-    if first < length:
-        local = tl.arange(0, BLOCK)
-        columns = tl.arange(0, BLOCK_D)
-        token = (start + first).to(tl.int64)
-        q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h + token * q_n
-        tile = load_rows(q, local, columns, q_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
-        scale = psi_scale(abs_max(tile, 1))
-        code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
-        inside = first + local < length
-        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_n
-        out = codes + out + local[:, None] * out_n + columns[None, :]
-        tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
-        tl.store(scales + z * total + start + first + local, scale, mask=inside)
-
-
-@triton.jit
-def sum_keys(
-    k, sums, counts, key_mask, program, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
+def sum_keys_kernel(
+    k, sums, counts, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads)."""
-    batch_head = program // chunks
-    part = program % chunks
+    batch_head = tl.program_id(0) // chunks
+    part = tl.program_id(0) % chunks
     batch = batch_head // heads
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -96,36 +69,13 @@ def sum_keys(
     tl.store(counts + at, tl.sum(kept, 0))
 
 
-SIZES = ["key_programs", "heads", "heads_k", "tokens", "tokens_k", "total", "blocks", "chunk", "chunks", "all_heads"]
-
-
-@triton.jit(do_not_specialize=SIZES)
-def query_codes_kernel(
-    q, k, codes, scales, sums, counts, key_mask, cu_seqlens, cu_seqlens_k, q_b, q_h, q_n, out_b, out_h, out_n, k_b,
-    k_h, k_n, key_programs, heads, heads_k, tokens, tokens_k, total, blocks, chunk, chunks, all_heads,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Programs under ``key_programs`` sum up a chunk of keys, the others quantise a block of queries."""
-    program = tl.program_id(0)
-    if program < key_programs:
-        sum_keys(
-            k, sums, counts, key_mask, program, cu_seqlens_k, k_b, k_h, k_n, heads_k, tokens_k, chunk, chunks,
-            all_heads, head_dim, VARLEN, BLOCK_K, BLOCK_D,
-        )  # fmt: skip
-    else:
-        quantize_rows(
-            q, codes, scales, program - key_programs, cu_seqlens, q_b, q_h, q_n, out_b, out_h, out_n, heads, tokens,
-            total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
 def key_codes_kernel(
     k, sums, counts, codes, scales, lane_scales, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b, out_h, out_n,
     heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of keys less their mean, a scale for each lane; sums and counts as `sum_keys` leaves them."""
+    """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s."""
     batch_head = tl.program_id(1)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
@@ -220,19 +170,10 @@ def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, max
     )  # fmt: skip
 
 
-def launch_codes(
-    q: Tensor, k: Tensor, queries: Packing, keys: Packing, key_mask: Tensor | None, block_k: int, *,
-    of_queries: bool = True,
-) -> Codes:  # fmt: skip
-    """Codes of q and, less their mean, of k, (B, H, N, D) or packed, of any strides but the last dimension's.
-
-    of_queries: False leaves those of q, and their scales, for the forward to write.
-    """
-    head_dim, device = q.shape[-1], q.device
-    block_d, packed = padded_head_dim(head_dim), queries.cu_seqlens is not None
+def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int) -> Codes:
+    """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's."""
+    head_dim, device = k.shape[-1], k.device
     out = Codes(
-        torch.empty(q.shape, dtype=torch.int8, device=device),
-        queries.per_token(device),
         torch.empty(k.shape, dtype=torch.int8, device=device),
         keys.per_token(device),
         keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
@@ -243,14 +184,12 @@ def launch_codes(
     all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
-    shape = {"head_dim": head_dim, "VARLEN": packed, "BLOCK_D": block_d}
+    shape = {"head_dim": head_dim, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": padded_head_dim(head_dim)}
     launch(
-        query_codes_kernel,
-        (chunks * all_heads + of_queries * queries.grid(BLOCK_Q) * queries.batch * queries.heads,),
-        q, k, out.q, out.q_scale, sums, counts, key_mask, queries.cu_seqlens, keys.cu_seqlens, *queries.strides(q),
-        *queries.strides(out.q), *keys.strides(k), chunks * all_heads, queries.heads, keys.heads, queries.tokens,
-        keys.tokens, queries.total, queries.grid(BLOCK_Q), chunk, chunks, all_heads,
-        BLOCK=BLOCK_Q, BLOCK_K=BLOCK_Q, num_warps=WARPS, **shape,
+        sum_keys_kernel,
+        (chunks * all_heads,),
+        k, sums, counts, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
+        all_heads, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     launch(
         key_codes_kernel,

@@ -38,9 +38,6 @@ class Variant:
     key_mask: bool = False
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
-    quantize_q: bool = False  # Q comes in 16 bit, and its codes and scales are written
-    persistent: bool = False  # programs take tiles as they come free; wants quantize_q
-    wide_o: bool = False
 
 
 class Arguments(NamedTuple):
@@ -50,33 +47,27 @@ class Arguments(NamedTuple):
     bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
-    q: Any  # INT8 codes, (B, H, N, D) or packed (total, H, D), contiguous; in 16 bit if quantize_q, strides as v's
-    q_codes: Any  # written if quantize_q, as q would be
-    k: Any
-    v: Any  # 16 bit, any strides of whole 16 bytes but the last
-    o: Any  # written, as v
+    q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
+    q_codes: Any  # written, INT8 codes, contiguous
+    k: Any  # INT8 codes, contiguous
+    v: Any  # as q
+    o: Any  # written, as q
     lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
     row_max: Any  # written if not None: each query's largest score times log2(e)
-    q_scale: Any  # FP32, as lse; written if quantize_q
+    q_scale: Any  # written, FP32, as lse
     k_scale: (
         Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
     )
     key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
     cu_seqlens_q: Any
     cu_seqlens_k: Any
-    tiles_taken: Any  # if persistent: INT32, one 0, which counts up
-    programs: Any  # if persistent: how many there are at most
+    tiles_taken: Any  # INT32, one 0, which counts up and ends at 0
+    programs: Any  # how many there are at most; each takes tiles as it comes free
     longest: Any
     lower: Any
     upper: Any
     scale: Any
 
-
-# Whether the forward makes Q's codes itself.
-QUANTIZE_Q = True
-# Whether its programs take one tile after another.
-PERSISTENT = True
-WIDE_O = True
 
 # Measured on an H200 (docs/forward-sm90.md).
 TILES = {

@@ -11,24 +11,22 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
 from sagebwd.kernels.sm90.config import REGISTERS, SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.epilogue import Epilogue
 from sagebwd.kernels.sm90.producer import Memory, Operands, Producer
 from sagebwd.kernels.sm90.quantize import Quantizer
-from sagebwd.kernels.sm90.softmax import Softmax, log2, quad_max, quad_sum
+from sagebwd.kernels.sm90.softmax import Softmax
 from sagebwd.kernels.sm90.tiles import Grid, Tiles
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 # A smaller scale of a row would turn a masked score, -inf, into NaN.
 TINY = 1e-30
-ptx = cute.arch.inline_ptx
-STORE = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
 
 
 class Forward:
@@ -41,6 +39,7 @@ class Forward:
         self.dtype = DTYPES[variant.dtype]
         self.tiles, self.softmax = Tiles(variant), Softmax(variant)
         self.producer, self.quantizer = Producer(variant, self.tiles), Quantizer(variant)
+        self.epilogue = Epilogue(variant, self.tiles, self.softmax)
 
     def placeholders(self) -> list:
         """Arguments of the call's types, shapes unknown, to compile for."""
@@ -62,8 +61,8 @@ class Forward:
         keys = (tokens_k, heads_k, D) if packed else (batch, heads_k, tokens_k, D)
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
-            q=strided(*queries) if variant.quantize_q else compact(Int8, *queries),
-            q_codes=compact(Int8, *queries) if variant.quantize_q else None,
+            q=strided(*queries),
+            q_codes=compact(Int8, *queries),
             k=compact(Int8, *keys),
             v=strided(*keys),
             o=strided(*queries),
@@ -74,7 +73,7 @@ class Forward:
             key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
             cu_seqlens_q=compact(Int32, size()) if packed else None,
             cu_seqlens_k=compact(Int32, size()) if packed else None,
-            tiles_taken=compact(Int32, 1) if variant.persistent else None,
+            tiles_taken=compact(Int32, 1),
             programs=Int32(0),
             longest=Int32(0),
             lower=Int32(0),
@@ -97,10 +96,10 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, q_codes: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
+        self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
-        tiles_taken: cute.Tensor | None, programs: Int32, longest: Int32, lower: Int32, upper: Int32, scale: Float32,
+        tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32, upper: Int32, scale: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
@@ -108,8 +107,8 @@ class Forward:
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
-        q_codes = self.matrices(q_codes) if const_expr(q_codes is not None) else None
-        q, k, o, v = self.matrices(q), self.matrices(k), self.matrices(o), self.matrices(v, transposed=True)
+        q, q_codes, k, o = (self.matrices(x) for x in (q, q_codes, k, o))
+        v = self.matrices(v, transposed=True)
         lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
         major, source = OperandMajorMode, warpgroup.OperandSource
         s_op = warpgroup.MmaI8Op(Int8, Int8, Int32, (64, N, 32), source.SMEM, major.K, major.K)
@@ -119,29 +118,25 @@ class Forward:
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, self.stages)
         v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        q_atom, q_tma = None, q
-        if const_expr(not self.variant.quantize_q):
-            q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.select(q_layout, mode=[0, 1]), (M, D))
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
         blocks_q = cute.ceil_div(longest, M)
         tiles = blocks_q * heads * batch
-        programs = cutlass.min(programs, tiles) if const_expr(self.variant.persistent) else tiles
         self.kernel(
-            q_atom, k_atom, v_atom, q_tma, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, key_mask,
+            k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, key_mask,
             cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, tiles, blocks_q, heads,
             heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
-            grid=[programs, 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
+            grid=[cutlass.min(programs, tiles), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom | None, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
-        k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor | None, o: cute.Tensor, lse: cute.Tensor,
+        self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
+        k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
         lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32, heads: Int32, group: Int32,
         s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
@@ -161,8 +156,8 @@ class Forward:
         if warp < 4:
             cute.arch.setmaxregister_decrease(loading)
             if warp == 0:
-                atoms, source = Operands(q_atom, k_atom, v_atom), Operands(q, k, v)
-                self.producer.load(atoms, source, memory, key_mask, grid)
+                atoms, source = Operands(k_atom, v_atom), Operands(k, v)
+                self.producer.load(atoms, source, q, memory, key_mask, grid)
         else:
             cute.arch.setmaxregister_increase(computing)
             index = cute.arch.make_warp_uniform(warp // 4 - 1)
@@ -213,7 +208,7 @@ class Forward:
         """Warpgroup ``index``: O and lse of 64 queries."""
         M, N, D = self.M, self.N, self.D
         s_part, o_part = s_mma.get_slice(index * 128), o_mma.get_slice(index * 128)
-        operands = Operands(
+        operands = (
             s_part.make_fragment_A(s_part.partition_A(memory.q)), s_part.make_fragment_B(s_part.partition_B(memory.k)),
             o_part.make_fragment_B(o_part.partition_B(memory.v)),
         )  # fmt: skip
@@ -231,23 +226,20 @@ class Forward:
             self.pass_turn(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        if const_expr(self.variant.persistent):
-            while program < grid.tiles:
-                stage, phase = self.tile(fixed, outer, program, stage, phase)
-                cute.arch.mbarrier_wait(memory.tile_full, turn)
-                program = memory.tile[0]
-                cute.arch.sync_warp()
-                self.release(memory.tile_empty)
-                turn ^= 1
-        else:
-            self.tile(fixed, outer, program, stage, phase)
+        while program < grid.tiles:
+            stage, phase = self.tile(fixed, outer, program, stage, phase)
+            cute.arch.mbarrier_wait(memory.tile_full, turn)
+            program = memory.tile[0]
+            cute.arch.sync_warp()
+            self.release(memory.tile_empty)
+            turn ^= 1
         if index == 0:  # the turn that nobody takes
             self.wait_turn(index)
 
     @cute.jit
     def tile(self, fixed, outer, program: Int32, stage: Int32, phase: Int32):
         """O and lse of a tile's 64 queries; the ring's next stage and phase."""
-        (s_mma, o_mma), memory, operands, tile, state, scale, rows, index = fixed
+        (s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scale, rows, index = fixed
         grid, thread, queries, written, q_scale, k_scale, scale_2 = outer
         s, x, p, acc = tile
         _, _, total, _ = state
@@ -257,22 +249,18 @@ class Forward:
             loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
             begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
-            if const_expr(self.variant.quantize_q):
-                q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
-                if const_expr(self.variant.persistent):  # all of the warpgroup have done with the last tile's
-                    cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
-                self.quantizer.rows(q, q_codes, q_scales, memory.q_words, memory.q_scale, place, index * 64, thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
+            # all of the warpgroup have done with the last tile's
+            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            self.quantizer.rows(q, q_codes, q_scales, memory.q_words, memory.q_scale, place, index * 64, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
             for r in cutlass.range_constexpr(2):
                 rows[r] = place.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
                 total[r] = Float32(0)
                 scale[r] = Float32(0)
                 if rows[r] < place.length_q:
-                    if const_expr(self.variant.quantize_q):
-                        scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
-                    else:
-                        scale[r] = q_scales[place.start_q + rows[r]] * scale_2
+                    scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
                 # false of NaN, which stays
                 scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
                 if const_expr(self.variant.negative):
@@ -281,11 +269,9 @@ class Forward:
             scales = (scale, k_scale[place.scale_head, None, thread % 4])
 
             factors = self.factors(scales, end - 1, place)
-            if const_expr(not self.variant.quantize_q):
-                cute.arch.mbarrier_wait(memory.q_full, 0)
             stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
             cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-            self.queue_s(s_mma, s, operands.q, operands.k, stage)
+            self.queue_s(s_mma, s, q_part, k_part, stage)
             bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
             warpgroup.wait_group(0)
             self.softmax.maxima(s, x, state, factors, bounds, words, True, True)
@@ -295,7 +281,7 @@ class Forward:
             if const_expr(self.variant.varlen):
                 cute.arch.mbarrier_wait(memory.v_full + stage, phase)
                 self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
-            every = ((s_mma, o_mma), memory, operands, tile, state, scales, rows, place, index)
+            every = ((s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scales, rows, place, index)
             if const_expr(self.variant.key_mask):
                 stage, phase = self.steps(every, end - 2, end - 1 - begin, stage, phase, True)
             else:
@@ -308,12 +294,12 @@ class Forward:
                     stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)
             cute.arch.mbarrier_wait(memory.v_full + stage, phase)
             warpgroup.fence()
-            self.queue_o(o_mma, acc, p, operands.v, stage)
+            self.queue_o(o_mma, acc, p, v_part, stage)
             warpgroup.wait_group(0)
             self.release(memory.v_empty + stage)
             stage, phase = self.following(stage, phase)
             stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
-            self.write(acc, state, rows, place, thread, *written)
+            self.epilogue.write(acc, state, rows, place, thread, *written)
         return stage, phase
 
     @cute.jit
@@ -346,15 +332,15 @@ class Forward:
     @cute.jit
     def step(self, fixed, block: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr):
         """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase."""
-        (s_mma, o_mma), memory, operands, (s, x, p, acc), state, scales, rows, place, index = fixed
+        (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, rows, place, index = fixed
         stage_v, phase_v = stage, phase
         stage, phase = self.following(stage, phase)
         factors = self.factors(scales, block, place)
         cute.arch.mbarrier_wait(memory.k_full + stage, phase)
         self.wait_turn(index)
-        self.queue_s(s_mma, s, operands.q, operands.k, stage)
+        self.queue_s(s_mma, s, q_part, k_part, stage)
         cute.arch.mbarrier_wait(memory.v_full + stage_v, phase_v)
-        self.queue_o(o_mma, acc, p, operands.v, stage_v)
+        self.queue_o(o_mma, acc, p, v_part, stage_v)
         self.pass_turn(index)
         bounds, words = ([], []), []
         if const_expr(masked):
@@ -405,59 +391,3 @@ class Forward:
                     v[at % D, at // D, stage] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
-
-    @cute.jit
-    def write(
-        self, acc: cute.Tensor, state, rows: cute.Tensor, place, thread: Int32, o: cute.Tensor, lse: cute.Tensor,
-        row_max: cute.Tensor | None,
-    ):  # fmt: skip
-        """O, lse and row maxima of the rows that are there; zeros and -inf where no key was seen."""
-        seen, top, total, _ = state
-        o = self.tiles.of_head(o, place.head, place.batch)
-        lse = self.tiles.values_of_head(lse, place.head, place.batch)
-        if const_expr(row_max is not None):
-            row_max = self.tiles.values_of_head(row_max, place.head, place.batch)
-        for r in cutlass.range_constexpr(2):
-            sum_of_row, largest = quad_sum(total[r]), quad_max(seen[r])
-            unseen = sum_of_row == 0.0
-            inverse = 1.0 / sum_of_row
-            words = []
-            for j in cutlass.range_constexpr(2 * r, self.D // 2, 4):
-                pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
-                words.append(Int32(0) if unseen else pair)
-            if const_expr(self.variant.wide_o):
-                for i in cutlass.range_constexpr(0, self.D // 8, 4):
-                    words[i : i + 4] = self.transposed(words[i : i + 4])
-            if rows[r] < place.length_q:
-                at = place.start_q + rows[r]
-                if thread % 4 == 0:
-                    value = (top[r] + log2(sum_of_row)) * LN_2
-                    lse[at] = -Float32.inf if unseen else value
-                    if const_expr(row_max is not None):
-                        row_max[at] = largest
-                if const_expr(self.variant.wide_o):
-                    to = o[at, None].iterator.toint() + Int64(thread % 4 * 16)
-                    for i in cutlass.range_constexpr(0, self.D // 8, 4):
-                        ptx(STORE, read_only_args=[to + Int64(16 * i), *words[i : i + 4]])
-                else:
-                    pairs = cute.recast_tensor(o[at, None], Int32)
-                    for i in cutlass.range_constexpr(self.D // 8):
-                        pairs[4 * i + thread % 4] = words[i]
-
-    def transposed(self, words: list) -> list:
-        """Four words of each of a quad's lanes: a lane's first of each, then its second, and so on."""
-        lane = cute.arch.lane_idx()
-        for bit in (1, 2):
-            odd = (lane & bit) != 0
-            moved = list(words)
-            for i in range(4):
-                if i & bit == 0:
-                    a, b = words[i], words[i + bit]
-                    got = cute.arch.shuffle_sync_bfly(self.chosen(odd, a, b), offset=bit)
-                    moved[i], moved[i + bit] = self.chosen(odd, got, a), self.chosen(odd, b, got)
-            words = moved
-        return words
-
-    def chosen(self, condition, a, b):
-        """a where the condition holds, or b."""
-        return cutlass.select_(condition, a, b)

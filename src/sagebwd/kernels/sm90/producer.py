@@ -1,4 +1,4 @@
-"""The producer warp: loads Q once, then K and V block by block, by TMA into a ring of stages."""
+"""The producer warp: takes a program's tiles, and loads K and V block by block by TMA into a ring of stages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ ptx = cute.arch.inline_ptx
 
 
 class Operands(NamedTuple):
-    """One thing of each that TMA loads: atoms, or tensors: Q and K (T, D, H[, B]), V (D, T, H[, B])."""
+    """One thing of each that TMA loads: atoms, or tensors: K (T, D, H[, B]), V (D, T, H[, B])."""
 
-    q: Any
     k: Any
     v: Any
 
 
 class Memory(NamedTuple):
-    """Shared memory: Q's tile, K's and V's stages, which keys a mask keeps, and barriers, one a stage but Q's."""
+    """Shared memory: Q's tile, K's and V's stages, which keys a mask keeps, and barriers, two of the tile."""
 
     q: Any
     k: Any
     v: Any
     keys_kept: Any  # a bit each, 32 a word
-    q_words: Any  # if Q is quantised here: q as INT32
-    q_scale: Any  # and the scale of each row
-    tile: Any  # if persistent: the number of the next
-    q_full: Any
+    q_words: Any  # q as INT32
+    q_scale: Any  # of each row
+    tile: Any  # the number of the next
     k_full: Any
     v_full: Any
     k_empty: Any
@@ -51,20 +49,17 @@ class Memory(NamedTuple):
             for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
         ]
         keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
-        q_words, q_scale = None, None
-        if variant.quantize_q:
-            # recast_tensor would lose the swizzle
-            words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
-            q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
-            q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
+        # recast_tensor would lose the swizzle
+        words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
+        q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
+        q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
         tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
-        barriers = smem.allocate_array(Int64, 3 + 4 * stages)
-        rings = (barriers + 3 + n * stages for n in range(4))
-        return cls(*tiles, keys_kept, q_words, q_scale, tile, barriers, *rings, barriers + 1, barriers + 2)
+        barriers = smem.allocate_array(Int64, 2 + 4 * stages)
+        rings = (barriers + 2 + n * stages for n in range(4))
+        return cls(*tiles, keys_kept, q_words, q_scale, tile, *rings, barriers, barriers + 1)
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
-        cute.arch.mbarrier_init(self.q_full, 1)
         cute.arch.mbarrier_init(self.tile_full, 1)
         cute.arch.mbarrier_init(self.tile_empty, 4 * warpgroups)
         for stage in range(stages):
@@ -82,18 +77,15 @@ class Producer:
         self.M, self.N, self.D = variant.tile.queries, variant.tile.keys, variant.head_dim
 
     @cute.jit
-    def load(self, atoms, source, memory, key_mask: cute.Tensor | None, grid):
+    def load(self, atoms, source, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
         """All of a program's loads."""
         program, _, _ = cute.arch.block_idx()
         fixed = (atoms, source, memory, key_mask, grid)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
-        if const_expr(self.variant.persistent):
-            while program < grid.tiles:
-                stage, phase = self.load_tile(fixed, program, stage, phase)
-                program = self.next(source.q, memory, grid, turn)
-                turn ^= 1
-        else:
-            self.load_tile(fixed, program, stage, phase)
+        while program < grid.tiles:
+            stage, phase = self.load_tile(fixed, program, stage, phase)
+            program = self.next(q, memory, grid, turn)
+            turn ^= 1
 
     @cute.jit
     def next(self, q: cute.Tensor, memory, grid, turn: Int32):
@@ -121,7 +113,7 @@ class Producer:
 
     @cute.jit
     def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
-        """A tile of Q and every block of K and V, from the last to the first; the ring's next stage and phase."""
+        """Every block of K and V that a tile meets, from the last to the first; the ring's next stage and phase."""
         atoms, source, memory, key_mask, grid = fixed
         M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
         place = self.tiles.place(grid, program)
@@ -134,14 +126,6 @@ class Producer:
                 v = cute.domain_offset((0, place.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
-            if const_expr(not self.variant.quantize_q):
-                q = self.tiles.of_head(source.q, place.head, place.batch)
-                if const_expr(self.variant.varlen):
-                    q = cute.domain_offset((place.start_q, 0), q)
-                q_to, q_from = self.partition(atoms.q, memory.q, cute.local_tile(q, (M, D), (place.first_q // M, 0)))
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, M * D)
-                cute.copy(atoms.q, q_from, q_to[None, 0], tma_bar_ptr=memory.q_full)
             for step in cutlass.range(end - begin, unroll=1):
                 block = end - 1 - step
                 cute.arch.mbarrier_wait(memory.k_empty + stage, phase)

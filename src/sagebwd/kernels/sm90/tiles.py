@@ -15,7 +15,7 @@ class Grid(NamedTuple):
     """What places programs: sizes, the sequences' ends, and bounds on key - query."""
 
     tiles: Any
-    taken: Any  # tiles of programs that take more than one, beyond their first
+    taken: Any  # how many were taken beside the programs' first
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of the longest sequence
