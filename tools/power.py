@@ -2,7 +2,8 @@
 
 A line for each attention, head_dim, mask and length: TFLOPS in a burst after a rest, and in a loop of SECONDS with the
 clock, the power and the energy of a useful TFLOP. "kernel" is `mixed`'s forward without its passes, "forward" is all
-of it. Then how long an attention feels what ran before it: microseconds of calls one after another.
+of it; their means over the best in full precision follow. Then how long an attention feels what ran before it:
+microseconds of calls one after another.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import argparse
 import ctypes
 import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,9 +103,9 @@ def loop(run: Callable[[], object], ms: float, seconds: float, meter: Meter) -> 
     return (time.perf_counter() - began) / calls, clock, (meter.energy() - joules) / calls
 
 
-def measure(shape: Shape, seconds: float, meter: Meter) -> None:
-    """Print the lines of one shape."""
-    tera = shape.flops("fwd") / 1e12
+def measure(shape: Shape, seconds: float, meter: Meter) -> dict[str, tuple[float, float]]:
+    """Print the lines of one shape; TFLOPS of each forward in a burst and in a loop."""
+    tera, found = shape.flops("fwd") / 1e12, {}
     for name, run in forwards(shape).items():
         for _ in range(3):
             run()
@@ -111,11 +113,26 @@ def measure(shape: Shape, seconds: float, meter: Meter) -> None:
         time.sleep(REST_SECONDS)
         ms = min(milliseconds(run, BURST_CALLS))
         taken, clock, joules = loop(run, ms, seconds, meter)
+        found[name] = tera / ms * 1e3, tera / taken
         print(
             f"{shape} {name}: burst {tera / ms * 1e3:.0f} TFLOPS; in a loop {tera / taken:.0f} TFLOPS, {clock} MHz, "
             f"{joules / taken:.0f} W, {joules / tera:.3f} J a TFLOP",
             flush=True,
         )
+    return found
+
+
+def speedups(figures: Sequence[dict[str, tuple[float, float]]], name: str) -> tuple[float, float]:
+    """Geometric means of one forward's TFLOPS over the best in full precision, in bursts and in loops."""
+    ratios = [
+        [
+            found[name][how] / max(x[how] for other, x in found.items() if not other.startswith("mixed"))
+            for how in (0, 1)
+        ]
+        for found in figures
+    ]
+    burst, steady = (statistics.geometric_mean(column) for column in zip(*ratios))
+    return burst, steady
 
 
 def follow(shape: Shape) -> None:
@@ -140,10 +157,16 @@ def main() -> None:
     arguments = parser.parse_args()
     meter = Meter()
     for head_dim in (64, 128):
-        for tokens in arguments.tokens:
-            for is_causal in (False, True):
-                heads, batch = 2048 // head_dim, max(1, 16384 // tokens)
-                measure(Shape(head_dim, heads, heads, batch, tokens, is_causal), arguments.seconds, meter)
+        heads, figures = 2048 // head_dim, []
+        for tokens, is_causal in itertools.product(arguments.tokens, (False, True)):
+            shape = Shape(head_dim, heads, heads, max(1, 16384 // tokens), tokens, is_causal)
+            figures.append(measure(shape, arguments.seconds, meter))
+        for name in ("mixed kernel", "mixed forward"):
+            burst, steady = speedups(figures, name)
+            print(
+                f"head_dim {head_dim}, {name} over the best in BF16: bursts {burst:.3f}x, loops {steady:.3f}x",
+                flush=True,
+            )
     follow(Shape(128, 16, 16, 1, 16384, False))
 
 
