@@ -214,6 +214,25 @@ def test_gaps_in_pretraining_are_those_of_the_files():
         assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
 
 
+@pytest.mark.parametrize("folder", ["500-steps", "120-steps"])
+def test_losses_of_the_325m_model_are_those_of_the_files(folder):
+    from sagebwd.training.packed import read
+
+    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    text = text[text.index(f"`docs/results/325m/{folder}`") :]
+    table = text[text.index("| held-out loss at step (tokens) |") :].split("\n\n")[0]
+    heading, _, *lines = (line.split("|")[2:-1] for line in table.splitlines())
+    steps = [int(cell.split("(")[0]) for cell in heading]
+    assert len(steps) >= 6
+    losses = {}
+    for run in read(ROOT / "docs" / "results" / "325m" / folder):
+        found = {line["step"]: line["held_out_loss"] for line in run["metrics"] if "held_out_loss" in line}
+        losses[run["run"]] = [found[step] for step in steps]
+    full, recipe = losses.values()
+    for line, expected in zip(lines, [full, recipe, [b - a for a, b in zip(full, recipe)]], strict=True):
+        assert [float(cell.strip(" *")) for cell in line] == [round(x, 4) for x in expected]
+
+
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
