@@ -21,7 +21,7 @@ def a_run(name, norm, losses, checks=()):
 @pytest.fixture
 def folder(tmp_path):
     errors = {f"monitor/layer_{n}/{key}": 0.1 * n for n in range(3) for key in ("ds", "dq", "dk", "dv", "o")}
-    check = {"step": 6, "tokens": 384, **errors, "monitor/layer_1/dk": 0.3, "monitor/seconds": 1.0}
+    check = {"step": 6, **errors, "monitor/layer_1/dk": 0.3, "monitor/seconds": 1.0, "monitor/share": 0.02}
     baseline = a_run("full precision", 1.0, {2: 5.0, 4: 4.0, 6: 3.0})
     with lzma.open(tmp_path / PACKED, "wt", encoding="utf-8") as file:
         for run in (baseline, a_run("mixed", 2.0, {2: 5.5, 4: 3.9, 6: 3.1, 8: 3.0}, [check])):
@@ -40,7 +40,8 @@ def test_a_line_an_evaluation_and_what_the_monitor_found(folder, capsys):
     assert "step 1: training loss 8.0000, gradient norm 2.0000" in second
     # -.1 and +.1, of the three gaps
     assert "gap, last 2 evaluations: mean +0.0000, deviation 0.1414" in second
-    assert "step 6: largest error of dS 0.200, dQ 0.200, dK 0.300, dV 0.200, O 0.200" in second
+    assert "step 6 (1.00 s, 2.00% of the time so far)" in second
+    assert "largest error of dS 0.200, dQ 0.200, dK 0.300, dV 0.200, O 0.200" in second
 
 
 def test_a_wrong_command_says_so():

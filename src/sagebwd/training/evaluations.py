@@ -51,7 +51,8 @@ def describe(run: dict, baseline: dict) -> str:
         lines.append(f"gap, last {len(later)} evaluations: mean {mean(later):+.4f}, deviation {stdev(later):.4f}")
     for check in _with(run, "monitor/seconds"):
         errors = [f"{name} {_largest(check, key):.3f}" for key, name in CHECKED.items()]
-        lines.append(f"monitor, step {check['step']}: largest error of {', '.join(errors)}")
+        cost = f"{check['monitor/seconds']:.2f} s, {check['monitor/share']:.2%} of the time so far"
+        lines.append(f"monitor, step {check['step']} ({cost}): largest error of {', '.join(errors)}")
     return "\n".join(lines) + "\n"
 
 
