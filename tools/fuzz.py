@@ -131,8 +131,10 @@ class Case:
         return [x[0].transpose(0, 1) for x in strided] if self.layout == "packed" else strided
 
 
-def outcome(case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dtype) -> list[Tensor]:
-    """Output, lse and the three gradients, computed from the inputs in ``dtype``."""
+def outcome(
+    case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dtype, o: Tensor | None = None
+) -> list[Tensor]:
+    """Output, lse and the three gradients, computed from the inputs in ``dtype``; o: what backward is to find."""
     *leaves, do = (x.to(dtype) for x in inputs)
     leaves = [x.detach().requires_grad_() for x in leaves]
     shared = {
@@ -154,18 +156,25 @@ def outcome(case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dty
             mask = case.drawn_mask().to(do.device)
             masks["attn_mask" if isinstance(mask, Tensor) else "block_mask"] = mask
         out, lse = sage_attention(*leaves, **masks, enable_gqa=True, **shared)
+    result = out.detach().clone()
+    if o is not None:
+        out.data.copy_(o)  # which autograd does not notice
     gradients = torch.autograd.grad(out, leaves, do, retain_graph=True)
-    return [out, torch.where(torch.isinf(lse), 0, lse), *gradients]
+    return [result, torch.where(torch.isinf(lse), 0, lse), *gradients]
 
 
-def _turned(case: Case, inputs: list[Tensor], high: list[Tensor], eps: float) -> list[list[tuple[float, float]]]:
-    """How far the FP64 emulator moves where dO's rounding turns codes of e4m3 over: one may move by an eighth.
+def _turned(
+    case: Case, inputs: list[Tensor], o: Tensor, high: list[Tensor], eps: float
+) -> list[list[tuple[float, float]]]:
+    """How far the FP64 emulator moves where roundings turn codes of e4m3 over: one may move by an eighth.
 
-    Where one key has most of a row such a step shows, and few other draws have one at their largest value.
+    dO's rounding; and that of the kernel's ``o``, which is held to the rule by itself: delta is dO o, and dP - delta,
+    a difference of larger terms, has all of what 16 bit change in it. Where one key has most of a row such a step
+    shows, and few other draws have one at their largest value.
     """
     found = []
     for scale in (1 + eps / 4, 1 - eps / 4):
-        moved = outcome(case, [*inputs[:3], inputs[3].double() * scale], "reference", torch.float64)
+        moved = outcome(case, [*inputs[:3], inputs[3].double() * scale], "reference", torch.float64, o)
         found.append([emulator_error(x / (scale if n > 1 else 1), y) for n, (x, y) in enumerate(zip(moved, high))])
     return found
 
@@ -180,7 +189,8 @@ def check(case: Case, impl: str | None, device: str) -> str | None:
         for drawn in [other.inputs(device)]
     ]
     eps = torch.finfo(case.dtype).eps
-    turned = _turned(case, inputs, pairs[0][1], eps) if FP8 in asdict(Recipe.parse(case.recipe)).values() else []
+    fp8 = FP8 in asdict(Recipe.parse(case.recipe)).values()
+    turned = _turned(case, inputs, actual[0], pairs[0][1], eps) if fp8 else []
     q, k, v, do = (x.abs().max().item() if x.numel() else 0.0 for x in inputs)
     cancelling = 2.0**-23 * case.head_dim**0.5 * do * v * max(q, k) * case.scale
     # where all queries see one key, its dK adds up their noise: of FP32 emulators 0.5 of it at 70, 1 to 3.5 at 700

@@ -53,14 +53,55 @@ def test_a_value_of_zero_comes_back_within_the_rounding_of_the_mean():
     assert fuzz.check(ZERO_VALUE, "triton", device) is None
 
 
-@pytest.mark.parametrize(("recipe", "wrong"), [(RECIPE, 1e-5), ("token(smooth_v=False)", 1e-8)])
+@pytest.mark.parametrize(("recipe", "wrong"), [(RECIPE, 1e-5), ("token(smooth_v=False)", 1e-8), ("mixed", 1e-8)])
 def test_more_than_the_rounding_of_the_mean_is_found(monkeypatch, recipe, wrong):
     case, outcome = fuzz.replace(ZERO_VALUE, recipe=recipe), fuzz.outcome
 
-    def shifted(case, inputs, impl, dtype):
-        o, *others = outcome(case, inputs, "reference", dtype)
+    def shifted(case, inputs, impl, dtype, o=None):
+        o, *others = outcome(case, inputs, "reference", dtype, o)
         return [o + wrong if impl == "shifted" else o, *others]
 
     monkeypatch.setattr(fuzz, "outcome", shifted)
     assert fuzz.check(case, "reference", "cpu") is None
     assert fuzz.check(case, "shifted", "cpu").startswith("o: error")
+
+
+def replaced(monkeypatch, results):
+    """Let `fuzz.check` find these results of a kernel, called "kernel", and an emulator that is exact in any dtype."""
+    outcome = fuzz.outcome
+
+    def instead(case, inputs, impl, dtype, o=None):
+        exact = outcome(case, inputs, "reference", torch.float64, o)
+        return [x.clone() for x in (results if impl == "kernel" else (x.to(dtype) for x in exact))]
+
+    monkeypatch.setattr(fuzz, "outcome", instead)
+
+
+# In the row of UNLUCKY a key has half the weight, and its dS, in which delta is 3.5 times as large as what it leaves,
+# is 0.8% from where its code of e4m3 turns over: dQ moves by 2.1 of 12, and an O whose roundings add up is enough.
+ONE_KEY = fuzz.Case(
+    seed=108, kind="mean-and-outliers", dtype=torch.bfloat16, head_dim=128, heads=6, kv_heads=3, lengths_q=(700,),
+    lengths_k=(284,), layout="dense", mask="", is_causal=False, window=(-1, 0), scale=128**-0.5, recipe="mixed",
+)  # fmt: skip
+UNLUCKY = 0, 3, 424
+
+
+def test_a_code_that_turns_over_with_the_rounding_of_o(monkeypatch):
+    inputs = ONE_KEY.inputs("cpu")
+    high = fuzz.outcome(ONE_KEY, inputs, "reference", torch.float64)
+    o, eps = high[0].bfloat16(), torch.finfo(torch.bfloat16).eps
+    assert max(dq[0] for _, _, dq, *_ in fuzz._turned(ONE_KEY, inputs, o, high, eps)) < 0.95
+    # the neighbours of O that make dO O least
+    exact, nearest, do = high[0][UNLUCKY], o[UNLUCKY], inputs[3][UNLUCKY].double()
+    above = torch.where(nearest >= exact, nearest, nearest.nextafter(torch.tensor(torch.inf, dtype=o.dtype)))
+    below = torch.where(nearest <= exact, nearest, nearest.nextafter(torch.tensor(-torch.inf, dtype=o.dtype)))
+    o[UNLUCKY] = torch.where(do > 0, below, above)
+    moved = fuzz.outcome(ONE_KEY, inputs, "reference", torch.float64, o)
+    assert (moved[2] - high[2])[UNLUCKY].abs().max() > 2
+    results = [o, moved[1], *(x.bfloat16() for x in moved[2:])]
+    replaced(monkeypatch, results)
+    assert fuzz.check(ONE_KEY, "kernel", "cpu") is None
+    results[0] = high[0].bfloat16()  # of which such a dQ is not
+    assert fuzz.check(ONE_KEY, "kernel", "cpu").startswith("dq: error")
+    results[0], results[2][UNLUCKY] = o, 0
+    assert fuzz.check(ONE_KEY, "kernel", "cpu").startswith("dq: error")
