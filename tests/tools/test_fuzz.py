@@ -105,3 +105,28 @@ def test_a_code_that_turns_over_with_the_rounding_of_o(monkeypatch):
     assert fuzz.check(ONE_KEY, "kernel", "cpu").startswith("dq: error")
     results[0], results[2][UNLUCKY] = o, 0
     assert fuzz.check(ONE_KEY, "kernel", "cpu").startswith("dq: error")
+
+
+@pytest.mark.parametrize("recipe", ["token(o=16bit)", "mixed"])
+def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
+    # each query sees one key, the last four are seen by none
+    case = fuzz.Case(
+        seed=60, kind="huge", dtype=torch.float16, head_dim=64, heads=1, kv_heads=1, lengths_q=(8,), lengths_k=(12,),
+        layout="dense", mask="", is_causal=True, window=(0, -1), scale=0.125, recipe=recipe,
+    )  # fmt: skip
+
+    def found(case, key, wrong):
+        with monkeypatch.context() as patch:
+            results = fuzz.outcome(case, case.inputs("cpu"), "reference", torch.float64)
+            results = [x.to(case.dtype) for x in results]
+            results[3][0, 0, key, 5] = wrong
+            replaced(patch, results)
+            return fuzz.check(case, "kernel", "cpu")
+
+    assert found(case, 3, torch.inf) is None
+    assert found(case, 3, -torch.inf) is None
+    finite = "dk: 1 values are not finite"
+    assert found(case, 3, torch.nan) == finite
+    assert found(case, 9, torch.inf) == finite
+    assert found(fuzz.replace(case, kind="normal"), 3, torch.inf) == finite
+    assert found(fuzz.replace(case, dtype=torch.bfloat16), 3, torch.inf) == finite
