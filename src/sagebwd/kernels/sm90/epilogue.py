@@ -61,11 +61,7 @@ class Epilogue:
             for i in range(4):
                 if i & bit == 0:
                     a, b = words[i], words[i + bit]
-                    got = cute.arch.shuffle_sync_bfly(self.chosen(odd, a, b), offset=bit)
-                    moved[i], moved[i + bit] = self.chosen(odd, got, a), self.chosen(odd, b, got)
+                    got = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, a, b), offset=bit)
+                    moved[i], moved[i + bit] = cutlass.select_(odd, got, a), cutlass.select_(odd, b, got)
             words = moved
         return words
-
-    def chosen(self, condition, a, b):
-        """a where the condition holds, or b."""
-        return cutlass.select_(condition, a, b)

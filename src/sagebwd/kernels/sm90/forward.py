@@ -1,8 +1,9 @@
 """Forward on sm_90a in CuTe DSL: O = softmax(Q K^T) V, Q and K as INT8 codes, P and V in 16 bit.
 
-One warp loads by TMA into a ring of stages; two or three warpgroups of 64 queries each compute. In its turn a
-warpgroup queues S of the next block and P V of this one, then it exponentiates under the others' products. Blocks of
-keys are taken from the last to the first, so that those on the diagonal, which need masks, come first.
+A program takes tiles of queries one after another. One warp loads by TMA into a ring of stages; two or three
+warpgroups of 64 queries each make the codes of these, and compute. In its turn a warpgroup queues S of the next block
+and P V of this one, then it exponentiates under the others' products. Blocks of keys are taken from the last to the
+first, so that those on the diagonal, which need masks, come first.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Forward:
         s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
     ):  # fmt: skip
-        """A tile of queries of one head; the first warp loads, warps from the fifth on compute."""
+        """Tiles of queries, one after another; the first warp loads, warps from the fifth on compute."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = Memory.allocate(self.variant, self.dtype, (q_layout, k_layout, v_layout))
@@ -205,7 +206,7 @@ class Forward:
         o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         scale_2: Float32,
     ):  # fmt: skip
-        """Warpgroup ``index``: O and lse of 64 queries."""
+        """Warpgroup ``index``: its 64 queries of every tile."""
         M, N, D = self.M, self.N, self.D
         s_part, o_part = s_mma.get_slice(index * 128), o_mma.get_slice(index * 128)
         operands = (
