@@ -32,12 +32,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
     return (torch.trunc(terms / unit) * unit).sum(1).float().double()
 
 
-def summed(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """a b in instructions of `TERMS` terms."""
-    total = a.new_zeros(len(a), b.shape[1])
+def summed(a: Tensor, b: Tensor, bits: int, promote: int | None = None) -> Tensor:
+    """a b in instructions of `TERMS` terms, which begin anew every ``promote`` terms and are then added up exactly."""
+    total = kept = a.new_zeros(len(a), b.shape[1])
     for first in range(0, a.shape[1], TERMS):
+        if promote and first % promote == 0:
+            kept, total = kept + total, torch.zeros_like(total)
         total = add_product(total, a[:, first : first + TERMS], b[first : first + TERMS], bits)
-    return total
+    return kept + total
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -64,12 +66,12 @@ def operands(tokens: int, first: int, share: float, deviation: float, seed: int)
     return to_e4m3(weights / factor).T, to_e4m3(do * factor * unit), weights.T @ do * unit
 
 
-def line(tokens: int, first: int, share: float, deviation: float, seed: int = 0) -> str:
+def line(tokens: int, first: int, share: float, deviation: float, promote: int | None = None, seed: int = 0) -> str:
     """A row of the table."""
     a, b, exact = operands(tokens, first, share, deviation, seed)
     cells = []
     for bits in (HOPPER, FP32):
-        got = summed(a, b, bits)
+        got = summed(a, b, bits, promote)
         slope, error = (got * exact).sum() / (exact * exact).sum(), (got - exact).norm() / exact.norm()
         cells.append(f"{slope:.3f} | {error:.3f}")
     where = "first" if first == 0 else "middle"
@@ -81,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--share", type=float, nargs="+", default=[0.0, 0.5, 2.0])
+    parser.add_argument("--promote", type=int, help="queries after which sums are added up exactly and begin anew")
     arguments = parser.parse_args()
     print("| tokens | scores | keys | share | slope, 13 bits | error | slope, 23 bits | error |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -88,7 +91,7 @@ def main() -> None:
         for deviation in (0.0, 1.0):
             for first in (0, tokens // 2):
                 for share in arguments.share:
-                    print(line(tokens, first, share, deviation), flush=True)
+                    print(line(tokens, first, share, deviation, arguments.promote), flush=True)
 
 
 if __name__ == "__main__":

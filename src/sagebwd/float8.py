@@ -1,4 +1,4 @@
-"""Gradient products in 8-bit floating point (e4m3): scales from bounds, sums in FP32 from the first block to the last.
+"""Gradient products in 8-bit floating point (e4m3): scales from bounds, sums from the first block to the last.
 
 An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
 before the loop, will do, and a product can add up in the tensor cores' accumulators without being rescaled. All scales

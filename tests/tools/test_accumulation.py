@@ -12,6 +12,7 @@ def draw(*shape):
 def test_small_integers_are_summed_exactly():
     a, b = draw(4, 128), draw(128, 8)
     assert torch.equal(summed(a, b, FP32), a @ b)
+    assert torch.equal(summed(a, b, FP32, promote=64), a @ b)
 
 
 def test_terms_far_below_the_sum_are_lost():
@@ -24,3 +25,5 @@ def test_terms_far_below_the_sum_are_lost():
 def test_a_sum_of_one_sign_comes_out_too_small():
     slopes = [float(cell) for cell in line(1024, 0, 2.0, 0.0).split("|")[5:8:2]]
     assert slopes[0] < 0.985 < 0.995 < slopes[1]
+    promoted = float(line(1024, 0, 2.0, 0.0, promote=128).split("|")[5])
+    assert slopes[0] + 0.01 < promoted
