@@ -3,16 +3,18 @@
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
 the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "full" (neither) or of `tests.masks.KINDS`. "loops" has
 instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its
-own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
+own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -84,7 +86,7 @@ def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: 
 
 def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
     """Lines of disassembly; the second half of an instruction's encoding is a line of its own."""
-    return _read_cubin(kernel, "nvdisasm", "-c", "-hex").splitlines()
+    return _read_cubin(kernel, "nvdisasm", "-c", "-hex", "-ndf").splitlines()
 
 
 def registers(kernel: triton.compiler.CompiledKernel) -> int:
@@ -182,13 +184,35 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     return found
 
 
-if __name__ == "__main__":
-    arch, head_dim, recipe, *mask = sys.argv[1:]
-    kind = mask[0] if mask else "causal"
+def rows(arch: str, head_dim: str, recipe: str, kind: str = "causal") -> list[dict]:
+    """`launches` of a call as the command line names it."""
     causal = kind == "causal"
     shape = KernelCall(
         recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if causal else 4, tokens_q=256, tokens_k=256,
         is_causal=causal, mask="" if kind in ("causal", "full") else kind,
     )  # fmt: skip
-    for row in launches(arch, shape):
-        print(json.dumps(row))
+    return launches(arch, shape)
+
+
+def serve() -> None:
+    """Answer calls, a line of JSON each, with rows or an error; each in a process forked from this one."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            try:
+                answer = rows(*map(str, json.loads(line)))
+            except Exception:
+                answer = traceback.format_exc()
+            print(json.dumps(answer), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps(f"ended with status {status}"), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        for row in rows(*sys.argv[1:]):
+            print(json.dumps(row))

@@ -53,19 +53,28 @@ def launches(call: tuple, triton_folder: str | None = None) -> list[dict]:
     shared = _shared_answer(call, triton_folder)
     if shared is not None and shared.exists():
         return json.loads(shared.read_text(encoding="utf-8"))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [triton_folder, *sys.path]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, "-m", "tools.cross_compile", *map(str, call)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")
-    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    server = _server(triton_folder)
+    server.stdin.write(json.dumps(call) + "\n")
+    server.stdin.flush()
+    rows = json.loads(server.stdout.readline() or '"the process ended"')
+    if isinstance(rows, str):
+        raise RuntimeError(f"tools.cross_compile {name_of(call)}:\n{rows[-3000:]}")
     if shared is not None:
         unfinished = shared.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(rows), encoding="utf-8")
         unfinished.rename(shared)
     return rows
+
+
+@cache
+def _server(triton_folder: str | None) -> subprocess.Popen:
+    """`tools.cross_compile serve` with that triton; it ends with this process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in [triton_folder, *sys.path] if path)
+    command = [sys.executable, "-m", "tools.cross_compile", "serve"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
 
 
 def _shared_answer(call: tuple, triton_folder: str | None) -> Path | None:
