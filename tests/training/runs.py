@@ -1,4 +1,4 @@
-"""Runs of `sagebwd pretrain` in processes of their own, which can be killed, and what they wrote."""
+"""Runs in processes of their own, which can be killed, and what they wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -37,16 +39,27 @@ def cut_after(step: int, finished: Path, output: Path) -> None:
 
 def start(config: Config, output: Path, count: int, device: str = "cpu", resume: bool = False) -> list[BaseProcess]:
     """``count`` processes of one run, as torchrun would start them; device, "cpu" or "cuda"."""
+    return _processes(count, device, _train, config, output, resume)
+
+
+def command(arguments: list[str], count: int, log: Path) -> list[BaseProcess]:
+    """``count`` processes of `sagebwd` with these arguments, as torchrun would start them, on CPUs.
+
+    What they print is added to ``log``.
+    """
+    return _processes(count, "cpu", _command, arguments, log)
+
+
+def _processes(count: int, device: str, target: Callable[..., None], *given: object) -> list[BaseProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # a server that has imported torch once starts CPU processes in no time; CUDA does not survive a fork
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
-        context.set_forkserver_preload(["sagebwd.training.pretrain"])
+        context.set_forkserver_preload(["sagebwd.training.compare", "sagebwd.cli", "torch.utils.tensorboard"])
     started = [
-        context.Process(target=_train, args=(rank, count, port, config, output, device, resume))
-        for rank in range(count)
+        context.Process(target=_enter, args=(rank, count, port, device, target, given)) for rank in range(count)
     ]
     for process in started:
         process.start()
@@ -85,7 +98,9 @@ def kill(started: list[BaseProcess], output: Path, step: int) -> None:
         assert process.exitcode == -signal.SIGKILL, "ended before it was killed"
 
 
-def _train(rank: int, count: int, port: int, config: Config, output: Path, device: str, resume: bool) -> None:
+def _enter(
+    rank: int, count: int, port: int, device: str, target: Callable[..., None], given: tuple[object, ...]
+) -> None:
     visible = {"cpu": "", "cuda": "0" if count == 1 else os.environ.get("CUDA_VISIBLE_DEVICES")}[device]
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -95,8 +110,22 @@ def _train(rank: int, count: int, port: int, config: Config, output: Path, devic
         os.environ.update({name: str(value) for name, value in {**places, **address}.items()})
     import torch
 
+    torch.set_num_threads(1)
+    target(*given)
+
+
+def _train(config: Config, output: Path, resume: bool) -> None:
     from sagebwd.training import pretrain, processes
 
-    torch.set_num_threads(1)
     pretrain.run(config, output, resume)
     processes.leave()
+
+
+def _command(arguments: list[str], log: Path) -> None:
+    from sagebwd import cli
+
+    with log.open("a", encoding="utf-8") as printed:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(printed.fileno(), stream.fileno())
+    sys.argv = ["sagebwd", *arguments]
+    cli.main()

@@ -26,7 +26,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
 @pytest.fixture
 def config(tiny: Config, device: str) -> Config:
     """Small; on GPUs of the shape and precision that the kernels take."""
-    changes = {"optimisation.steps": STEPS, "logging.keep_checkpoints": 100, "monitor.every": 6}
+    changes = {"optimisation.steps": STEPS, "logging.checkpoint_every": 4, "logging.keep_checkpoints": 100}
+    changes |= {"monitor.every": 6}
     if device == "cpu":
         changes |= {"attention.recipe": "full"}
     if device == "cuda":

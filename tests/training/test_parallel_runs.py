@@ -2,13 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sagebwd.training import compare as comparison
 from sagebwd.training import parallel_runs
 from sagebwd.training.run_dir import COMPLETE, RESULT, checkpoints
-from tests.training.runs import losses
+from tests.training.runs import command, losses
 
 
 @pytest.fixture
@@ -21,9 +25,23 @@ def config(tiny):
 def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(parallel_runs, "POLL_SECONDS", 0.1)
 
 
-def test_the_same_losses_as_in_one_process(config, tmp_path):
+class Forked:
+    """In place of subprocess.Popen: the command in a process that need not import torch again."""
+
+    def __init__(self, arguments, env, stdin, stdout, stderr):
+        assert arguments[:3] == [sys.executable, "-m", "sagebwd.cli"]
+        (self.process,) = command(arguments[3:], 1, Path(stdout.name))
+
+    def poll(self):
+        return self.process.exitcode
+
+
+def test_the_same_losses_as_in_one_process(config, tmp_path, monkeypatch):
+    streams = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(parallel_runs, "subprocess", SimpleNamespace(Popen=Forked, **streams))
     comparison.compare(config, tmp_path / "one")
     outcomes = comparison.compare(config, tmp_path / "two", jobs=2)
     assert [outcome.variant for outcome in outcomes] == list(config.variants)
