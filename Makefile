@@ -22,7 +22,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
-# What trains or holds a tolerance, on another processor as far as rounding goes: without AVX.
+# What holds a tolerance or what training comes to, on another processor as far as rounding goes: without AVX.
 test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu"

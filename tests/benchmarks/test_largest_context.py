@@ -17,8 +17,6 @@ from sagebwd.benchmarks.results import save
 from sagebwd.benchmarks.runner import Runner
 from tests.benchmarks.test_training import TINY
 
-pytestmark = pytest.mark.rounding
-
 
 def tried(limit, start, multiple, **memory):
     """Contexts, where ``limit`` tokens fit and a token takes 3 bytes."""

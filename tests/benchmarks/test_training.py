@@ -20,8 +20,6 @@ from sagebwd.benchmarks import training_tables as tables
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
 
-pytestmark = pytest.mark.rounding
-
 SOURCES = Path(__file__).parents[2] / "src"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -57,6 +55,7 @@ def test_where_a_steps_time_goes_is_drawn(tmp_path):
         plot.main(["steps"])
 
 
+@pytest.mark.rounding
 def test_rows_of_full_precision_and_recipes():
     full, token, paper = measure("sdpa", "token", "paper@reference")
     assert [row.attention for row in (full, token, paper)] == ["sdpa", "token@reference", "paper@reference"]
@@ -91,6 +90,7 @@ def test_model_flops_are_those_counted_by_hand():
     assert row.flops_per_step == 6 * weights * 2 * 32 + 3 * 4 * 2 * 2 * 32 * pairs * 2
 
 
+@pytest.mark.rounding
 def test_without_a_mask_pairs_and_flops_are_all_of_them():
     causal, whole = (measure("sdpa", "token", is_causal=is_causal) for is_causal in (True, False))
     pairs = 32 * 32 - 32 * 33 // 2
@@ -112,6 +112,7 @@ def test_without_a_mask_pairs_and_flops_are_all_of_them():
     assert (losses["token"] - losses["sdpa"]).norm() < 0.05 * losses["sdpa"].norm()
 
 
+@pytest.mark.rounding
 def test_a_wrong_attention_prints_no_figure(monkeypatch):
     monkeypatch.setattr(bench, "FLOOR", 0.999999)
     full, wrong = measure("sdpa", "paper")
@@ -127,6 +128,7 @@ def test_a_step_that_compiles_is_no_steps_time(monkeypatch):
         measure("sdpa")
 
 
+@pytest.mark.rounding
 def test_without_full_precision_nothing_is_checked_or_compared():
     (row,) = measure("token")
     assert row.gate == "not checked"
@@ -134,6 +136,7 @@ def test_without_full_precision_nothing_is_checked_or_compared():
     assert row.step_ms > 0
 
 
+@pytest.mark.rounding
 def test_the_attention_that_is_asked_for_runs():
     model = build(TINY, 40)
     ids = torch.arange(32)[None]

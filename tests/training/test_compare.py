@@ -8,8 +8,6 @@ from sagebwd.training import compare as comparison
 from sagebwd.training import pretrain, run_dir
 from tests.training.runs import losses
 
-pytestmark = pytest.mark.rounding
-
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
 
@@ -111,6 +109,7 @@ def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
     assert calls == [("full precision", False), ("token", True), ("paper", False)]
 
 
+@pytest.mark.rounding
 def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_path, monkeypatch, capsys):
     real = pretrain._Trainer.training_step
 
@@ -161,6 +160,7 @@ def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, 
     assert [x.gap for x in comparison.compare(first_diverged, tmp_path / "out")] == [None, None]
 
 
+@pytest.mark.rounding
 def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path, monkeypatch):
     config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
     whole = comparison.compare(config, tmp_path / "whole")

@@ -9,7 +9,7 @@ from sagebwd.integrations import transformers as integration
 from sagebwd.training.config import Monitor
 from sagebwd.training.monitor import AttentionMonitor
 
-pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
+pytestmark = pytest.mark.filterwarnings("ignore:attention monitor")
 
 
 class Tokens(Dataset):
@@ -38,6 +38,7 @@ def someone_elses_trainer(folder, attention="sagebwd", **arguments):
     return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Tokens())
 
 
+@pytest.mark.rounding
 def test_anyones_trainer(tmp_path):
     trainer = someone_elses_trainer(tmp_path / "with")
     ids = Tokens()[0]["input_ids"][None]
@@ -78,6 +79,7 @@ def test_a_compiled_model_follows_a_move(tmp_path):
     assert losses[True] == losses[False]
 
 
+@pytest.mark.rounding
 def test_auto_is_named_before_rungs_begin_at_it(tmp_path):
     trainer = someone_elses_trainer(tmp_path / "run")
     assert integration.settings(trainer.model.config, 0)["recipe"] == "auto"

@@ -10,8 +10,6 @@ import torch
 from sagebwd.training import pretrain
 from sagebwd.training.model import build
 
-pytestmark = pytest.mark.rounding
-
 
 def metrics(folder):
     return {
@@ -38,6 +36,7 @@ def stop_at(monkeypatch, step, error):
     monkeypatch.setattr(pretrain._Record, "on_log", on_log)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
 def test_a_run_learns_and_says_what_it_did(tiny, tmp_path, recipe, qk_norm):
@@ -57,6 +56,7 @@ def test_a_run_learns_and_says_what_it_did(tiny, tmp_path, recipe, qk_norm):
     assert [path.name for path in pretrain.checkpoints(tmp_path / "run")] == ["checkpoint-6", "checkpoint-8"]
 
 
+@pytest.mark.rounding
 def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
     first = {}
     for recipe in ("sdpa", "token"):
@@ -69,6 +69,7 @@ def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
 def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, monkeypatch, recipe):
     config = tiny.replace({"attention.recipe": recipe})
@@ -90,6 +91,7 @@ def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, monkeypatch, recip
     assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["seconds"])
 
 
+@pytest.mark.rounding
 def test_accumulation_does_not_change_the_loss(tiny, tmp_path):
     losses = []
     for micro_batch in (8, 2):
@@ -149,6 +151,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tiny, tmp_path, monkeypatch, erro
     assert (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.rounding
 def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypatch):
     stop_at(monkeypatch, 5, Interrupted())
     with pytest.raises(Interrupted):
@@ -177,6 +180,7 @@ def test_folders_that_hold_something_else(tiny, tmp_path, monkeypatch):
         pretrain.run(tiny, tmp_path / "run")
 
 
+@pytest.mark.rounding
 def test_logits_are_observed_in_each_layer_and_change_nothing(tiny):
     model = build(tiny.replace({"attention.recipe": "sdpa"}), 257)
     ids = torch.arange(20)[None]

@@ -8,8 +8,6 @@ import yaml
 from sagebwd.training import pretrain
 from tests.training.test_pretrain import metrics, stop_at
 
-pytestmark = pytest.mark.rounding
-
 
 def stopped(config, folder, step, resume=False):
     """A run that is interrupted at ``step``; the checkpoint before it is whole."""
@@ -19,6 +17,7 @@ def stopped(config, folder, step, resume=False):
             pretrain.run(config, folder, resume)
 
 
+@pytest.mark.rounding
 def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     full = tiny.replace({"attention.recipe": "sdpa", "monitor.every": 1})
     mixed = full.replace({"attention.recipe": "mixed"})
