@@ -119,14 +119,19 @@ def test_torchs_own_attention_is_kept_too():
     assert torch.equal(found["whole"], found["keeping"])
 
 
-def test_a_model_of_transformers(forwards):
+def decoder(layers):
+    """A small model of Transformers."""
     register()
     config = Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()
+    return Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()
+
+
+def test_a_model_of_transformers(forwards):
+    model = decoder(3)
     ids, found, counts = torch.arange(24).reshape(2, 12), [], []
     for settings in (None, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": keep_attention}):
         model.zero_grad()
@@ -143,13 +148,7 @@ def test_a_model_of_transformers(forwards):
 
 def test_a_compiled_model_of_wrapped_layers_reads_its_mask():
     """Regression: torch.compile hands a checkpoint's arguments to the mask, which answered with tokens x tokens."""
-    register()
-    config = Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()
+    model = decoder(2)
     ids, graphs = torch.arange(24).reshape(2, 12), []
     model(input_ids=ids, labels=ids).loss.backward()
     expected = [weight.grad.clone() for weight in model.parameters()]

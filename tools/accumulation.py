@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from sagebwd.float8 import E4M3_MAX, e4m3
+
 HOPPER, FP32 = 13, 23
 # Terms of one instruction.
 TERMS = 32
@@ -42,11 +44,6 @@ def summed(a: Tensor, b: Tensor, bits: int, promote: int | None = None) -> Tenso
     return kept + total
 
 
-def to_e4m3(x: Tensor) -> Tensor:
-    """x rounded to e4m3."""
-    return x.float().to(torch.float8_e4m3fn).double()
-
-
 def operands(tokens: int, first: int, share: float, deviation: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """P^T of `KEYS` keys and dO as e4m3 codes, and the exact dV in units of the codes' product."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,10 +57,10 @@ def operands(tokens: int, first: int, share: float, deviation: float, seed: int)
         scores.masked_fill_(torch.arange(tokens) > torch.arange(tokens)[rows, None], -math.inf)
         lse[rows], top[rows] = scores.logsumexp(1), scores.amax(1)
         weights[rows] = torch.exp(scores[:, first : first + KEYS] - lse[rows, None])
-    exponent = torch.floor((lse - top) / math.log(2) + math.log2(448))
+    exponent = torch.floor((lse - top) / math.log(2) + math.log2(E4M3_MAX))
     factor = torch.exp2(-exponent)[:, None]
-    unit = torch.exp2(torch.floor(torch.log2(448 / (do * factor).abs().max())))
-    return to_e4m3(weights / factor).T, to_e4m3(do * factor * unit), weights.T @ do * unit
+    unit = torch.exp2(torch.floor(torch.log2(E4M3_MAX / (do * factor).abs().max())))
+    return e4m3(weights / factor).T, e4m3(do * factor * unit), weights.T @ do * unit
 
 
 def line(tokens: int, first: int, share: float, deviation: float, promote: int | None = None, seed: int = 0) -> str:
