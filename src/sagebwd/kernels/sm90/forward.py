@@ -298,7 +298,7 @@ class Forward:
             self.queue_o(o_mma, acc, p, v_part, stage)
             warpgroup.wait_group(0)
             self.release(memory.v_empty + stage)
-            stage, phase = self.following(stage, phase)
+            stage, phase = self.producer.following(stage, phase)
             stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
             self.epilogue.write(acc, state, rows, place, thread, *written)
         return stage, phase
@@ -313,7 +313,7 @@ class Forward:
             self.release(memory.v_empty + stage)
             self.wait_turn(index)
             self.pass_turn(index)
-            stage, phase = self.following(stage, phase)
+            stage, phase = self.producer.following(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -335,7 +335,7 @@ class Forward:
         """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase."""
         (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, rows, place, index = fixed
         stage_v, phase_v = stage, phase
-        stage, phase = self.following(stage, phase)
+        stage, phase = self.producer.following(stage, phase)
         factors = self.factors(scales, block, place)
         cute.arch.mbarrier_wait(memory.k_full + stage, phase)
         self.wait_turn(index)
@@ -359,15 +359,6 @@ class Forward:
         self.release(memory.v_empty + stage_v)
         self.softmax.pack(x, p)
         self.rescale(acc, state, moved)
-        return stage, phase
-
-    @cute.jit
-    def following(self, stage: Int32, phase: Int32):
-        """The ring's next stage, and the phase of its barriers."""
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
         return stage, phase
 
     @cute.jit

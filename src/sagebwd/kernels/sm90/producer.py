@@ -115,7 +115,7 @@ class Producer:
     def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
         """Every block of K and V that a tile meets, from the last to the first; the ring's next stage and phase."""
         atoms, source, memory, key_mask, grid = fixed
-        M, N, D, stages = self.M, self.N, self.D, self.variant.tile.stages
+        M, N, D = self.M, self.N, self.D
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
             begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
@@ -138,10 +138,16 @@ class Producer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * D * 2)
                 cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
-                stage += 1
-                if stage == stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = self.following(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def following(self, stage: Int32, phase: Int32):
+        """The ring's next stage, and the phase of its barriers."""
+        stage += 1
+        if stage == self.variant.tile.stages:
+            stage = Int32(0)
+            phase ^= 1
         return stage, phase
 
     def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
