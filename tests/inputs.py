@@ -17,6 +17,7 @@ KINDS = (
     "zero-block",
     "huge",
     "tiny",
+    "coherent",
 )
 
 
@@ -36,6 +37,8 @@ def draw(
 
     "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a first key 12 logits above N(0, 1)
     with a tenth of its value; "sinks": with a mean in K and V, and a key in the middle 9 above, a delimiter.
+    "coherent": Q, V and dO are a vector of the head and half as much noise, so that a key's dK and dV are sums over
+    all queries of terms of one sign.
     first_keys: where sequences begin, if several are packed.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -69,6 +72,9 @@ def draw(
         q, k, v, do = 1e4 * q, 1e-4 * k, 1e4 * v, 1e4 * do
     elif kind == "tiny":
         q, k, v, do = (1e-6 * x for x in (q, k, v, do))
+    elif kind == "coherent":
+        q, do = (0.5 * x + normal(1, heads, 1, head_dim) for x in (q, do))
+        v = 0.5 * v + normal(1, kv_heads, 1, head_dim)
     elif kind != "normal":
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     return tuple(x.bfloat16().to(dtype) for x in (q, k, v, do))

@@ -1,7 +1,7 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
-the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "full" (neither) or of `tests.masks.KINDS`. "loops" has
+the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "ungrouped" (causal alone), "full" or of `tests.masks.KINDS`. "loops" has
 instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its
 own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
@@ -185,11 +185,11 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
 
 def rows(arch: str, head_dim: str, recipe: str, kind: str = "causal") -> list[dict]:
-    """`launches` of a call as the command line names it."""
-    causal = kind == "causal"
+    """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
     shape = KernelCall(
-        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if causal else 4, tokens_q=256, tokens_k=256,
-        is_causal=causal, mask="" if kind in ("causal", "full") else kind,
+        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if kind == "causal" else 4, tokens_q=256,
+        tokens_k=256, is_causal=kind in ("causal", "ungrouped"),
+        mask="" if kind in ("causal", "full", "ungrouped") else kind,
     )  # fmt: skip
     return launches(arch, shape)
 

@@ -36,7 +36,8 @@ CALLS = {
             ("paper", "causal"),
         )
         for mask in masks
-    ],
+    ]
+    + [("hopper", 128, "token_fp8", "ungrouped")],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 
 import pytest
 import torch
@@ -261,15 +260,3 @@ def test_a_cpu_is_refused():
 
 def test_elsewhere_triton_is_the_fastest():
     assert dispatch.fastest(Recipe.named("token"), 128, torch.bfloat16, torch.device("cpu")) == "triton"
-
-
-def test_long_sums_of_e4m3_are_told_of_once():
-    gradients._tell.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients.tell_of_long_sums(gradients.LONG)
-    with pytest.warns(UserWarning, match="recipe='token'"):
-        gradients.tell_of_long_sums(gradients.LONG + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients.tell_of_long_sums(gradients.LONG + 1)

@@ -29,6 +29,7 @@ from sagebwd.kernels.gluon.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
+from sagebwd.kernels.gluon.promotion import add_here, new_product
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -114,6 +115,8 @@ def accumulate(
     IN_ORDER: gl.constexpr = added is not None
     cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
     SPAN: gl.constexpr = CONSUMERS * ROWS
+    # a loop of its own for blocks that no mask cuts: what masks need would take registers that it has not
+    PARTS: gl.constexpr = 2 if BLOCK_D == 128 and HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
@@ -125,7 +128,10 @@ def accumulate(
         batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
         start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
         z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-        begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+        begin, whole_from, _, end = block_range(
+            first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
+        )
+        edges = (begin, whole_from, end) if PARTS == 2 else (begin, end)
         first_k += CONSUMER * ROWS
         keys = first_k + gl.arange(0, ROWS, ROW)
         keep_key = keys < length_k
@@ -135,6 +141,7 @@ def accumulate(
             keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
         dv_acc = dk_acc
+        no_sums = dk_acc
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
@@ -146,7 +153,7 @@ def accumulate(
         k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
         mbarrier.wait(keys_full, turn & 1)
         k = k_memory.index(CONSUMER)
-        if BLOCK_D == 64:
+        if BLOCK_D == 64 and not IN_ORDER:
             # as registers are left: tensor cores need not read it from shared memory again and again
             k_t = (
                 k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
@@ -154,7 +161,6 @@ def accumulate(
             )
         else:
             k_t = k_t_low, k_t_high
-            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
@@ -168,68 +174,74 @@ def accumulate(
         for head in range(heads):
             row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
             ahead = begun - begin
-            for i in range(begin, end):
-                step = i + ahead
-                block = step + turn
-                stage, phase = ring(step, STAGES)
-                before, phase_before = ring(block, SLOTS)
-                slot, phase_slot = ring(block + 1, SLOTS)
-                rows = rows_memory.index(stage)
-                # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
-                to_row = row
-                to_block = i
-                if GROUPED:
-                    to_row = gl.where(i == begin, last_row, row)
-                    to_block = gl.where(i == begin, end, i)
-                counter, rank, count = counter_rank_and_count(
-                    to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
-                    HAS_UPPER, BLOCK_Q, BLOCK_D,
-                )  # fmt: skip
-                counter = gl.where(step == 0, -1, counter)
-                # alone in flight across the loop's end: of two, ptxas would wait at once
-                s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.wait(full.index(stage * 3 + 1), phase)
-                # dP - delta
-                delta = delta_memory.index(stage).permute((1, 0))
-                dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
-                dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
-                p, whole = probabilities(
-                    s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
-                    key_mask, HAS_LOWER, HAS_UPPER, RAGGED, BLOCK_Q, S_LAYOUT,
-                )  # fmt: skip
-                p_codes = operand_float8(p, OPERAND)
-                dp = warpgroup_mma_wait(0, deps=[dp])
-                dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-                ds = p * dp
-                if key_mask is not None:
-                    ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-                if RAGGED:  # noqa: SIM102 (one is of compile time)
-                    if not whole:
-                        # what lies past the end need not be finite
-                        ds = gl.where(p == 0, 0.0, ds)
-                ds_codes = operand_float8(ds, OPERAND)
-                mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
-                store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
-                fence_async_shared()
-                barrier()
-                mbarrier.arrive(ds_full.index(slot), count=1)
-                mbarrier.wait(full.index(stage * 3 + 2), phase)
-                dv_acc = warpgroup_mma(p_codes, do_t_memory.index(stage).permute((1, 0)), dv_acc, is_async=True)
-                dk_acc = warpgroup_mma(ds_codes, q_t_memory.index(stage).permute((1, 0)), dk_acc, is_async=True)
-                mbarrier.wait(ds_full.index(before), phase_before)
-                dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                dv_acc, dk_acc, dq = warpgroup_mma_wait(0, deps=[dv_acc, dk_acc, dq])
-                mbarrier.arrive(ds_empty.index(before), count=1)
-                mbarrier.arrive(empty.index(stage), count=1)
-                store_dq(dq_part, dq * sum_scale, added, counter_before)
-                # not before: dQ's registers are needed
-                following, phase_following = ring(step + 1, STAGES)
-                more = (i + 1 < end) | (head + 1 < heads)
-                mbarrier.wait(full.index(following * 3), phase_following, pred=more)
-                q = q_memory.index(following).permute((1, 0))
-                s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
-                add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
-                counter_before = counter
+            for part in gl.static_range(PARTS):
+                for i in range(edges[part], edges[part + 1]):
+                    step = i + ahead
+                    block = step + turn
+                    stage, phase = ring(step, STAGES)
+                    before, phase_before = ring(block, SLOTS)
+                    slot, phase_slot = ring(block + 1, SLOTS)
+                    rows = rows_memory.index(stage)
+                    # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
+                    to_row = row
+                    to_block = i
+                    if GROUPED:
+                        to_row = gl.where(i == begin, last_row, row)
+                        to_block = gl.where(i == begin, end, i)
+                    counter, rank, count = counter_rank_and_count(
+                        to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
+                        HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
+                    )  # fmt: skip
+                    counter = gl.where(step == 0, -1, counter)
+                    # alone in flight across the loop's end: of two, ptxas would wait at once
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    mbarrier.wait(full.index(stage * 3 + 1), phase)
+                    # dP - delta
+                    delta = delta_memory.index(stage).permute((1, 0))
+                    dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
+                    dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
+                    p, whole = probabilities(
+                        s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
+                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q,
+                        S_LAYOUT,
+                    )  # fmt: skip
+                    p_codes = operand_float8(p, OPERAND)
+                    dp = warpgroup_mma_wait(0, deps=[dp])
+                    dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
+                    ds = p * dp
+                    if key_mask is not None:
+                        ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
+                    if RAGGED:  # noqa: SIM102 (one is of compile time)
+                        if not whole:
+                            # what lies past the end need not be finite
+                            ds = gl.where(p == 0, 0.0, ds)
+                    ds_codes = operand_float8(ds, OPERAND)
+                    mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
+                    store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(ds_full.index(slot), count=1)
+                    mbarrier.wait(full.index(stage * 3 + 2), phase)
+                    dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
+                    mbarrier.wait(ds_full.index(before), phase_before)
+                    dv_new = warpgroup_mma_wait(0, deps=[dv_new])
+                    dv_acc = add_here(dv_acc, dv_new)
+                    dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
+                    dk_new = warpgroup_mma_wait(0, deps=[dk_new])
+                    dk_acc = add_here(dk_acc, dk_new)
+                    dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
+                    dq = warpgroup_mma_wait(0, deps=[dq])
+                    mbarrier.arrive(ds_empty.index(before), count=1)
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    store_dq(dq_part, dq * sum_scale, added, counter_before)
+                    # not before: dQ's registers are needed
+                    following, phase_following = ring(step + 1, STAGES)
+                    more = (i + 1 < end) | (head + 1 < heads)
+                    mbarrier.wait(full.index(following * 3), phase_following, pred=more)
+                    q = q_memory.index(following).permute((1, 0))
+                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                    add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
+                    counter_before = counter
             last_row = row
             begun += end - begin
         # asked for here, there when they are needed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,8 +26,6 @@ from sagebwd.kernels.replay import launch
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
-# The tensor cores cut off e4m3's sums (docs/method.md): from so many queries of a key on, a user is told.
-LONG = 4096
 # What recipes they run have.
 INT8_BACKWARD = {
     **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "dp": SIXTEEN_BIT, "do_scale": "block", "p_scale_dv": "key",
@@ -104,27 +100,10 @@ def _zeros(call: Call, block_q: int, maxima: bool, on: torch.device) -> tuple[Te
     return largest, added if call.deterministic else None, v_maxima
 
 
-def tell_of_long_sums(queries: int) -> None:
-    """Warn, once a process, where a key's dV and dK are sums over more than `LONG` queries."""
-    if queries > LONG:
-        _tell()
-
-
-@cache
-def _tell() -> None:
-    warnings.warn(
-        "on an H100 or H200 the recipes 'mixed' and 'token_fp8' make gradients of K and V too small where those of "
-        f"many tokens point the same way: by 2 to 3% at {LONG} tokens in our runs, by more beyond that "
-        "(docs/method.md, Gradient products in e4m3); recipe='token' does not, and is slower",
-        stacklevel=2,
-    )
-
-
 def float8_gradients(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in e4m3 (`sagebwd.float8`); do, v, o: any strides with a contiguous last dimension."""
-    tell_of_long_sums(call.queries.tokens * call.group)
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
     # nothing is scaled a block of queries, which may so be another than the recipe's
