@@ -1,9 +1,10 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
-the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "ungrouped" (causal alone), "full" or of `tests.masks.KINDS`. "loops" has
-instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its
-own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "ungrouped" (causal alone), "full" or of
+`tests.masks.KINDS`. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with
+products. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve`
+in place of arguments answers several.
 """
 
 from __future__ import annotations
