@@ -1,10 +1,9 @@
 """Gradient products in 8-bit floating point (e4m3): scales from bounds, sums from the first block to the last.
 
 An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
-before the loop, will do, and a product can add up in the tensor cores' accumulators without being rescaled. All scales
-are powers of two and exact. With m the largest score of query i, P_max = exp(m - lse) its largest weight, R the norm
-of V's largest magnitudes by channel, r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a
-row of dS / P_max::
+before the loop, will do, and sums of products are not rescaled. All scales are powers of two and exact. With m the
+largest score of query i, P_max = exp(m - lse) its largest weight, R the norm of V's largest magnitudes by channel,
+r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dS / P_max::
 
     e = floor(log2(448 exp(lse - m)))      b = ceil(log2 u)
     P'  = e4m3(2^e P)                      dO' = e4m3(2^-e dO 2^g)         dV = P'^T dO' 2^-g

@@ -114,12 +114,16 @@ def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int) ->
 
 
 def _steps(rows: Sequence[dict]) -> Iterator[str]:
-    headings = ("tokens a sequence", "batch", "attention", "step ms", "host ms", "tokens/s", "over the best BF16")
+    headings = (
+        "tokens a sequence", "batch", "attention", "step ms", "fastest to slowest", "host ms", "tokens/s",
+        "over the best BF16",
+    )  # fmt: skip
     yield from _grid(
         headings,
         [
             (
-                str(row["context"]), str(row["batch"]), _name(row), f"{row['step_ms']:.1f}", f"{row['host_ms']:.1f}",
+                str(row["context"]), str(row["batch"]), _name(row), f"{row['step_ms']:.1f}",
+                f"{min(row['all_ms']):.1f} to {max(row['all_ms']):.1f}", f"{row['host_ms']:.1f}",
                 f"{row['tokens_per_s']:,.0f}",
                 "" if row["speedup"] is None else f"{row['speedup']:.3f} ({row['peer']})",
             )
@@ -144,12 +148,15 @@ def _kept(rows: Sequence[dict]) -> Iterator[str]:
 
     Attention in full precision keeps Q, K, V and O in 16 bit and lse: 8 head_dim + 4 bytes a token and head.
     """
-    headings = ("tokens a sequence", "attention", "kept GiB", "a layer's attention MiB", "of its peer's", "peak GiB")
+    # layers computed again keep their inputs alone
+    whole = rows[0]["checkpointing"] != "layers"
+    own_headings = ("a layer's attention MiB", "of its peer's") if whole else ()
+    headings = ("tokens a sequence", "attention", "kept GiB", *own_headings, "peak GiB")
     cells = []
     for row in rows:
         peer = next((x for x in rows if x["attention"] == row["peer"] and x["context"] == row["context"]), None)
-        texts = ["", ""]
-        if peer is not None:
+        texts = ["" for _ in own_headings]
+        if whole and peer is not None:
             model = row["model"]
             head_dim = model["head_dim"] or model["width"] // model["heads"]
             full = row["batch"] * row["context"] * model["heads"] * (8 * head_dim + 4)
