@@ -1,8 +1,9 @@
 """Random shapes and options against the emulator: `python -m tools.fuzz --cases 1000` (make fuzz-gpu).
 
 Every case follows from its seed, so a failure is reproduced by `--first SEED --cases 1`. Compiling kernels takes far
-longer than running them: so 25 seeds in a row share what they are compiled for (recipe, dtype, head_dim, layout, mask)
-and differ in shapes, values, scale and windows, and such groups run in several processes on one GPU.
+longer than running them: so 25 seeds in a row share what they are compiled for (recipe, dtype, head_dim, layout, mask,
+whether heads are grouped) and differ in shapes, values, scale and windows, and such groups run in several processes on
+one GPU.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Case:
         if recipe is not None:
             head_dim = kernels.choice((64, 128))
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
+        grouped = kernels.random() < 0.5
         batch = rng.randint(1, 3)
         kv_heads = rng.choice((1, 2, 3))
         same = rng.random() < 0.5
@@ -90,7 +92,7 @@ class Case:
             kind=rng.choice([kind for kind in KINDS if kind != "near-one-hot"]),
             dtype=kernels.choice((torch.bfloat16, torch.float16)),
             head_dim=head_dim,
-            heads=kv_heads * rng.choice((1, 1, 2, 4)),
+            heads=kv_heads * (rng.choice((2, 3, 4)) if grouped else 1),
             kv_heads=kv_heads,
             lengths_q=lengths_q,
             lengths_k=lengths_k,
