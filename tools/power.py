@@ -154,9 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a loop")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=[64, 128])
     arguments = parser.parse_args()
     meter = Meter()
-    for head_dim in (64, 128):
+    for head_dim in arguments.head_dim:
         heads, figures = 2048 // head_dim, []
         for tokens, is_causal in itertools.product(arguments.tokens, (False, True)):
             shape = Shape(head_dim, heads, heads, max(1, 16384 // tokens), tokens, is_causal)
