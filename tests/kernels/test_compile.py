@@ -124,6 +124,7 @@ def test_hopper_backward_in_fp8(head_dim):
         assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (4 + 2 + 2)), row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
-        # at head_dim 128 registers are saved around a masked block; in order, a count is held through the step too
-        allowed = {(64, False): 0, (64, True): 8, (128, False): 40, (128, True): 100}
+        # at head_dim 128 FP32 sums and a step's products are 192 of a thread's 240 registers; of grouped heads, whose
+        # loops these are, most is saved and loaded again in a step; in order, a count is held through it too
+        allowed = {(64, False): 0, (64, True): 40, (128, False): 120, (128, True): 160}
         assert row["spills"] <= allowed[head_dim, row["deterministic"]], row
