@@ -14,8 +14,9 @@ import multiprocessing
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ RECIPES = (
 
 # Seeds in a row that share their kernels.
 GROUP = 25
+# Seconds after which it says at the latest how far it is.
+SAID_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,13 @@ def check(case: Case, impl: str | None, device: str) -> str | None:
     return None
 
 
+def _begin(checked: Synchronized) -> None:
+    """What a process begins with: one thread, as they draw and compile beside each other, and what all count in."""
+    global _checked
+    torch.set_num_threads(1)
+    _checked = checked
+
+
 def _run(seeds: range, impl: str | None, device: str, longest: int, recipe: str | None) -> list[tuple[int, str]]:
     """(seed, what is wrong) of each case that failed."""
     failures = []
@@ -239,6 +249,8 @@ def _run(seeds: range, impl: str | None, device: str, longest: int, recipe: str 
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             failures.append((seed, f"{problem}\n    {case}"))
+        with _checked:
+            _checked.value += 1
     return failures
 
 
@@ -259,23 +271,23 @@ def main() -> int:
         end = min((first // GROUP + 1) * GROUP, last)
         groups.append(range(first, end))
         first = end
-    start, done, failures = time.monotonic(), 0, 0
+    start, failures = time.monotonic(), 0
     context = multiprocessing.get_context("spawn")
-    # one thread each: they draw and compile beside each other
-    with ProcessPoolExecutor(
-        arguments.processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        tasks = {
-            pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest, arguments.recipe): group
+    checked = context.Value("i", 0)
+    with ProcessPoolExecutor(arguments.processes, mp_context=context, initializer=_begin, initargs=(checked,)) as pool:
+        left = {
+            pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest, arguments.recipe)
             for group in groups
         }
-        for task in as_completed(tasks):
-            done += len(tasks[task])
-            for seed, problem in task.result():
-                failures += 1
-                print(f"seed {seed}: {problem}", flush=True)
-            print(f"{done}/{arguments.cases} cases, {failures} failed, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"{done - failures} passed, {failures} failed")
+        while left:
+            done, left = wait(left, SAID_EVERY, FIRST_COMPLETED)
+            for task in done:
+                for seed, problem in task.result():
+                    failures += 1
+                    print(f"seed {seed}: {problem}", flush=True)
+            seconds = time.monotonic() - start
+            print(f"{checked.value}/{arguments.cases} cases, {failures} failed, {seconds:.0f} s", flush=True)
+    print(f"{arguments.cases - failures} passed, {failures} failed")
     return 1 if failures else 0
 
 

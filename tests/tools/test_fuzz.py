@@ -130,3 +130,12 @@ def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
     assert found(case, 9, torch.inf) == finite
     assert found(fuzz.replace(case, kind="normal"), 3, torch.inf) == finite
     assert found(fuzz.replace(case, dtype=torch.bfloat16), 3, torch.inf) == finite
+
+
+def test_the_command_counts_its_cases(capfd, monkeypatch):
+    command = "fuzz --cases 3 --device cpu --impl reference --longest 8 --processes 1"
+    monkeypatch.setattr("sys.argv", command.split())
+    assert fuzz.main() == 0
+    *_, last, verdict = capfd.readouterr().out.splitlines()
+    assert last.startswith("3/3 cases, 0 failed, ")
+    assert verdict == "3 passed, 0 failed"
