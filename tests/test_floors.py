@@ -24,8 +24,9 @@ from tests.inputs import KINDS, draw
 pytestmark = pytest.mark.rounding
 TENSORS = ("o", "dq", "dk", "dv")
 
-# (largest relative L2, least cosine) of o, dq, dk, dv
 large_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
+
+# (largest relative L2, least cosine) of o, dq, dk, dv
 FLOORS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
     "token": {
         "normal": ((0.0115, 0.99993), (0.0168, 0.99985), (0.0167, 0.99986), (0.0165, 0.99986)),

@@ -40,6 +40,8 @@ RECIPES = (
 GROUP = 25
 # Seconds after which it says at the latest how far it is.
 SAID_EVERY = 10
+# How many cases all processes have checked; each begins with it.
+_checked: Synchronized
 
 
 @dataclass(frozen=True)

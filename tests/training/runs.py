@@ -119,8 +119,8 @@ def _train(config: Config, output: Path, resume: bool) -> None:
 
     pretrain.run(config, output, resume)
     processes.leave()
-    # torch caches layouts of divided tensors, and with them their groups
-    assert config.optimisation.sharding != "none" or not gloo_threads()
+    if config.optimisation.sharding == "none":  # torch caches layouts of divided tensors, and with them their groups
+        assert not gloo_threads()
 
 
 def gloo_threads() -> list[Path]:
@@ -133,9 +133,7 @@ def gloo_threads() -> list[Path]:
             return False
 
     end = time.monotonic() + 10  # a thread that has been joined may be listed for a moment
-    while found := list(filter(is_gloo, Path("/proc/self/task").glob("*"))):
-        if time.monotonic() > end:
-            break
+    while (found := list(filter(is_gloo, Path("/proc/self/task").glob("*")))) and time.monotonic() < end:
         time.sleep(0.01)
     return found
 

@@ -63,7 +63,7 @@ def test_one_process_two_and_two_that_divide_the_model(config, device, tmp_path)
     for before, after in (((2, "fsdp"), (1, "none")), ((1, "none"), (2, "fsdp")), ((2, "none"), (2, "fsdp"))):
         output = tmp_path / f"{before} then {after}"
         changed = config.replace({"optimisation.sharding": before[1]})
-        step = random.randint(5, STEPS - 8)  # 4, whose checkpoint must be whole, and one more
+        step = random.randint(5, STEPS - 8)  # once 5 is logged, the first checkpoint, of 4, is whole
         print(f"{output.name}: killed at {step}")
         kill(start(changed, output, before[0], device), output, step)
         run(config, output, device, *after, resume=True)
