@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def parts_of(x, parts, weight):
-    """The 16 channels of 16 values, and what they are multiplied by."""
+    """The channels of 16 values, and what those of a product are multiplied by."""
     local = tl.arange(0, 16)
     fp8_rows.store_delta_parts(parts, tl.load(x + local), local)
     tl.store(weight + local, fp8_rows.delta_parts_weight(local))
@@ -65,10 +65,14 @@ class Operands:
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
         o, lse, row_max, v_scale = map(device, (self.o, self.lse, self.row_max * LOG2_E, self.v_scale))
         saved = Saved(o, lse, *q, *k, row_max, v_scale, None)
-        values = fp8_rows.launch_row_values(call, saved, device(self.do), device(self.dlse), self.largest, BLOCK)
-        self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread, self.dq_sums = values
-        self.do_t, self.q_t, self.k_t = fp8_copies.launch_float8(
-            call, device(self.do), do_factor, q[0], q_factor, *k, self.largest, BLOCK, SPAN
+        self.do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(
+            call, saved, device(self.do), device(self.dlse), self.largest, self.do_scaled, BLOCK
+        )
+        self.rows, self.delta_parts, do_factor, self.spread, self.dq_sums = values
+        self.k_t = fp8_copies.key_copies(call, torch.empty(0, device=DEVICE), SPAN)
+        self.do_t, self.q_t = fp8_copies.launch_float8(
+            call, device(self.do), do_factor, *q, self.spread, *k, self.largest, self.k_t, BLOCK, SPAN
         )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
@@ -85,9 +89,15 @@ class Operands:
 
 def rows_of(transposed: Tensor, heads: int, pairs: bool) -> Tensor:
     """(batch, heads, tokens, head_dim) of a transposed copy, interleaved or, ``pairs``, r and r + 8 of 16 together."""
-    x = transposed.cpu().float().view(BATCH, heads, HEAD_DIM, -1, *((8, 2) if pairs else (4, 2, 2)))
+    x = by_channel(transposed, pairs).cpu().float().view(BATCH, heads, HEAD_DIM, -1, *((8, 2) if pairs else (4, 2, 2)))
     x = x.transpose(-1, -2) if pairs else x.transpose(-2, -3)
     return x.reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)
+
+
+def by_channel(copy: Tensor, of_keys: bool) -> Tensor:
+    """A copy as (heads, head_dim, padded tokens): one of keys is a block after the other."""
+    heads = copy.shape[0]
+    return (copy[..., :SPAN].transpose(1, 2) if of_keys else copy).reshape(heads, HEAD_DIM, -1)
 
 
 @pytest.fixture(
@@ -116,6 +126,35 @@ def test_operands_are_the_emulators(operands, name):
         assert (actual != expected).float().mean() < 1e-3
         assert torch.allclose(actual.double(), expected, rtol=0.13, atol=2.0**-9)
     assert actual.abs().max() > 224, "the largest is within an octave of 448"
+
+
+def test_k_s_copy_may_lie_where_dk_goes(operands):
+    """Each block within the dK of its own keys, and in memory that is no dK where a block ends past the keys."""
+    tokens = 2 * SPAN
+    call = operands.call._replace(keys=Packing(BATCH, HEADS_K, tokens, tokens, None))
+    generator = torch.Generator().manual_seed(4)
+    k = torch.randint(-127, 128, (BATCH, HEADS_K, tokens, HEAD_DIM), generator=generator, dtype=torch.int8).to(DEVICE)
+    k_scale = torch.rand(BATCH, HEADS_K, tokens, generator=generator).to(DEVICE)
+    dk = torch.zeros(k.shape, dtype=torch.bfloat16, device=DEVICE)
+    largest = (127 * torch.ones(BATCH * HEADS_K, 3, device=DEVICE)).view(torch.int32)
+
+    def copy_to(k_t: Tensor) -> Tensor:
+        rows = [torch.ones(BATCH, HEADS_K * GROUP, TOKENS, device=DEVICE)] * 3
+        do = operands.do.to(DEVICE)
+        fp8_copies.launch_float8(
+            call, do, rows[0], do.to(torch.int8), *rows[1:], k, k_scale, largest, k_t, BLOCK, SPAN
+        )
+        return k_t.view(torch.int8)
+
+    own = copy_to(torch.empty(BATCH * HEADS_K, 2, HEAD_DIM, SPAN, dtype=torch.float8_e4m3fn, device=DEVICE))
+    over_dk = copy_to(fp8_copies.key_copies(call, dk, SPAN))
+    assert over_dk.data_ptr() == dk.data_ptr()
+    assert torch.equal(over_dk[..., :SPAN], own)
+    assert (over_dk[..., SPAN:] == 0).all()
+    of_block = dk.view(torch.int8).view(BATCH * HEADS_K, 2, -1)
+    assert torch.equal(of_block[1, 1].view(HEAD_DIM, -1)[:, :SPAN], own[1, 1])
+    shorter = operands.call._replace(keys=Packing(BATCH, HEADS_K, tokens - 1, tokens - 1, None))
+    assert fp8_copies.key_copies(shorter, dk, SPAN).data_ptr() != dk.data_ptr()
 
 
 def test_scales_are_the_emulators(operands):
@@ -229,8 +268,9 @@ def test_v_s_scales_may_be_bits_of_its_maxima(operands):
     def run(v_scale: Tensor) -> list[Tensor]:
         saved = Saved(o, q_scale + 1, q, q_scale, k, k_scale, q_scale, v_scale.to(DEVICE), None)
         largest = torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
-        values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, BLOCK)
-        return [largest, values.planes, values.spread, values.do_factor, values.do_scaled]
+        do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, do_scaled, BLOCK)
+        return [largest, values.planes, values.spread, values.do_factor, do_scaled]
 
     for one, other in zip(run(scale), run(maxima.view(torch.int32))):
         assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
@@ -258,11 +298,14 @@ def test_packed_passes_are_those_of_each_sequence(operands):
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
         largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
-        values = fp8_rows.launch_row_values(call, saved, do, None, largest, BLOCK)
-        copies = fp8_copies.launch_float8(
-            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN
-        )
-        return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
+        do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(call, saved, do, None, largest, do_scaled, BLOCK)
+        k_t = fp8_copies.key_copies(call, torch.empty(0, device=DEVICE), SPAN)
+        copies = *fp8_copies.launch_float8(
+            call, do, values.do_factor, q, q_scale, values.spread, k, k_scale, largest, k_t, BLOCK, SPAN
+        ), k_t  # fmt: skip
+        copies = [by_channel(x.view(torch.int8), x is k_t) for x in copies]
+        return values, copies, largest, do_scaled
 
     packed = run(
         operands.call._replace(queries=queries, keys=keys), do, o, q, k, lse, row_max, q_scale, k_scale, v_scale
@@ -276,15 +319,15 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         end = start + length
         dense = lambda x: x[start:end].transpose(0, 1)[None]  # noqa: B023, E731
         one = [Packing(1, n, length, length, None) for n in (heads, HEADS_K)]
-        values, copies, expected = run(
+        values, copies, expected, do_scaled = run(
             operands.call._replace(queries=one[0], keys=one[1]), *map(dense, (do, o, q, k)),
             *(x[:, start:end].contiguous() for x in (lse, row_max, q_scale, k_scale)), v_scale[number : number + 1],
         )  # fmt: skip
         assert torch.equal(largest, expected)
         assert not values.dq_sums.any()  # of fewer than the programs' shares
-        for name in ("do_factor", "q_factor", "spread"):
+        for name in ("do_factor", "spread"):
             assert torch.equal(getattr(packed[0], name)[:, start:end], getattr(values, name)[0])
-        assert torch.equal(packed[0].do_scaled[start:end].transpose(0, 1), values.do_scaled[0])
+        assert torch.equal(packed[3][start:end].transpose(0, 1), do_scaled[0])
         for name in ("planes", "delta_parts"):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number

@@ -64,22 +64,22 @@ def load(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = (
-        origin
-    )
+    row_k, column_k, row_v, column_v, row_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
     blocks_q, z_q, block_0 = blocks
     length_q, lower, upper = sizes
     SPAN: gl.constexpr = CONSUMERS * ROWS
     step = 0
     for turn in range(turns if IN_TURN else 1):
-        first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
+        block_k = key_block(turn, number, grid, IN_ORDER)
+        first_k = block_k * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
         mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
         for consumer in gl.static_range(CONSUMERS):
             first = first_k + consumer * ROWS
             load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
             load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
-            load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
+            row = row_k_t + block_k * BLOCK_D
+            load_tile(k_t_desc, [row, consumer * ROWS], keys_full, k_t_memory.index(consumer))
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         step = load_queries(
             (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc),
@@ -291,26 +291,28 @@ def accumulate(
 @gluon.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "heads_at_once",
-        "heads_in_all", "lower", "upper",
+        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "blocks_k", "grid", "turns",
+        "heads_at_once", "heads_in_all", "lower", "upper",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
     v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
-    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
+    blocks_k, grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    delta_desc, parts of -delta; largest. k_t_desc: K's transposed codes as `store_transposed` writes PAIRS, sequences
-    padded to blocks of 128. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in
-    units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of
-    queries, if blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all
-    sequences. RAGGED: a block of either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
+    delta_desc, parts of -delta; largest.
+    k_t_desc: (heads * blocks_k * D, 128 or more), blocks of 128 keys of K's transposed codes as `store_transposed`
+    writes PAIRS, which may lie where these keys' dK goes. dq_desc: (heads * D, padded queries) FP16, zeros to which
+    dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows.
+    added: 2 zeros a block of queries, if blocks of keys are to add to dQ in order, in one turn each; else None.
+    heads_in_all: heads_k of all sequences. RAGGED: a block of either may end past its sequence. BLOCK_Q: 64 queries
+    at head_dim 128, 128 at 64.
     """
     IN_ORDER: gl.constexpr = added is not None
     call = (
@@ -330,8 +332,8 @@ def backward_kernel(
     z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
     origin = (
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
-        head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
-        q_h, q_column, batch * do_b + start_q, do_h, do_column,
+        head_k * v_column, (z_k * blocks_k + padded_block(start_k, batch, SPAN, VARLEN)) * BLOCK_D,
+        batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
