@@ -38,12 +38,14 @@ def row_values_kernel(
 ):  # fmt: skip
     """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys.
 
-    zeros: int32, written for the next kernel to add to, ``share`` of them by each program, in whole steps of CLEARED.
+    zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
+    multiple of 16.
     """
     at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * share
     at = tl.multiple_of(at, 16)  # for stores of 16 bytes
     for first in range(0, share, CLEARED):
-        tl.store(zeros + at + first + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
+        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if tl.program_id(1) < programs:
         row_values(
             do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, spread,
@@ -227,10 +229,10 @@ def launch_row_values(
     o, q, k = saved.o, saved.q_int8, saved.k_int8
     programs = queries.batch * queries.heads
     grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
-    # each program clears its share, of two a word, in whole steps
+    # each program clears its share, of two a word
     clearing = max(math.prod(grid), 1)
     rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
-    share = -(-rows * columns // (2 * CLEARED.value * clearing)) * CLEARED.value
+    share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
