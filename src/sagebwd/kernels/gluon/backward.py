@@ -306,7 +306,7 @@ def backward_kernel(
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    delta_desc, parts of -delta; largest.
+    delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest.
     k_t_desc: (heads * blocks_k * D, 128 or more), blocks of 128 keys of K's transposed codes as `store_transposed`
     writes PAIRS, which may lie where these keys' dK goes. dq_desc: (heads * D, padded queries) FP16, zeros to which
     dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows.

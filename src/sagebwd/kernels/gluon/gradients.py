@@ -18,7 +18,7 @@ from sagebwd.kernels.gluon.host import HEAD_DIMS
 from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.operands.fp8_copies import key_copies, launch_float8
 from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
-from sagebwd.kernels.operands.fp8_rows import launch_row_values
+from sagebwd.kernels.operands.fp8_rows import DELTA_PARTS, launch_row_values
 from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.lane_codes import launch_channel_maxima
 from sagebwd.kernels.operands.transposed import launch_transpose
@@ -139,7 +139,7 @@ def float8_gradients(
         matrix(k_t, k_t.shape[-1], (head_dim, rows)),
         transposed(do_t, head_dim, block_q),
         vectors(values.planes, 2 * block_q),
-        matrix(values.delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
+        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
         matrix(dk, head_dim, (rows, head_dim)),
         matrix(dv, head_dim, (rows, head_dim)),

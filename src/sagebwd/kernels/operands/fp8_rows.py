@@ -25,6 +25,8 @@ LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 LEAST_REST = tl.constexpr(float8.LEAST_REST)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
+# Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
+DELTA_PARTS = tl.constexpr(8)
 # The same of queries and keys.
 SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k", "blocks_k", "spans"]
 
@@ -69,7 +71,7 @@ def row_values(
     """What the kernels of e4m3 products read of each query.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
-    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_CHANNELS of dO's type that add up to
+    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
     it when multiplied by `delta_parts_weight`. do_factor, 2^-e: what dO is multiplied by; spread, 2^(b - e): what Q
     is; one a token. do_scaled: 2^-b dO, exact but for what is too small for FP16. largest (sequences * heads, 3)
     int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's scales are one a token. v_scale: psi's of
@@ -127,7 +129,7 @@ def row_values(
         rows += block * BLOCK * 2
         tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
         tl.store(rows + BLOCK + local, scale)
-        store_delta_parts(delta_parts + block * BLOCK * DELTA_CHANNELS, -delta * inverse, local)
+        store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(do_factor + row, weight, mask=inside)
         tl.store(spread + row, spread_row, mask=inside)
         at = do_scaled + local[:, None] * scaled_n + columns[None, :]
@@ -147,15 +149,15 @@ def delta_parts_weight(channel):
 
 @triton.jit
 def store_delta_parts(parts, x, local):
-    """x as DELTA_CHANNELS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    """x as DELTA_PARTS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
     first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
     rest = x - first.to(tl.float32) * 1024.0
     second = to_16bit(rest, parts.dtype.element_ty)
     third = to_16bit((rest - second.to(tl.float32)) * 1024.0, parts.dtype.element_ty)
-    channel = tl.arange(0, DELTA_CHANNELS)[None, :]
+    channel = tl.arange(0, DELTA_PARTS)[None, :]
     tile = tl.where(channel == 0, first[:, None], tl.where(channel == 1, second[:, None], third[:, None]))
     tl.store(
-        parts + local[:, None] * DELTA_CHANNELS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
+        parts + local[:, None] * DELTA_PARTS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
     )
 
 
@@ -236,7 +238,7 @@ def launch_row_values(
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
-        queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device),
+        queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device),
         *queries.per_token(do.device, 2).unbind(),
         zeros.view(torch.float16)[: rows * columns].view(rows, columns),
     )
