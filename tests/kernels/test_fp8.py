@@ -17,7 +17,7 @@ from sagebwd.kernels.operands import fp8_copies, fp8_dq, fp8_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
-BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK, SPAN = 2, 2, 3, 70, 180, 64, 64, 128
+BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 64, 64
 LOG2_E = 1.4426950408889634
 
 
@@ -70,9 +70,8 @@ class Operands:
             call, saved, device(self.do), device(self.dlse), self.largest, self.do_scaled, BLOCK
         )
         self.rows, self.delta_parts, do_factor, self.spread, self.dq_sums = values
-        self.k_t = fp8_copies.key_copies(call, torch.empty(0, device=DEVICE), SPAN)
         self.do_t, self.q_t = fp8_copies.launch_float8(
-            call, device(self.do), do_factor, *q, self.spread, *k, self.largest, self.k_t, BLOCK, SPAN
+            call, device(self.do), do_factor, *q, self.spread, self.largest, BLOCK
         )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
@@ -87,17 +86,10 @@ class Operands:
             self.delta -= self.dlse.double()
 
 
-def rows_of(transposed: Tensor, heads: int, pairs: bool) -> Tensor:
-    """(batch, heads, tokens, head_dim) of a transposed copy, interleaved or, ``pairs``, r and r + 8 of 16 together."""
-    x = by_channel(transposed, pairs).cpu().float().view(BATCH, heads, HEAD_DIM, -1, *((8, 2) if pairs else (4, 2, 2)))
-    x = x.transpose(-1, -2) if pairs else x.transpose(-2, -3)
-    return x.reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)
-
-
-def by_channel(copy: Tensor, of_keys: bool) -> Tensor:
-    """A copy as (heads, head_dim, padded tokens): one of keys is a block after the other."""
-    heads = copy.shape[0]
-    return (copy[..., :SPAN].transpose(1, 2) if of_keys else copy).reshape(heads, HEAD_DIM, -1)
+def rows_of(transposed: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) of a transposed copy, interleaved."""
+    x = transposed.cpu().float().view(BATCH, HEADS_K * GROUP, HEAD_DIM, -1, 4, 2, 2).transpose(-2, -3)
+    return x.reshape(BATCH, HEADS_K * GROUP, HEAD_DIM, -1).transpose(-1, -2)
 
 
 @pytest.fixture(
@@ -107,14 +99,12 @@ def operands(request) -> Operands:
     return Operands(*request.param)
 
 
-@pytest.mark.parametrize("name", ["do", "q", "k"])
+@pytest.mark.parametrize("name", ["do", "q"])
 def test_operands_are_the_emulators(operands, name):
-    heads, tokens = (HEADS_K, KEYS) if name == "k" else (HEADS_K * GROUP, TOKENS)
-    actual = rows_of(getattr(operands, f"{name}_t"), heads, pairs=name == "k")
-    block = SPAN if name == "k" else BLOCK
-    assert actual.shape[2] == -(-tokens // block) * block
-    assert (actual[:, :, tokens:] == 0).all(), "zeros up to the end of a block"
-    actual = actual[:, :, :tokens]
+    actual = rows_of(getattr(operands, f"{name}_t"))
+    assert actual.shape[2] == -(-TOKENS // BLOCK) * BLOCK
+    assert (actual[:, :, TOKENS:] == 0).all(), "zeros up to the end of a block"
+    actual = actual[:, :, :TOKENS]
     expected = getattr(operands.emulated, name).flatten(1, 2)
     if DEVICE == "cpu":
         # triton's interpreter breaks ties upwards, loses the carry into the next power of two, and what is not normal
@@ -126,35 +116,6 @@ def test_operands_are_the_emulators(operands, name):
         assert (actual != expected).float().mean() < 1e-3
         assert torch.allclose(actual.double(), expected, rtol=0.13, atol=2.0**-9)
     assert actual.abs().max() > 224, "the largest is within an octave of 448"
-
-
-def test_k_s_copy_may_lie_where_dk_goes(operands):
-    """Each block within the dK of its own keys, and in memory that is no dK where a block ends past the keys."""
-    tokens = 2 * SPAN
-    call = operands.call._replace(keys=Packing(BATCH, HEADS_K, tokens, tokens, None))
-    generator = torch.Generator().manual_seed(4)
-    k = torch.randint(-127, 128, (BATCH, HEADS_K, tokens, HEAD_DIM), generator=generator, dtype=torch.int8).to(DEVICE)
-    k_scale = torch.rand(BATCH, HEADS_K, tokens, generator=generator).to(DEVICE)
-    dk = torch.zeros(k.shape, dtype=torch.bfloat16, device=DEVICE)
-    largest = (127 * torch.ones(BATCH * HEADS_K, 3, device=DEVICE)).view(torch.int32)
-
-    def copy_to(k_t: Tensor) -> Tensor:
-        rows = [torch.ones(BATCH, HEADS_K * GROUP, TOKENS, device=DEVICE)] * 3
-        do = operands.do.to(DEVICE)
-        fp8_copies.launch_float8(
-            call, do, rows[0], do.to(torch.int8), *rows[1:], k, k_scale, largest, k_t, BLOCK, SPAN
-        )
-        return k_t.view(torch.int8)
-
-    own = copy_to(torch.empty(BATCH * HEADS_K, 2, HEAD_DIM, SPAN, dtype=torch.float8_e4m3fn, device=DEVICE))
-    over_dk = copy_to(fp8_copies.key_copies(call, dk, SPAN))
-    assert over_dk.data_ptr() == dk.data_ptr()
-    assert torch.equal(over_dk[..., :SPAN], own)
-    assert (over_dk[..., SPAN:] == 0).all()
-    of_block = dk.view(torch.int8).view(BATCH * HEADS_K, 2, -1)
-    assert torch.equal(of_block[1, 1].view(HEAD_DIM, -1)[:, :SPAN], own[1, 1])
-    shorter = operands.call._replace(keys=Packing(BATCH, HEADS_K, tokens - 1, tokens - 1, None))
-    assert fp8_copies.key_copies(shorter, dk, SPAN).data_ptr() != dk.data_ptr()
 
 
 def test_scales_are_the_emulators(operands):
@@ -301,11 +262,8 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
         do_scaled = torch.empty_like(o)
         values = fp8_rows.launch_row_values(call, saved, do, None, largest, do_scaled, BLOCK)
-        k_t = fp8_copies.key_copies(call, torch.empty(0, device=DEVICE), SPAN)
-        copies = *fp8_copies.launch_float8(
-            call, do, values.do_factor, q, q_scale, values.spread, k, k_scale, largest, k_t, BLOCK, SPAN
-        ), k_t  # fmt: skip
-        copies = [by_channel(x.view(torch.int8), x is k_t) for x in copies]
+        copies = fp8_copies.launch_float8(call, do, values.do_factor, q, q_scale, values.spread, largest, BLOCK)
+        copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies]
         return values, copies, largest, do_scaled
 
     packed = run(
@@ -333,6 +291,6 @@ def test_packed_passes_are_those_of_each_sequence(operands):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number
             assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
-        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, SPAN)):
-            first = (start // block + number) * block
+        for actual, expected in zip(packed[1], copies):
+            first = (start // BLOCK + number) * BLOCK
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

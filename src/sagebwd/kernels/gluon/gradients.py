@@ -16,7 +16,7 @@ from sagebwd.kernels.gluon.dkdv import dkdv_kernel
 from sagebwd.kernels.gluon.dq import PIECE, dq_kernel
 from sagebwd.kernels.gluon.host import HEAD_DIMS
 from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.operands.fp8_copies import key_copies, launch_float8
+from sagebwd.kernels.operands.fp8_copies import launch_float8
 from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.operands.fp8_rows import DELTA_PARTS, launch_row_values
 from sagebwd.kernels.operands.grad_out import launch_grad_out
@@ -116,10 +116,7 @@ def float8_gradients(
     dq, dk, dv = empty_gradients(call.recipe, saved.o, v)
     # dQ is written last: its memory has the scaled dO until then
     values = launch_row_values(call, saved, do, dlse, largest, dq, block_q)
-    k_t = key_copies(call, dk, span)
-    do_t, q_t = launch_float8(
-        call, do, values.do_factor, q_int8, saved.q_scale, values.spread, k_int8, k_scale, largest, k_t, block_q, span
-    )
+    do_t, q_t = launch_float8(call, do, values.do_factor, q_int8, saved.q_scale, values.spread, largest, block_q)
     operands = Operands.of(call, q_int8, k_int8, v, dq)
     turns, heads_at_once = 1, 1
     if deterministic:
@@ -136,7 +133,6 @@ def float8_gradients(
         operands.v.blocks(rows, head_dim),
         operands.do.blocks(block_q, head_dim),
         transposed(q_t, head_dim, block_q),
-        matrix(k_t, k_t.shape[-1], (head_dim, rows)),
         transposed(do_t, head_dim, block_q),
         vectors(values.planes, 2 * block_q),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
@@ -150,7 +146,6 @@ def float8_gradients(
         dv,
         added,
         *_of_keys(call, operands, dk, block_q),
-        keys.blocks(span),
         grid,
         turns,
         heads_at_once,

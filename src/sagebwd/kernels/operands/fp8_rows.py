@@ -27,8 +27,8 @@ LEAST_REST = tl.constexpr(float8.LEAST_REST)
 DELTA_CHANNELS = tl.constexpr(16)
 # Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
 DELTA_PARTS = tl.constexpr(8)
-# The same of queries and keys.
-SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k", "blocks_k", "spans"]
+# Sizes of queries and keys, which differ from call to call.
+SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
