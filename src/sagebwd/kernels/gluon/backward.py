@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.gluon.dkdv import load_queries, probabilities
 from sagebwd.kernels.gluon.dq_sums import (
     add_dq,
+    copy_keys,
     count_added,
     counter_rank_and_count,
     dq_product,
@@ -59,14 +60,12 @@ def load(
     operands, IN_TURN: gl.constexpr, IN_ORDER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
+    """The loading warp: in each turn the keys' K and V, then what `load_queries` loads."""
     descriptors, memory, barriers, origin, turns, number, grid, blocks, heads, sizes = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = (
-        origin
-    )
+    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
     blocks_q, z_q, block_0 = blocks
     length_q, lower, upper = sizes
     SPAN: gl.constexpr = CONSUMERS * ROWS
@@ -74,12 +73,11 @@ def load(
     for turn in range(turns if IN_TURN else 1):
         first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
-        mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
+        mbarrier.expect(keys_full, SPAN * BLOCK_D * 3)
         for consumer in gl.static_range(CONSUMERS):
             first = first_k + consumer * ROWS
             load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
             load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
-            load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         step = load_queries(
             (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc),
@@ -96,7 +94,9 @@ def accumulate(
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
-    memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = shared
+    memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = (
+        shared
+    )
     dq_desc, dk_desc, dv_desc = descriptors
     scale, sum_scale = scales
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -109,7 +109,7 @@ def accumulate(
     QUERY: gl.constexpr = 0 if BLOCK_D == 128 else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
     IN_ORDER: gl.constexpr = added is not None
@@ -136,12 +136,16 @@ def accumulate(
         keys = first_k + gl.arange(0, ROWS, ROW)
         keep_key = keys < length_k
         key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
-        key_scale *= scale * LOG2_E
         if key_mask is not None:
             keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
         dv_acc = dk_acc
         no_sums = dk_acc
+        mbarrier.wait(keys_full, turn & 1)
+        k = k_memory.index(CONSUMER)
+        # nobody reads the copy of the turn before: keys were loaded since
+        copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + (batch * heads_k + head_k) * 3 + 2)
+        key_scale *= scale * LOG2_E
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
@@ -151,10 +155,9 @@ def accumulate(
         mbarrier.arrive(ds_full.index(slot), count=1)
         k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
         k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-        mbarrier.wait(keys_full, turn & 1)
-        k = k_memory.index(CONSUMER)
         if BLOCK_D == 64 and not IN_ORDER:
             # as registers are left: tensor cores need not read it from shared memory again and again
+            mbarrier.wait(ds_full.index(slot), phase)
             k_t = (
                 k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
                 k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
@@ -296,7 +299,7 @@ def accumulate(
     ]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
     v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
     grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
@@ -306,11 +309,11 @@ def backward_kernel(
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    delta_desc, parts of -delta; largest. k_t_desc: K's transposed codes as `store_transposed` writes PAIRS, sequences
-    padded to blocks of 128. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in
-    units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of
-    queries, if blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all
-    sequences. RAGGED: a block of either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
+    delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc:
+    (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest
+    (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are
+    to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all sequences. RAGGED: a block of
+    either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
     IN_ORDER: gl.constexpr = added is not None
     call = (
@@ -327,11 +330,10 @@ def backward_kernel(
     turns = gl.minimum(turns, whole + (key_block(whole, number, grid, IN_ORDER) < count).to(gl.int32))
     if turns == 0:
         return
-    z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
+    z_q, _, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
     origin = (
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
-        head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
-        q_h, q_column, batch * do_b + start_q, do_h, do_column,
+        head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
@@ -339,7 +341,8 @@ def backward_kernel(
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
     do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
     q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
-    k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [CONSUMERS, BLOCK_D, ROWS], k_t_desc.layout)
+    COPY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_D, ROWS], COPY)
     do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
     delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
@@ -370,13 +373,13 @@ def backward_kernel(
     fence_async_shared()
 
     memory = (
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory,
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory,
     )  # fmt: skip
     barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc)
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc)
     pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
     shared = (
-        memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
+        memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
         (dk_b, dk_h, dk_n), (scale, sum_scale),
     )  # fmt: skip
     blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))

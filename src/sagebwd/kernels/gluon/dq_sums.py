@@ -1,4 +1,4 @@
-"""What the one-kernel backward does with blocks of dQ^T: half of one a warpgroup, and TMA's adding them up."""
+"""What the one-kernel backward does for dQ^T: K's copy, half of a block a warpgroup, and TMA's adding blocks up."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,14 +6,33 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
+    PACKED_FLOAT8,
     ROWS,
     add_tile,
     barrier,
     block_range,
+    float8_factor,
     reinterpret,
     store_tile,
+    store_transposed,
     writes_done,
 )
+
+
+@gluon.jit
+def copy_keys(memory, k, key_scale, largest):
+    """e4m3 of 64 keys' codes times their scales and 2^g, transposed as dS^T is: to memory, as dQ's operand."""
+    WIDTH: gl.constexpr = 32  # all channels at once have more addresses, which would be kept through all steps
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    memory = reinterpret(memory, gl.int16, [k.shape[1], ROWS // 2], PAIRS)
+    scale = gl.expand_dims(key_scale, 1)
+    factor = float8_factor(gl.load(largest))
+    for part in gl.static_range(k.shape[1] // WIDTH):
+        x = k.slice(part * WIDTH, WIDTH, 1).load(LAYOUT).to(gl.float32) * scale * factor
+        codes = gl.inline_asm_elementwise(PACKED_FLOAT8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+        store_transposed(memory.slice(part * WIDTH, WIDTH, 0), codes)
 
 
 @gluon.jit
