@@ -35,6 +35,7 @@ from sagebwd.kernels.gluon.tile import (
     DELTA_CHANNELS,
     LOG2_E,
     ROWS,
+    anew,
     barrier,
     block_range,
     delta_parts_weight,
@@ -121,7 +122,6 @@ def accumulate(
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory.index(CONSUMER)
-    v = v_memory.index(CONSUMER)
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
@@ -199,6 +199,8 @@ def accumulate(
                     # dP - delta
                     delta = delta_memory.index(stage).permute((1, 0))
                     dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
+                    # at 128 else V's eight descriptors take 14 uniform registers, and what those had spills
+                    v = v_memory.index(anew(CONSUMER) if BLOCK_D == 128 else CONSUMER)
                     dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
@@ -277,7 +279,7 @@ def accumulate(
             gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
         else:
             # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-            out = v
+            out = v_memory.index(CONSUMER)
             if IN_TURN:
                 gl.static_assert(BLOCK_D == ROWS)
                 out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
