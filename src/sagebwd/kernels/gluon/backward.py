@@ -30,12 +30,13 @@ from sagebwd.kernels.gluon.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.gluon.promotion import add_here, new_product
+from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
     LOG2_E,
     ROWS,
+    anew,
     barrier,
     block_range,
     delta_parts_weight,
@@ -88,6 +89,15 @@ def load(
 
 
 @gluon.jit
+def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
+    """S^T of a step, if there are more, once Q is there; in flight. none, never: as of `new_product`."""
+    stage, phase = ring(step, STAGES)
+    mbarrier.wait(full.index(stage * 3), phase, pred=more)
+    q = q_memory.index(stage).permute((1, 0))
+    return warpgroup_mma(k, q, none, use_acc=never, is_async=True)
+
+
+@gluon.jit
 def accumulate(
     shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
@@ -119,9 +129,9 @@ def accumulate(
     PARTS: gl.constexpr = 2 if BLOCK_D == 128 and HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory.index(CONSUMER)
-    v = v_memory.index(CONSUMER)
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
@@ -164,14 +174,14 @@ def accumulate(
             )
         else:
             k_t = k_t_low, k_t_high
+            if BLOCK_D == 128:
+                k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
         counter_before = -1
-        stage, phase = ring(begun, STAGES)
-        mbarrier.wait(full.index(stage * 3), phase, pred=begin < end)
-        s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = scores(k, q_memory, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
         heads = group if GROUPED else 1
         for head in range(heads):
@@ -202,6 +212,8 @@ def accumulate(
                     # dP - delta
                     delta = delta_memory.index(stage).permute((1, 0))
                     dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
+                    # with counters else V's eight descriptors take 14 uniform registers, and what those had spills
+                    v = v_memory.index(anew(CONSUMER) if BLOCK_D == 128 and IN_ORDER else CONSUMER)
                     dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
@@ -225,24 +237,32 @@ def accumulate(
                     barrier()
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
-                    dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
-                    mbarrier.wait(ds_full.index(before), phase_before)
-                    dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-                    dv_acc = add_here(dv_acc, dv_new)
-                    dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
-                    dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-                    dk_acc = add_here(dk_acc, dk_new)
-                    dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                    dq = warpgroup_mma_wait(0, deps=[dq])
+                    more = (i + 1 < end) | (head + 1 < heads)
+                    if BLOCK_D == 128:
+                        never = step < 0
+                        dv_acc, dk_acc, dq, free = add_in_halves(
+                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage), k_t,
+                            ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
+                        )  # fmt: skip
+                        free = free.to(gl.int32, bitcast=True)
+                        s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
+                        dq = warpgroup_mma_wait(1, deps=[dq])
+                    else:
+                        dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
+                        mbarrier.wait(ds_full.index(before), phase_before)
+                        dv_new = warpgroup_mma_wait(0, deps=[dv_new])
+                        dv_acc = add_here(dv_acc, dv_new)
+                        dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
+                        dk_new = warpgroup_mma_wait(0, deps=[dk_new])
+                        dk_acc = add_here(dk_acc, dk_new)
+                        dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
+                        dq = warpgroup_mma_wait(0, deps=[dq])
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
                     store_dq(dq_part, dq * sum_scale, added, counter_before)
-                    # not before: dQ's registers are needed
-                    following, phase_following = ring(step + 1, STAGES)
-                    more = (i + 1 < end) | (head + 1 < heads)
-                    mbarrier.wait(full.index(following * 3), phase_following, pred=more)
-                    q = q_memory.index(following).permute((1, 0))
-                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                    if BLOCK_D == 64:
+                        # not before: dQ's registers are needed
+                        s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
                     add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
             last_row = row
@@ -255,7 +275,7 @@ def accumulate(
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
-        dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
+        dq = dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
@@ -280,7 +300,7 @@ def accumulate(
             gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
         else:
             # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-            out = v
+            out = v_memory.index(CONSUMER)
             if IN_TURN:
                 gl.static_assert(BLOCK_D == ROWS)
                 out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)

@@ -36,15 +36,15 @@ def copy_keys(memory, k, key_scale, largest):
 
 
 @gluon.jit
-def dq_product(
-    k_t, ds_memory, slot, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight."""
+def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight.
+
+    none, never: as of `promotion.new_product`.
+    """
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
     high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
-    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), dq, use_acc=False, is_async=True)
+    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), none, use_acc=never, is_async=True)
     return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
 
 
