@@ -17,6 +17,7 @@ import os
 import time
 
 import torch
+import torch._dynamo  # imported after a process group is made, it keeps the group's threads past the program's end
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -13,7 +13,15 @@ import pytest
 pytestmark = pytest.mark.rounding
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+SOURCES = EXAMPLES.parent / "src"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+RUN_AND_LEAVE = """
+import runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+from tests.training.runs import gloo_threads
+assert not gloo_threads()
+"""
 
 
 def test_plain_pytorch(capsys):
@@ -30,12 +38,13 @@ def test_plain_pytorch(capsys):
 def test_context_parallel_on_two_processes_is_one(recipe, apart, steps):
     """Losses of the first ten steps, as later ones multiply what rounding there is; two processes learn to repeat."""
     printed = {}
-    launchers = {1: [], 2: ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
+    launchers = {1: [], 2: [*launcher, "-c", RUN_AND_LEAVE]}
     for count, taken in ((1, 11), (2, steps)):
         arguments = [str(EXAMPLES / "context_parallel.py"), "--steps", str(taken), "--recipe", recipe]
         finished = subprocess.run(
             [sys.executable, *launchers[count], *arguments], capture_output=True, text=True, check=False, timeout=300,
-            env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1", **NO_GPU},
+            env=os.environ | {"PYTHONPATH": f"{SOURCES}:{EXAMPLES.parent}", "OMP_NUM_THREADS": "1", **NO_GPU},
         )  # fmt: skip
         assert finished.returncode == 0, finished.stderr
         assert f"tokens/s on {count} processes" in finished.stdout

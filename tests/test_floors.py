@@ -25,6 +25,7 @@ pytestmark = pytest.mark.rounding
 TENSORS = ("o", "dq", "dk", "dv")
 
 # (largest relative L2, least cosine) of o, dq, dk, dv
+large_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
 FLOORS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
     "token": {
         "normal": ((0.0115, 0.99993), (0.0168, 0.99985), (0.0167, 0.99986), (0.0165, 0.99986)),
@@ -126,7 +127,7 @@ FEW_KEYS = ("flat-and-sink", "sink", "sinks")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
+@large_gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_at_16k_tokens(head_dim, is_causal):
@@ -172,7 +173,7 @@ def test_recipes_keep_the_size_of_gradients(recipe, is_causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and 40 GB of its memory")
+@large_gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tokens", [4096, 16384])

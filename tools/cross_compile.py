@@ -187,10 +187,10 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
 def rows(arch: str, head_dim: str, recipe: str, kind: str = "causal") -> list[dict]:
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
+    causal = kind in ("causal", "ungrouped")
     shape = KernelCall(
         recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if kind == "causal" else 4, tokens_q=256,
-        tokens_k=256, is_causal=kind in ("causal", "ungrouped"),
-        mask="" if kind in ("causal", "full", "ungrouped") else kind,
+        tokens_k=256, is_causal=causal, mask="" if causal or kind == "full" else kind,
     )  # fmt: skip
     return launches(arch, shape)
 

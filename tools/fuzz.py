@@ -262,8 +262,9 @@ def main() -> int:
     start, done, failures = time.monotonic(), 0, 0
     context = multiprocessing.get_context("spawn")
     # one thread each: they draw and compile beside each other
-    one = {"initializer": torch.set_num_threads, "initargs": (1,)}
-    with ProcessPoolExecutor(arguments.processes, mp_context=context, **one) as pool:
+    with ProcessPoolExecutor(
+        arguments.processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         tasks = {
             pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest, arguments.recipe): group
             for group in groups

@@ -155,7 +155,7 @@ def _kept(rows: Sequence[dict]) -> Iterator[str]:
     cells = []
     for row in rows:
         peer = next((x for x in rows if x["attention"] == row["peer"] and x["context"] == row["context"]), None)
-        texts = ["" for _ in own_headings]
+        texts = [""] * len(own_headings)
         if whole and peer is not None:
             model = row["model"]
             head_dim = model["head_dim"] or model["width"] // model["heads"]

@@ -5,6 +5,7 @@ The first one alone decides, writes and prints; what it decides holds for all.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def leave() -> None:
     if count() > 1:
         torch.distributed.barrier()
         PartialState().destroy_process_group()
+        gc.collect()  # of cycles that hold the group: a thread of it that outlives the interpreter aborts the process
 
 
 def agreed(decide: Callable[[], Decision]) -> Decision:

@@ -217,8 +217,7 @@ def accumulate(
                     dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
-                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q,
-                        S_LAYOUT,
+                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
