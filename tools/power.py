@@ -65,7 +65,7 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     call = Call.of(
         q, k, None, None, None, shape.tokens, shape.tokens, shape.is_causal, -1, -1, shape.head_dim**-0.5, recipe
     )
-    codes = launch_codes(k, call.keys, None, SCALE_BLOCK)
+    codes = launch_codes(k, call.keys, None, SCALE_BLOCK, k_sampled=True)
 
     def bound(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
         return lambda: attention(q, k, v)

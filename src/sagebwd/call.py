@@ -65,12 +65,6 @@ class Packing(NamedTuple):
         shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
         return torch.empty(*several, *shape, self.total, dtype=torch.float32, device=device)
 
-    def by_head(self, x: Tensor) -> Tensor:
-        """Uninitialised, of x's shape and dtype, with the tokens of a head one after the other."""
-        if self.cu_seqlens is None:
-            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return torch.empty(self.heads, self.total, x.shape[-1], dtype=x.dtype, device=x.device).transpose(0, 1)
-
     def grid(self, block: int) -> int:
         """Blocks of the longest sequence."""
         return -(-self.tokens // block)
@@ -181,13 +175,10 @@ def empty_like_rows(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another.
-
-    dq: the memory of dq, if there is some.
-    """
+def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
     dk, dv = (v.new_empty(v.shape) if recipe.dv == FP8 else empty_like_rows(v) for _ in range(2))
-    return empty_like_rows(o) if dq is None else dq, dk, dv
+    return empty_like_rows(o), dk, dv
 
 
 def padded_head_dim(head_dim: int) -> int:

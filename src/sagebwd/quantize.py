@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
+
 INT8_MAX = 127
 
 
@@ -67,16 +69,21 @@ def pad_tokens(x: Tensor, block: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def smooth(x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def smooth(x: Tensor, valid: Tensor | None = None, sample: bool = False) -> tuple[Tensor, Tensor]:
     """Subtract the mean over tokens.
 
-    Args: x, (..., tokens, head_dim); valid, bool, broadcastable to (..., tokens, 1): tokens that count.
+    Args: x, (..., tokens, head_dim); valid, bool, broadcastable to (..., tokens, 1): tokens that count; sample: of
+    many tokens that all count the mean is that of some (`Recipe.k_mean`).
     Returns: x minus its mean, zero where not valid; the mean, (..., 1, head_dim), zero if no token counts.
     """
     if x.shape[-2] == 0:
         return x, x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
     if valid is None:
-        mean = x.mean(-2, keepdim=True)
+        taken = x
+        if sample and x.shape[-2] >= SAMPLED_FROM:
+            place = torch.arange(x.shape[-2], device=x.device) % SAMPLE_OF
+            taken = x[..., (place >= SAMPLE_AT) & (place < SAMPLE_AT + SAMPLE), :]
+        mean = taken.mean(-2, keepdim=True)
         return x - mean, mean
     x = torch.where(valid, x, 0)
     count = valid.expand(*x.shape[:-1], 1).sum(-2, keepdim=True)

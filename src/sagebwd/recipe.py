@@ -38,6 +38,8 @@ AUTO = "auto"
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 P_LEVELS = (127, 254)
+# Which keys a sampled mean is of (`Recipe.k_mean`).
+SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM = 32, 64, 128, 512
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("s", "o", "dp"), (INT8, SIXTEEN_BIT)),
@@ -50,6 +52,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
     "first_key": (INT8, SIXTEEN_BIT),
+    "k_mean": ("all", "sample"),
 }
 
 
@@ -81,6 +84,10 @@ class Recipe:
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
     ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
+    ``k_mean``: K's mean is that of ``"all"`` keys, or of a ``"sample"``: in a sequence of `SAMPLED_FROM` keys or more
+    `SAMPLE` of every `SAMPLE_OF`, from the one numbered `SAMPLE_AT` on, unless a mask hides keys. That leaves out the
+    first key, which is often unlike all others. Any vector is exact to take off; one within a
+    tenth of a standard deviation of the mean leaves scales as small, and a quarter of K is read for it.
 
     Raises ValueError for an unknown choice or block size, and TypeError for a switch that is not a bool.
     """
@@ -105,6 +112,7 @@ class Recipe:
     smooth_q: bool = False
     smooth_k: bool = True
     smooth_v: bool = True
+    k_mean: str = "all"
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -218,7 +226,7 @@ RECIPES: dict[str, Recipe] = {
         smooth_v=False,
     ),
     "token_fp8": Recipe(dv=FP8, dq=FP8, dk=FP8),
-    "mixed": Recipe(o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", smooth_v=False),
+    "mixed": Recipe(o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", smooth_v=False, k_mean="sample"),
     "full": Recipe(
         s=SIXTEEN_BIT,
         o=SIXTEEN_BIT,

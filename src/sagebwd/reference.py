@@ -97,7 +97,7 @@ class Emulator:
         if recipe.smooth_q:
             q, q_mean = smooth_blocks(q, recipe.block_q)
             q_mean = pad_tokens(q_mean, recipe.block_q)
-        k, k_mean = smooth(self.k, self.valid)
+        k, k_mean = smooth(self.k, self.valid, recipe.k_mean == "sample")
         if not recipe.smooth_k:
             k, k_mean = _zero_invalid(self.k, self.valid), torch.zeros_like(k_mean)
         q, k = pad_tokens(q, recipe.block_q), pad_tokens(k, recipe.block_k)

@@ -56,7 +56,8 @@ def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "share"), {"full": (0, 0), "paper": (1, 0), "token": (1, 1), "mixed": (1, 0)}.items()
+    ("recipe", "share"),
+    {"full": (0, 0), "paper": (1, 0), "token": (1, 1), "mixed(k_mean=all)": (1, 0), "mixed": (0, 0)}.items(),
 )
 def test_nan_in_the_last_token_reaches(recipe, share):
     for operand, expected in zip("kv", share):

@@ -17,13 +17,13 @@ from sagebwd.kernels.operands import fp8_copies, fp8_dq, fp8_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
-BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK, SPAN = 2, 2, 3, 70, 180, 64, 64, 128
+BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 64, 64
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def parts_of(x, parts, weight):
-    """The 16 channels of 16 values, and what they are multiplied by."""
+    """The channels of 16 values, and what those of a product are multiplied by."""
     local = tl.arange(0, 16)
     fp8_rows.store_delta_parts(parts, tl.load(x + local), local)
     tl.store(weight + local, fp8_rows.delta_parts_weight(local))
@@ -65,10 +65,13 @@ class Operands:
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
         o, lse, row_max, v_scale = map(device, (self.o, self.lse, self.row_max * LOG2_E, self.v_scale))
         saved = Saved(o, lse, *q, *k, row_max, v_scale, None)
-        values = fp8_rows.launch_row_values(call, saved, device(self.do), device(self.dlse), self.largest, BLOCK)
-        self.rows, self.delta_parts, self.do_scaled, do_factor, q_factor, self.spread, self.dq_sums = values
-        self.do_t, self.q_t, self.k_t = fp8_copies.launch_float8(
-            call, device(self.do), do_factor, q[0], q_factor, *k, self.largest, BLOCK, SPAN
+        self.do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(
+            call, saved, device(self.do), device(self.dlse), self.largest, self.do_scaled, BLOCK
+        )
+        self.rows, self.delta_parts, do_factor, self.spread, self.dq_sums = values
+        self.do_t, self.q_t = fp8_copies.launch_float8(
+            call, device(self.do), do_factor, *q, self.spread, self.largest, BLOCK
         )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
@@ -83,11 +86,10 @@ class Operands:
             self.delta -= self.dlse.double()
 
 
-def rows_of(transposed: Tensor, heads: int, pairs: bool) -> Tensor:
-    """(batch, heads, tokens, head_dim) of a transposed copy, interleaved or, ``pairs``, r and r + 8 of 16 together."""
-    x = transposed.cpu().float().view(BATCH, heads, HEAD_DIM, -1, *((8, 2) if pairs else (4, 2, 2)))
-    x = x.transpose(-1, -2) if pairs else x.transpose(-2, -3)
-    return x.reshape(BATCH, heads, HEAD_DIM, -1).transpose(-1, -2)
+def rows_of(transposed: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) of a transposed copy, interleaved."""
+    x = transposed.cpu().float().view(BATCH, HEADS_K * GROUP, HEAD_DIM, -1, 4, 2, 2).transpose(-2, -3)
+    return x.reshape(BATCH, HEADS_K * GROUP, HEAD_DIM, -1).transpose(-1, -2)
 
 
 @pytest.fixture(
@@ -97,14 +99,12 @@ def operands(request) -> Operands:
     return Operands(*request.param)
 
 
-@pytest.mark.parametrize("name", ["do", "q", "k"])
+@pytest.mark.parametrize("name", ["do", "q"])
 def test_operands_are_the_emulators(operands, name):
-    heads, tokens = (HEADS_K, KEYS) if name == "k" else (HEADS_K * GROUP, TOKENS)
-    actual = rows_of(getattr(operands, f"{name}_t"), heads, pairs=name == "k")
-    block = SPAN if name == "k" else BLOCK
-    assert actual.shape[2] == -(-tokens // block) * block
-    assert (actual[:, :, tokens:] == 0).all(), "zeros up to the end of a block"
-    actual = actual[:, :, :tokens]
+    actual = rows_of(getattr(operands, f"{name}_t"))
+    assert actual.shape[2] == -(-TOKENS // BLOCK) * BLOCK
+    assert (actual[:, :, TOKENS:] == 0).all(), "zeros up to the end of a block"
+    actual = actual[:, :, :TOKENS]
     expected = getattr(operands.emulated, name).flatten(1, 2)
     if DEVICE == "cpu":
         # triton's interpreter breaks ties upwards, loses the carry into the next power of two, and what is not normal
@@ -148,7 +148,7 @@ def test_row_values(operands):
 
 
 def test_parts_of_delta_add_up_to_it(operands):
-    parts = operands.delta_parts.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 16)
+    parts = operands.delta_parts.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 8)
     assert (parts[..., 3:] == 0).all()
     assert (parts[:, :, TOKENS:] == 0).all()
     weight = torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64)
@@ -160,10 +160,11 @@ def test_parts_of_delta_add_up_to_it(operands):
 def test_parts_reach_further_than_their_type(dtype):
     """A channel of V that is large and constant makes delta large, but says nothing of a row's bound."""
     x = torch.tensor([0.0, 1e-4, -0.3, 1.0, 77.7, -1e5, 3e7] + [0.0] * 9, device=DEVICE)
-    parts = torch.full((16, 16), torch.nan, dtype=dtype, device=DEVICE)
+    parts = torch.full((16, 8), torch.nan, dtype=dtype, device=DEVICE)
     weight = torch.empty(16, device=DEVICE)
     parts_of[(1,)](x, parts, weight)
-    total = (parts.double() * weight.double()).sum(-1)
+    assert (weight[8:] == 0).all(), "of channels that are not in memory"
+    total = (parts.double() * weight[:8].double()).sum(-1)
     torch.testing.assert_close(total, x.double(), rtol=2.0**-20, atol=2.0**-33)
 
 
@@ -229,8 +230,9 @@ def test_v_s_scales_may_be_bits_of_its_maxima(operands):
     def run(v_scale: Tensor) -> list[Tensor]:
         saved = Saved(o, q_scale + 1, q, q_scale, k, k_scale, q_scale, v_scale.to(DEVICE), None)
         largest = torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
-        values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, BLOCK)
-        return [largest, values.planes, values.spread, values.do_factor, values.do_scaled]
+        do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, do_scaled, BLOCK)
+        return [largest, values.planes, values.spread, values.do_factor, do_scaled]
 
     for one, other in zip(run(scale), run(maxima.view(torch.int32))):
         assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
@@ -258,11 +260,11 @@ def test_packed_passes_are_those_of_each_sequence(operands):
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
         largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
-        values = fp8_rows.launch_row_values(call, saved, do, None, largest, BLOCK)
-        copies = fp8_copies.launch_float8(
-            call, do, values.do_factor, q, values.q_factor, k, k_scale, largest, BLOCK, SPAN
-        )
-        return values, [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies], largest
+        do_scaled = torch.empty_like(o)
+        values = fp8_rows.launch_row_values(call, saved, do, None, largest, do_scaled, BLOCK)
+        copies = fp8_copies.launch_float8(call, do, values.do_factor, q, q_scale, values.spread, largest, BLOCK)
+        copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies]
+        return values, copies, largest, do_scaled
 
     packed = run(
         operands.call._replace(queries=queries, keys=keys), do, o, q, k, lse, row_max, q_scale, k_scale, v_scale
@@ -276,19 +278,19 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         end = start + length
         dense = lambda x: x[start:end].transpose(0, 1)[None]  # noqa: B023, E731
         one = [Packing(1, n, length, length, None) for n in (heads, HEADS_K)]
-        values, copies, expected = run(
+        values, copies, expected, do_scaled = run(
             operands.call._replace(queries=one[0], keys=one[1]), *map(dense, (do, o, q, k)),
             *(x[:, start:end].contiguous() for x in (lse, row_max, q_scale, k_scale)), v_scale[number : number + 1],
         )  # fmt: skip
         assert torch.equal(largest, expected)
         assert not values.dq_sums.any()  # of fewer than the programs' shares
-        for name in ("do_factor", "q_factor", "spread"):
+        for name in ("do_factor", "spread"):
             assert torch.equal(getattr(packed[0], name)[:, start:end], getattr(values, name)[0])
-        assert torch.equal(packed[0].do_scaled[start:end].transpose(0, 1), values.do_scaled[0])
+        assert torch.equal(packed[3][start:end].transpose(0, 1), do_scaled[0])
         for name in ("planes", "delta_parts"):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number
             assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
-        for actual, expected, block in zip(packed[1], copies, (BLOCK, BLOCK, SPAN)):
-            first = (start // block + number) * block
+        for actual, expected in zip(packed[1], copies):
+            first = (start // BLOCK + number) * BLOCK
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

@@ -32,12 +32,13 @@ def assert_codes(codes, scale, x, group):
     assert difference.mean() <= 5e-3
 
 
-def check(k, key_mask=None, device="cpu"):
+def check(k, key_mask=None, device="cpu", sampled=False):
     k = k.to(device)
-    out = launch_codes(k, Packing.of(k, None, k.shape[2]), None if key_mask is None else key_mask.to(device), BLOCK_K)
+    key_mask_there = None if key_mask is None else key_mask.to(device)
+    out = launch_codes(k, Packing.of(k, None, k.shape[2]), key_mask_there, BLOCK_K, k_sampled=sampled)
     out = Codes(*(x.cpu() for x in out))
     valid = None if key_mask is None else key_mask[:, None, :, None]
-    smoothed, mean = smooth(k.cpu().double(), valid)
+    smoothed, mean = smooth(k.cpu().double(), valid, sampled)
     assert torch.allclose(out.k_mean.double(), mean[:, :, 0], rtol=1e-5, atol=1e-6)
     assert_codes(out.k, out.k_scale, smoothed, "lane")
     assert out.tiles_taken.item() == 0
@@ -52,6 +53,13 @@ def test_dense(tokens, head_dim):
     check(draw(2, 2, tokens, head_dim, seed=1) + 2)
 
 
+@pytest.mark.parametrize("tokens", [1, 130, 511, 512, 650, 1100])
+def test_means_of_a_sample(tokens):
+    k = draw(2, 2, tokens, 64, seed=1) + 2
+    k[:, :, 30::128] += 100  # of many keys these are not in the sample
+    check(k, sampled=True)
+
+
 def test_rows_that_lie_apart():
     check(draw(1, 300, 2, 2, 64, seed=1)[:, :, 1].transpose(1, 2))
 
@@ -61,17 +69,20 @@ def test_masked_keys_count_nowhere():
     key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(2)) > 0.3
     key_mask[1] = False
     check(torch.where(key_mask[:, None, :, None], k, torch.inf), key_mask)
+    most = torch.arange(600).expand(2, -1) != 3
+    check(draw(2, 2, 600, 64, seed=1) + 2, most, sampled=True)
 
 
-def test_sequences_of_a_pack_are_smoothed_apart():
-    lengths = [5, 0, 200, 129]
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sequences_of_a_pack_are_smoothed_apart(sampled):
+    lengths = [5, 0, 200, 129, 1200, 511]
     k = draw(sum(lengths), 2, 64, seed=1) + 3
     offsets = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    out = launch_codes(k, Packing.of(k, offsets, max(lengths)), None, BLOCK_K)
+    out = launch_codes(k, Packing.of(k, offsets, max(lengths)), None, BLOCK_K, k_sampled=sampled)
     for index, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         if start == stop:
             continue
-        smoothed, mean = smooth(k[start:stop].transpose(0, 1).double())
+        smoothed, mean = smooth(k[start:stop].transpose(0, 1).double(), sample=sampled)
         assert torch.allclose(out.k_mean[index].double(), mean[:, 0], rtol=1e-5, atol=1e-6)
         assert_codes(out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop], smoothed, "lane")
 
@@ -98,9 +109,10 @@ def test_a_channel_with_nan_has_a_scale_of_nan():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("tokens", [1, 1000, 16384, 40000])
-def test_on_a_gpu(tokens):
-    check(draw(1, 2, tokens, 128, seed=1) + 2, device="cuda")
+def test_on_a_gpu(tokens, sampled):
+    check(draw(1, 2, tokens, 128, seed=1) + 2, device="cuda", sampled=sampled)
 
 
 def test_a_sequence_without_keys_has_scales():

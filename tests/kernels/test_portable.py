@@ -70,6 +70,8 @@ CALLS = {
     "smooth-q-paper-mask": KernelCall(recipe="paper(smooth_q=True)", tokens_q=130, masked=True),
     "smooth-q-full-packed": KernelCall(recipe="full(smooth_q=True, smooth_k=True, smooth_v=True)", **PACKED),
     "no-smoothing": KernelCall(recipe="token(smooth_k=False, smooth_v=False)", masked=True),
+    "sampled-mean": KernelCall(recipe="token(k_mean=sample)", tokens_q=130, tokens_k=700),
+    "sampled-mean-packed": KernelCall(recipe="token(k_mean=sample)", lengths_q=[3, 70, 65], lengths_k=[3, 600, 511]),
     "channel-scales": KernelCall(recipe="token(v_scale=channel, do_scale=channel)"),
     "block-scale-of-v": KernelCall(recipe="token(v_scale=block)", masked=True),
     "block-scales": KernelCall(recipe="token(q_scale=block, k_scale=block)"),

@@ -74,7 +74,7 @@ class Case:
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
     def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
-        return launch_codes(k, self.packings()[1], key_mask, 128)
+        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True)
 
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""

@@ -167,14 +167,6 @@ def interleave_rows(x):
 
 
 @triton.jit
-def pair_rows(x):
-    """Rows r and r + 8 of every 16 side by side: the order in which STSM transposes pairs of 8-bit codes."""
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    return x.reshape(M // 16, 2, 8, N).permute(0, 2, 1, 3).reshape(M, N)
-
-
-@triton.jit
 def to_16bit(x, dtype: tl.constexpr):
     """FP32 rounded to even; the interpreter cuts bf16 off instead."""
     if INTERPRETED and dtype == tl.bfloat16:

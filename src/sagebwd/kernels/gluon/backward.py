@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.gluon.dkdv import load_queries, probabilities
 from sagebwd.kernels.gluon.dq_sums import (
     add_dq,
+    copy_keys,
     count_added,
     counter_rank_and_count,
     dq_product,
@@ -29,12 +30,13 @@ from sagebwd.kernels.gluon.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.gluon.promotion import add_here, new_product
+from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
     LOG2_E,
     ROWS,
+    anew,
     barrier,
     block_range,
     delta_parts_weight,
@@ -59,14 +61,12 @@ def load(
     operands, IN_TURN: gl.constexpr, IN_ORDER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: in each turn the keys' K, K transposed and V, then what `load_queries` loads."""
+    """The loading warp: in each turn the keys' K and V, then what `load_queries` loads."""
     descriptors, memory, barriers, origin, turns, number, grid, blocks, heads, sizes = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_k_t, token_k_t, row_q, row_q_h, column_q, row_do, row_do_h, column_do = (
-        origin
-    )
+    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
     blocks_q, z_q, block_0 = blocks
     length_q, lower, upper = sizes
     SPAN: gl.constexpr = CONSUMERS * ROWS
@@ -74,12 +74,11 @@ def load(
     for turn in range(turns if IN_TURN else 1):
         first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
-        mbarrier.expect(keys_full, SPAN * BLOCK_D * 4)
+        mbarrier.expect(keys_full, SPAN * BLOCK_D * 3)
         for consumer in gl.static_range(CONSUMERS):
             first = first_k + consumer * ROWS
             load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
             load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
-            load_tile(k_t_desc, [row_k_t, token_k_t + first], keys_full, k_t_memory.index(consumer))
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         step = load_queries(
             (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc),
@@ -90,13 +89,24 @@ def load(
 
 
 @gluon.jit
+def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
+    """S^T of a step, if there are more, once Q is there; in flight. none, never: as of `new_product`."""
+    stage, phase = ring(step, STAGES)
+    mbarrier.wait(full.index(stage * 3), phase, pred=more)
+    q = q_memory.index(stage).permute((1, 0))
+    return warpgroup_mma(k, q, none, use_acc=never, is_async=True)
+
+
+@gluon.jit
 def accumulate(
     shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
-    memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = shared
+    memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = (
+        shared
+    )
     dq_desc, dk_desc, dv_desc = descriptors
     scale, sum_scale = scales
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -109,7 +119,7 @@ def accumulate(
     QUERY: gl.constexpr = 0 if BLOCK_D == 128 else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
     IN_ORDER: gl.constexpr = added is not None
@@ -119,9 +129,9 @@ def accumulate(
     PARTS: gl.constexpr = 2 if BLOCK_D == 128 and HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory.index(CONSUMER)
-    v = v_memory.index(CONSUMER)
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
@@ -136,12 +146,16 @@ def accumulate(
         keys = first_k + gl.arange(0, ROWS, ROW)
         keep_key = keys < length_k
         key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
-        key_scale *= scale * LOG2_E
         if key_mask is not None:
             keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
         dv_acc = dk_acc
         no_sums = dk_acc
+        mbarrier.wait(keys_full, turn & 1)
+        k = k_memory.index(CONSUMER)
+        # nobody reads the copy of the turn before: keys were loaded since
+        copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + (batch * heads_k + head_k) * 3 + 2)
+        key_scale *= scale * LOG2_E
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
@@ -151,24 +165,23 @@ def accumulate(
         mbarrier.arrive(ds_full.index(slot), count=1)
         k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
         k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-        mbarrier.wait(keys_full, turn & 1)
-        k = k_memory.index(CONSUMER)
         if BLOCK_D == 64 and not IN_ORDER:
             # as registers are left: tensor cores need not read it from shared memory again and again
+            mbarrier.wait(ds_full.index(slot), phase)
             k_t = (
                 k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
                 k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
             )
         else:
             k_t = k_t_low, k_t_high
+            if BLOCK_D == 128:
+                k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
         last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
         counter_before = -1
-        stage, phase = ring(begun, STAGES)
-        mbarrier.wait(full.index(stage * 3), phase, pred=begin < end)
-        s = warpgroup_mma(k, q_memory.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = scores(k, q_memory, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
         heads = group if GROUPED else 1
         for head in range(heads):
@@ -199,6 +212,8 @@ def accumulate(
                     # dP - delta
                     delta = delta_memory.index(stage).permute((1, 0))
                     dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
+                    # with counters else V's eight descriptors take 14 uniform registers, and what those had spills
+                    v = v_memory.index(anew(CONSUMER) if BLOCK_D == 128 and IN_ORDER else CONSUMER)
                     dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
@@ -221,24 +236,32 @@ def accumulate(
                     barrier()
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
-                    dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
-                    mbarrier.wait(ds_full.index(before), phase_before)
-                    dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-                    dv_acc = add_here(dv_acc, dv_new)
-                    dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
-                    dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-                    dk_acc = add_here(dk_acc, dk_new)
-                    dq = dq_product(k_t, ds_memory, before, QUERY, BLOCK_Q, DQ_LAYOUT)
-                    dq = warpgroup_mma_wait(0, deps=[dq])
+                    more = (i + 1 < end) | (head + 1 < heads)
+                    if BLOCK_D == 128:
+                        never = step < 0
+                        dv_acc, dk_acc, dq, free = add_in_halves(
+                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage), k_t,
+                            ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
+                        )  # fmt: skip
+                        free = free.to(gl.int32, bitcast=True)
+                        s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
+                        dq = warpgroup_mma_wait(1, deps=[dq])
+                    else:
+                        dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
+                        mbarrier.wait(ds_full.index(before), phase_before)
+                        dv_new = warpgroup_mma_wait(0, deps=[dv_new])
+                        dv_acc = add_here(dv_acc, dv_new)
+                        dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
+                        dk_new = warpgroup_mma_wait(0, deps=[dk_new])
+                        dk_acc = add_here(dk_acc, dk_new)
+                        dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
+                        dq = warpgroup_mma_wait(0, deps=[dq])
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
                     store_dq(dq_part, dq * sum_scale, added, counter_before)
-                    # not before: dQ's registers are needed
-                    following, phase_following = ring(step + 1, STAGES)
-                    more = (i + 1 < end) | (head + 1 < heads)
-                    mbarrier.wait(full.index(following * 3), phase_following, pred=more)
-                    q = q_memory.index(following).permute((1, 0))
-                    s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+                    if BLOCK_D == 64:
+                        # not before: dQ's registers are needed
+                        s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
                     add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
             last_row = row
@@ -251,7 +274,7 @@ def accumulate(
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
-        dq = dq_product(k_t, ds_memory, slot, QUERY, BLOCK_Q, DQ_LAYOUT)
+        dq = dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
@@ -276,7 +299,7 @@ def accumulate(
             gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
         else:
             # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-            out = v
+            out = v_memory.index(CONSUMER)
             if IN_TURN:
                 gl.static_assert(BLOCK_D == ROWS)
                 out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
@@ -295,7 +318,7 @@ def accumulate(
     ]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
     v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
     grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
@@ -305,11 +328,11 @@ def backward_kernel(
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    delta_desc, parts of -delta; largest. k_t_desc: K's transposed codes as `store_transposed` writes PAIRS, sequences
-    padded to blocks of 128. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in
-    units of spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of
-    queries, if blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all
-    sequences. RAGGED: a block of either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
+    delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc:
+    (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest
+    (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are
+    to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all sequences. RAGGED: a block of
+    either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
     """
     IN_ORDER: gl.constexpr = added is not None
     call = (
@@ -326,11 +349,10 @@ def backward_kernel(
     turns = gl.minimum(turns, whole + (key_block(whole, number, grid, IN_ORDER) < count).to(gl.int32))
     if turns == 0:
         return
-    z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
+    z_q, _, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
     origin = (
         batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
-        head_k * v_column, z_k * BLOCK_D, padded_block(start_k, batch, SPAN, VARLEN) * SPAN, batch * q_b + start_q,
-        q_h, q_column, batch * do_b + start_q, do_h, do_column,
+        head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
@@ -338,7 +360,8 @@ def backward_kernel(
     v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
     do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
     q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
-    k_t_memory = gl.allocate_shared_memory(k_t_desc.dtype, [CONSUMERS, BLOCK_D, ROWS], k_t_desc.layout)
+    COPY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_D, ROWS], COPY)
     do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
     delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
@@ -369,13 +392,13 @@ def backward_kernel(
     fence_async_shared()
 
     memory = (
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, k_t_memory, do_t_memory, rows_memory, delta_memory,
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory,
     )  # fmt: skip
     barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, k_t_desc, do_t_desc, rows_desc, delta_desc)
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc)
     pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
     shared = (
-        memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
+        memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
         (dk_b, dk_h, dk_n), (scale, sum_scale),
     )  # fmt: skip
     blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))

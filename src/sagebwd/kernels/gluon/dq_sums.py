@@ -1,4 +1,4 @@
-"""What the one-kernel backward does with blocks of dQ^T: half of one a warpgroup, and TMA's adding them up."""
+"""What the one-kernel backward does for dQ^T: K's copy, half of a block a warpgroup, and TMA's adding blocks up."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,26 +6,45 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
+    PACKED_FLOAT8,
     ROWS,
     add_tile,
     barrier,
     block_range,
+    float8_factor,
     reinterpret,
     store_tile,
+    store_transposed,
     writes_done,
 )
 
 
 @gluon.jit
-def dq_product(
-    k_t, ds_memory, slot, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight."""
+def copy_keys(memory, k, key_scale, largest):
+    """e4m3 of 64 keys' codes times their scales and 2^g, transposed as dS^T is: to memory, as dQ's operand."""
+    WIDTH: gl.constexpr = 32  # all channels at once have more addresses, which would be kept through all steps
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    memory = reinterpret(memory, gl.int16, [k.shape[1], ROWS // 2], PAIRS)
+    scale = gl.expand_dims(key_scale, 1)
+    factor = float8_factor(gl.load(largest))
+    for part in gl.static_range(k.shape[1] // WIDTH):
+        x = k.slice(part * WIDTH, WIDTH, 1).load(LAYOUT).to(gl.float32) * scale * factor
+        codes = gl.inline_asm_elementwise(PACKED_FLOAT8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+        store_transposed(memory.slice(part * WIDTH, WIDTH, 0), codes)
+
+
+@gluon.jit
+def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight.
+
+    none, never: as of `promotion.new_product`.
+    """
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
     high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
-    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), dq, use_acc=False, is_async=True)
+    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), none, use_acc=never, is_async=True)
     return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
 
 

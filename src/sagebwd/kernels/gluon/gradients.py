@@ -18,7 +18,7 @@ from sagebwd.kernels.gluon.host import HEAD_DIMS
 from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.operands.fp8_copies import launch_float8
 from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
-from sagebwd.kernels.operands.fp8_rows import launch_row_values
+from sagebwd.kernels.operands.fp8_rows import DELTA_PARTS, launch_row_values
 from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.lane_codes import launch_channel_maxima
 from sagebwd.kernels.operands.transposed import launch_transpose
@@ -113,14 +113,11 @@ def float8_gradients(
     if v_maxima is not None:
         launch_channel_maxima(v, keys, call.key_mask, v_maxima)
         saved = saved._replace(v_scale=v_maxima)
-    values = launch_row_values(call, saved, do, dlse, largest, block_q)
-    do_t, q_t, k_t = launch_float8(
-        call, do, values.do_factor, q_int8, values.q_factor, k_int8, k_scale, largest, block_q, span
-    )
-    operands = Operands.of(call, q_int8, k_int8, v, values.do_scaled)
-    # dQ is written last, when nobody reads the scaled dO any more
-    lie_alike = values.do_scaled.stride() == saved.o.stride()
-    dq, dk, dv = empty_gradients(call.recipe, saved.o, v, values.do_scaled if lie_alike else None)
+    dq, dk, dv = empty_gradients(call.recipe, saved.o, v)
+    # dQ is written last: its memory has the scaled dO until then
+    values = launch_row_values(call, saved, do, dlse, largest, dq, block_q)
+    do_t, q_t = launch_float8(call, do, values.do_factor, q_int8, saved.q_scale, values.spread, largest, block_q)
+    operands = Operands.of(call, q_int8, k_int8, v, dq)
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
@@ -136,10 +133,9 @@ def float8_gradients(
         operands.v.blocks(rows, head_dim),
         operands.do.blocks(block_q, head_dim),
         transposed(q_t, head_dim, block_q),
-        transposed(k_t, head_dim, rows),
         transposed(do_t, head_dim, block_q),
         vectors(values.planes, 2 * block_q),
-        matrix(values.delta_parts, DELTA_CHANNELS.value, (block_q, DELTA_CHANNELS.value)),
+        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
         matrix(dk, head_dim, (rows, head_dim)),
         matrix(dv, head_dim, (rows, head_dim)),

@@ -48,7 +48,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
     k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v and (o_int8 or float8),
-        v_scale=sequence, first_key=first_apart,
+        v_scale=sequence, first_key=first_apart, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
     q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True)
     k_pass = launch_quantize(

@@ -14,6 +14,7 @@ padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 interleave = gluon.jit(tile.interleave.fn)
+float8_factor = gluon.jit(fp8_copies.float8_factor.fn)
 float8_scale = gluon.jit(fp8_copies.float8_scale.fn)
 delta_parts_weight = gluon.jit(fp8_rows.delta_parts_weight.fn)
 DELTA_CHANNELS = gl.constexpr(fp8_rows.DELTA_CHANNELS.value)
@@ -139,7 +140,7 @@ def paired_rows(low, high):
 
 @gluon.jit
 def store_transposed(memory, codes):
-    """8-bit codes of a (64, N) score tile to shared memory as (N, 64), rows in the order of `tile.pair_rows`.
+    """8-bit codes of a (64, N) score tile to shared memory as (N, 64), rows r and r + 8 of every 16 side by side.
 
     memory: (N, 32) int16.
     """

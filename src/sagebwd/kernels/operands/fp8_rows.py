@@ -25,30 +25,34 @@ LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 LEAST_REST = tl.constexpr(float8.LEAST_REST)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
-# The same of queries and keys.
-SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k", "blocks_k"]
+# Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
+DELTA_PARTS = tl.constexpr(8)
+# Sizes of queries and keys, which differ from call to call.
+SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, delta_parts, do_factor,
-    q_factor, spread, do_scaled, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, k_b, k_h, k_n,
-    heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr,
-    K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    spread, do_scaled, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h,
+    q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr,
+    TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys.
 
-    zeros: int32, written for the next kernel to add to, ``share`` of them by each program, in whole steps of CLEARED.
+    zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
+    multiple of 16.
     """
     at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * share
     at = tl.multiple_of(at, 16)  # for stores of 16 bytes
     for first in range(0, share, CLEARED):
-        tl.store(zeros + at + first + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
+        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if tl.program_id(1) < programs:
         row_values(
-            do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, q_factor, spread,
-            do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, heads, heads_k, tokens, total, blocks,
-            head_dim, TOKEN, VARLEN, BLOCK, BLOCK_D,
+            do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, spread,
+            do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads,
+            heads_k, tokens, total, blocks, head_dim, TOKEN, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
@@ -59,19 +63,19 @@ def row_values_kernel(
 
 @triton.jit
 def row_values(
-    do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, q_factor, spread,
-    do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, q_b, q_h, q_n, heads, heads_k, tokens, total, blocks,
-    head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, spread, do_scaled,
+    largest, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k, tokens,
+    total, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
-    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_CHANNELS of dO's type that add up
-    to it when multiplied by `delta_parts_weight`. do_factor, q_factor: what dO and Q's codes are multiplied by;
-    spread: 2^(b - e); one a token. do_scaled: 2^-b dO as contiguous rows, (heads, tokens, D), exact but for what is
-    too small for FP16. largest (sequences * heads, 3) int32: bits of the largest dO and Q so multiplied, from 0.
-    TOKEN: Q's scales are one a token. v_scale: psi's of V's channels, or as int32 the bits of
-    their largest magnitudes.
+    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
+    it when multiplied by `delta_parts_weight`. do_factor, 2^-e: what dO is multiplied by; spread, 2^(b - e): what Q
+    is; one a token. do_scaled: 2^-b dO, exact but for what is too small for FP16. largest (sequences * heads, 3)
+    int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's scales are one a token. v_scale: psi's of
+    V's channels, or as int32 the bits of their largest magnitudes.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
@@ -86,6 +90,7 @@ def row_values(
         do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
         o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
         q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
+        do_scaled += batch_64 * scaled_b + head.to(tl.int64) * scaled_h + token * scaled_n
         tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
         out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
         owner = batch * heads_k + head // (heads // heads_k)
@@ -124,11 +129,10 @@ def row_values(
         rows += block * BLOCK * 2
         tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
         tl.store(rows + BLOCK + local, scale)
-        store_delta_parts(delta_parts + block * BLOCK * DELTA_CHANNELS, -delta * inverse, local)
+        store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(do_factor + row, weight, mask=inside)
-        tl.store(q_factor + row, scale * spread_row, mask=inside)
         tl.store(spread + row, spread_row, mask=inside)
-        at = do_scaled + row[:, None] * head_dim + columns[None, :]
+        at = do_scaled + local[:, None] * scaled_n + columns[None, :]
         kept = inside[:, None] & (columns < head_dim)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
         largest += owner * 3
@@ -145,15 +149,15 @@ def delta_parts_weight(channel):
 
 @triton.jit
 def store_delta_parts(parts, x, local):
-    """x as DELTA_CHANNELS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    """x as DELTA_PARTS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
     first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
     rest = x - first.to(tl.float32) * 1024.0
     second = to_16bit(rest, parts.dtype.element_ty)
     third = to_16bit((rest - second.to(tl.float32)) * 1024.0, parts.dtype.element_ty)
-    channel = tl.arange(0, DELTA_CHANNELS)[None, :]
+    channel = tl.arange(0, DELTA_PARTS)[None, :]
     tile = tl.where(channel == 0, first[:, None], tl.where(channel == 1, second[:, None], third[:, None]))
     tl.store(
-        parts + local[:, None] * DELTA_CHANNELS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
+        parts + local[:, None] * DELTA_PARTS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
     )
 
 
@@ -211,31 +215,31 @@ class RowValues(NamedTuple):
 
     planes: Tensor
     delta_parts: Tensor
-    do_scaled: Tensor
     do_factor: Tensor
-    q_factor: Tensor
     spread: Tensor
     dq_sums: Tensor
 
 
 def launch_row_values(
-    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, largest: Tensor, block: int
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, largest: Tensor, do_scaled: Tensor, block: int
 ) -> RowValues:
-    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest."""
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest.
+
+    do_scaled: where the scaled dO goes, of dO's shape and dtype.
+    """
     queries, keys = call.queries, call.keys
     o, q, k = saved.o, saved.q_int8, saved.k_int8
     programs = queries.batch * queries.heads
     grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
-    # each program clears its share, of two a word, in whole steps
+    # each program clears its share, of two a word
     clearing = max(math.prod(grid), 1)
     rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
-    share = -(-rows * columns // (2 * CLEARED.value * clearing)) * CLEARED.value
+    share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
-        queries.padded(block, block * DELTA_CHANNELS.value, dtype=do.dtype, device=do.device),
-        queries.by_head(do),
-        *queries.per_token(do.device, 3).unbind(),
+        queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device),
+        *queries.per_token(do.device, 2).unbind(),
         zeros.view(torch.float16)[: rows * columns].view(rows, columns),
     )
     launch(
@@ -256,14 +260,14 @@ def launch_row_values(
         out.planes,
         out.delta_parts,
         out.do_factor,
-        out.q_factor,
         out.spread,
-        out.do_scaled,
+        do_scaled,
         largest,
         zeros,
         share,
         *queries.strides(do),
         *queries.strides(o),
+        *queries.strides(do_scaled),
         *queries.strides(q),
         *keys.strides(k),
         queries.heads,

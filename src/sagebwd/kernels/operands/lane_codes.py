@@ -17,13 +17,17 @@ from torch import Tensor
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
+from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
-STEP, WARPS = 32, 4
-# K's chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block adds up.
+STEP, WARPS = SAMPLE, 4
+BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
+# Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
 CHUNK, MOST_CHUNKS = 256, 32
+# The same where a quarter of the keys is summed up.
+SAMPLED_CHUNK, MOST_SAMPLED_CHUNKS = 1024, 16
 # V's: so many steps' loads are under way at a time.
 MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
@@ -41,9 +45,12 @@ class Codes(NamedTuple):
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
 def sum_keys_kernel(
     k, sums, counts, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads)."""
+    """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
+
+    SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many.
+    """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
     batch = batch_head // heads
@@ -54,7 +61,11 @@ def sum_keys_kernel(
     k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
-    for first in range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK):
+    begin, step = part * chunk, BLOCK
+    if SAMPLED:
+        begin += tl.where(length < SAMPLED_KEYS, 0, BLOCK_AT)
+        step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
+    for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
         at = k + (start + first).to(tl.int64) * k_n
         tile = load_rows(at, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
@@ -149,9 +160,9 @@ def channel_maxima_kernel(
         tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
 
 
-def _chunks(packing: Packing) -> tuple[int, int]:
+def _chunks(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tuple[int, int]:
     """Tokens of a chunk and chunks of the longest sequence."""
-    chunk = max(CHUNK, triton.next_power_of_2(-(-packing.tokens // MOST_CHUNKS)))
+    chunk = max(least, triton.next_power_of_2(-(-packing.tokens // most)))
     return chunk, packing.grid(chunk)
 
 
@@ -170,8 +181,11 @@ def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, max
     )  # fmt: skip
 
 
-def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int) -> Codes:
-    """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's."""
+def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False) -> Codes:
+    """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
+
+    k_sampled: the mean is that of a sample, where there is no mask.
+    """
     head_dim, device = k.shape[-1], k.device
     out = Codes(
         torch.empty(k.shape, dtype=torch.int8, device=device),
@@ -180,7 +194,9 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    chunk, chunks = _chunks(keys)
+    k_sampled = k_sampled and key_mask is None
+    most = MOST_SAMPLED_CHUNKS if k_sampled else MOST_CHUNKS
+    chunk, chunks = _chunks(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
     all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
@@ -189,13 +205,13 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
         sum_keys_kernel,
         (chunks * all_heads,),
         k, sums, counts, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
-        all_heads, BLOCK=STEP, num_warps=WARPS, **shape,
+        all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     launch(
         key_codes_kernel,
         (max(keys.grid(block_k), 1), all_heads),  # without a key too: the forward reads what it writes of a sequence
         k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens,
         *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks,
-        all_heads, BLOCK=block_k, CHUNKS=MOST_CHUNKS, num_warps=WARPS, **shape,
+        all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out

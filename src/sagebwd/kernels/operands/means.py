@@ -13,12 +13,23 @@ from torch import Tensor
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import load_rows, psi_scale, sequence
+from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
 UNROLL = tl.constexpr(8)
 # Columns that a program of the second kernel adds up.
 FINISHED_COLUMNS = 32
+KEPT, KEPT_AT, KEPT_OF, KEPT_FROM = map(tl.constexpr, (SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
+
+
+@triton.jit
+def sampled(length, at):
+    """Which tokens of a sequence a sampled mean is of (`sagebwd.recipe.Recipe.k_mean`), and how many they are."""
+    count = length // KEPT_OF * KEPT + tl.minimum(tl.maximum(length % KEPT_OF - KEPT_AT, 0), KEPT)
+    place = at % KEPT_OF - KEPT_AT
+    taken = (length < KEPT_FROM) | ((place >= 0) & (place < KEPT))
+    return taken, tl.where(length < KEPT_FROM, length, count)
 
 
 @triton.jit
@@ -36,12 +47,15 @@ def _chunk(
     tokens,
     head_dim: tl.constexpr,
     EXTREMES: tl.constexpr,
+    SAMPLED: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """A chunk's share of the mean, if EXTREMES its largest and least value too, into partial (3, chunks, heads, D).
+
+    SAMPLED: of a sample of the tokens, where there is no mask.
 
     first_key (batch,): the first that key_mask leaves, or the sequence's length; written if not None.
     """
@@ -77,6 +91,9 @@ def _chunk(
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + first + local, mask=keep, other=0) != 0)
             tile = tl.where(keep[:, None], tile, 0.0)
+        elif SAMPLED:
+            taken, count = sampled(length, first + local)
+            tile = tl.where(taken[:, None], tile, 0.0)
         sums += tl.sum(tile.reshape(UNROLL, BLOCK, BLOCK_D), 0)
         if EXTREMES:
             high = tl.where(keep[:, None], tile, float("-inf")).reshape(UNROLL, BLOCK, BLOCK_D)
@@ -110,21 +127,25 @@ def statistics_kernel(
     tokens,
     head_dim: tl.constexpr,
     V_SCALE: tl.constexpr,
+    K_SAMPLED: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted."""
+    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted.
+
+    K_SAMPLED: K's mean is of a sample.
+    """
     if tl.program_id(2) == 0:
         _chunk(
-            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, head_dim, False, VARLEN,
-            CHUNK, BLOCK, BLOCK_D,
+            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, head_dim, False,
+            K_SAMPLED, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
             v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_n, heads, tokens, head_dim,
-            V_SCALE, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            V_SCALE, False, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -187,8 +208,11 @@ def launch_statistics(
     smooth_v: bool,
     v_scale: bool,
     first_key: bool,
+    k_sampled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None.
+
+    k_sampled: K's mean is that of a sample, where there is no mask.
 
     And where there is a mask, if asked for, the first key that it leaves or the number of keys, (B,) int32; else None.
     """
@@ -221,6 +245,7 @@ def launch_statistics(
         packing.tokens,
         head_dim=head_dim,
         V_SCALE=v_scale,
+        K_SAMPLED=k_sampled,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
         BLOCK=max(8, 1024 // block_d),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import interleave_rows, load_rows, padded_block, pair_rows, whose
+from sagebwd.kernels.tile import interleave_rows, load_rows, padded_block, whose
 
 NO_SPECIALIZE = ["tokens", "total", "blocks"]
 
@@ -20,16 +20,12 @@ def pass_warps(block: int, head_dim: int) -> int:
 
 
 @triton.jit
-def store_transposed(
-    transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr = False,
-):  # fmt: skip
-    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved or, PAIRS, in the order of `pair_rows`."""
+def store_transposed(transposed, code, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a block of codes (tokens, D) as (D, tokens), tokens interleaved."""
     pitch = blocks * BLOCK
     at = transposed + z * head_dim * pitch + (block - z * blocks) * BLOCK
     at = at + columns[:, None] * pitch + tl.arange(0, BLOCK)[None, :]
-    code = pair_rows(code) if PAIRS else interleave_rows(code)
-    tl.store(at, tl.trans(code), mask=columns[:, None] < head_dim)
+    tl.store(at, tl.trans(interleave_rows(code)), mask=columns[:, None] < head_dim)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
     k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart,
+        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 

@@ -1,0 +1,65 @@
+"""Bytes of a forward and backward at their peak, counted from what the Hopper host makes: no kernel runs."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+from sagebwd.call import Call, Saved, empty_like_rows
+from sagebwd.kernels import device, replay
+from sagebwd.kernels.gluon.gradients import float8_gradients
+from sagebwd.recipe import Recipe
+
+META = torch.device("meta")
+
+
+class Made(TorchDispatchMode):
+    """Adds up the bytes of tensors that are made, not viewed: a call made again makes them all at once."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__.removeprefix("new_").startswith(("empty", "zeros")):
+            self.total += result.untyped_storage().nbytes()
+        return result
+
+
+def peak(heads: int, kv_heads: int, head_dim: int, tokens: int, layout: str) -> int:
+    """Bytes beyond the inputs while the kernel of a backward of ``mixed`` runs; packed: eight sequences."""
+
+    def rows(heads: int) -> Tensor:
+        shape = {"heads": (1, heads, tokens), "tokens": (1, tokens, heads), "packed": (tokens, heads)}[layout]
+        x = torch.empty(*shape, head_dim, dtype=torch.bfloat16, device=META)
+        return x.transpose(1, 2) if layout == "tokens" else x
+
+    q, k = rows(heads), rows(kv_heads)
+    offsets = torch.empty(9, dtype=torch.int32, device=META) if layout == "packed" else None
+    longest = tokens // 8 if layout == "packed" else tokens
+    call = Call.of(q, k, None, offsets, offsets, longest, longest, False, -1, -1, 1.0, Recipe.named("mixed"))
+    codes = [torch.empty(x.shape, dtype=torch.int8, device=META) for x in (q, k)]
+    lse, q_scale, row_max = (call.queries.per_token(META) for _ in range(3))
+    k_mean = torch.empty(call.keys.batch, kv_heads, head_dim, device=META)
+    saved = Saved(
+        empty_like_rows(q), lse, codes[0], q_scale, codes[1], call.keys.per_token(META), row_max, None, k_mean
+    )
+    with Made() as made:
+        float8_gradients(call, saved, q, None, k)
+    return sum(x.nbytes for x in saved if x is not None) + made.total
+
+
+def flash_attention_4(heads: int, kv_heads: int, head_dim: int, tokens: int) -> int:
+    """The same of FlashAttention-4: O, lse, gradients, and in FP32 dQ's sums and two values a query."""
+    of_query = 2 * head_dim + 4 + 2 * head_dim + 4 * head_dim + 8
+    return tokens * (heads * of_query + kv_heads * 4 * head_dim)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens", "packed"])
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 128, 16384), (16, 4, 128, 16384), (32, 32, 64, 16384), (32, 8, 64, 16384), (32, 32, 64, 16001)]
+)
+def test_peak_is_within_a_quarter_of_flash_attention_4_s(shape, layout, monkeypatch):
+    monkeypatch.setattr(device, "num_sms", lambda device: 132)
+    monkeypatch.setattr(replay, "_start", lambda *arguments, **options: None)
+    assert peak(*shape, layout) <= 1.25 * flash_attention_4(*shape)
