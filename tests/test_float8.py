@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from sagebwd import dispatch, reference, sage_attention, sage_attention_varlen
 from sagebwd.analysis import sinks
 from sagebwd.band import Band
-from sagebwd.float8 import E4M3_MAX, _normalised, e4m3
+from sagebwd.float8 import E4M3_MAX, _normalised, e4m3, queries_a_scale
 from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
@@ -65,9 +65,12 @@ def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
             ds_codes[row][seen] = to_grid(2.0**e * p * (dp - delta) * 2.0**-b)
             q_weighted[row] = q[row] * 2.0 ** (b - e)
             spread[row] = 2.0 ** (b - e)
-    (do_codes, dv_scale), (q_codes, dk_scale), (k_codes, dq_scale) = map(normalised, (do_weighted, q_weighted, k))
-    dv = (p_codes.mT @ do_codes).sum(0) * dv_scale
-    dk = (ds_codes.mT @ q_codes).sum(0) * dk_scale * scale
+    k_codes, dq_scale = normalised(k)
+    dv, dk = torch.zeros_like(v), torch.zeros_like(k)
+    for block in [(g, rows) for g in range(len(q)) for rows in torch.arange(q.shape[1]).split(queries_a_scale(16))]:
+        (do_codes, dv_scale), (q_codes, dk_scale) = normalised(do_weighted[block]), normalised(q_weighted[block])
+        dv += p_codes[block].mT @ do_codes * dv_scale
+        dk += ds_codes[block].mT @ q_codes * dk_scale * scale
     dq = ds_codes @ k_codes * dq_scale * spread * scale
     return dq, dk, dv
 
@@ -75,7 +78,7 @@ def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
 def case(name):
     """Inputs in FP64: q, k, v, do, and whether it is causal, dlse, which keys count, and V-smoothing."""
     group = 3 if name == "group" else 1
-    tokens_q, tokens_k = (70, 150) if name == "blocks" else (40, 40)
+    tokens_q, tokens_k = (150, 200) if name == "blocks" else (40, 40)
     q, k, v, do = draw(
         heads=2 * group, kv_heads=2, tokens=tokens_q, kv_tokens=tokens_k, head_dim=16, dtype=torch.float64
     )
@@ -207,16 +210,15 @@ def _gradients(q, k, v, do, recipe):
 
 
 def test_small_gradients_beside_large_ones():
-    """The price of one scale a sequence: a key is lost where all its queries have a dO 2^16 times below others'."""
+    """Queries of another product have another scale: however far below others' their dO is, nothing is lost."""
     q, k, v, do = draw(tokens=256)
     error = {}
     for n in (0, 4, 16):
-        quiet = torch.cat([do[:, :, :128], do[:, :, 128:] * 2.0**-n], 2)
+        quiet = torch.cat([do[:, :, :128], do[:, :, 128:] * 2.0**-n], 2)  # blocks of 128 at head_dim 64
         exact, actual = (_gradients(q, k, v, quiet, recipe) for recipe in ("full", "token_fp8"))
         error[n] = [relative_l2(a[:, :, 128:], e[:, :, 128:]) for a, e in zip(actual, exact)]
     assert_close(error[4], error[0], rtol=0.1, atol=0)
-    assert_close(error[16][0], error[0][0], rtol=0.1, atol=0)  # dQ's scale is its own row's
-    assert min(error[16][1:]) > 0.9
+    assert_close(error[16], error[0], rtol=0.1, atol=0)
 
 
 def test_each_product_is_chosen_by_itself():

@@ -32,12 +32,12 @@ CALLS = {
         ("hopper", head_dim, recipe, mask)
         for head_dim in (64, 128)
         for recipe, *masks in (
-            ("token", "full", "causal"), ("token_fp8", "full", "causal"), ("token_fp8(o=16bit)", "full", "causal"),
+            ("token", "full", "causal"), ("token_fp8", "full", "causal"), ("mixed", "full", "causal"),
             ("paper", "causal"),
         )
         for mask in masks
     ]
-    + [("hopper", 128, "token_fp8", "ungrouped")],
+    + [("hopper", head_dim, "mixed", "ungrouped") for head_dim in (64, 128)],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip

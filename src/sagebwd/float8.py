@@ -11,8 +11,8 @@ r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a 
                                            K'  = e4m3(K 2^g)               dQ = 2^(b - e) dS' K' 2^-g
 
 Q and K are the dequantised INT8 operands of S. Each operand has its own g, the largest that leaves its magnitudes at
-most 448, over the tokens of a sequence and, for queries, over the heads that share a key head, as its sums run.
-What exceeds 448 all the same is 448.
+most 448: K' over the tokens of a sequence, dO' and Q' over `queries_a_scale` queries of a head. dV and dK are FP32
+sums of such products. What exceeds 448 all the same is 448.
 
 r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
 nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagebwd.quantize import pad_tokens
+
 E4M3_MAX = 448.0
 LEAST_REST = 2.0**-10
 
@@ -40,16 +42,28 @@ def _power(exponent: Tensor, like: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(like), exponent)
 
 
-def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of 2^g x, and 2^-g."""
+def _normalised(x: Tensor, dims: tuple[int, ...] = (-3, -2, -1)) -> tuple[Tensor, Tensor]:
+    """e4m3 of 2^g x, and 2^-g, with a g over ``dims``."""
     if x.numel() == 0:
-        return x, x.new_ones((*x.shape[:-3], 1, 1, 1))
-    largest = x.abs().amax((-3, -2, -1), keepdim=True)
+        return x, x.new_ones(())
+    largest = x.abs().amax(dims, keepdim=True)
     mantissa, exponent = torch.frexp(largest)
     # 448 is 0.875 * 2^9
     g = torch.where(mantissa <= 0.875, 9, 8) - exponent.clamp(-110)
     # + 0 * largest: e4m3 has no infinity, so that the scale says it
     return e4m3(x * _power(g, largest)), _power(-g, largest) + largest * 0
+
+
+def queries_a_scale(head_dim: int) -> int:
+    """How many queries of a head share the g of dO' and that of Q': those of one product of dV and dK."""
+    return 128 if head_dim <= 64 else 64
+
+
+def _by_block(x: Tensor) -> Tensor:
+    """e4m3 of 2^g x, times 2^-g, each block of queries with a g of its own."""
+    size = queries_a_scale(x.shape[-1])
+    codes, scale = _normalised(pad_tokens(x, size).unflatten(-2, (-1, size)), (-2, -1))
+    return (codes * scale).flatten(-3, -2)[..., : x.shape[-2], :]
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,9 @@ class Float8Operands:
 
     shift: Tensor  # e log(2), (B, H, G, N, 1)
     inverse_bound: Tensor  # 2^-b, (B, H, G, N, 1)
-    do: Tensor
-    q: Tensor
+    do: Tensor  # times 2^-g
+    q: Tensor  # times 2^-g
     k: Tensor
-    dv_scale: Tensor  # (B, H, 1, 1, 1)
-    dk_scale: Tensor  # (B, H, 1, 1, 1)
     dq_scale: Tensor  # (B, H, G, N, 1)
 
     @classmethod
@@ -97,14 +109,14 @@ class Float8Operands:
         exponent = torch.nan_to_num(e).to(b.dtype)
         weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
         spread = weight * _power(b, bound) + bound * 0
-        do, dv_scale = _normalised(do * weight)
-        q, dk_scale = _normalised(q_codes * (q_scale * spread))
+        do = _by_block(do * weight)
+        q = _by_block(q_codes * (q_scale * spread))
         k, dq_scale = _normalised(k_codes * k_scale)
-        return cls(e * math.log(2), _power(-b, bound), do, q, k, dv_scale, dk_scale, dq_scale * spread)
+        return cls(e * math.log(2), _power(-b, bound), do, q, k, dq_scale * spread)
 
     def dv(self, probability: Tensor, rows: slice) -> Tensor:
         """P^T dO of a chunk of queries; probability, 2^e P."""
-        return e4m3(probability).mT @ self.do[..., rows, :] * self.dv_scale
+        return e4m3(probability).mT @ self.do[..., rows, :]
 
     def ds(self, probability: Tensor, dp: Tensor, delta: Tensor, rows: slice) -> Tensor:
         """dS' of a chunk of queries."""
@@ -113,7 +125,7 @@ class Float8Operands:
 
     def dk(self, ds: Tensor, rows: slice) -> Tensor:
         """dS^T Q of a chunk of queries, without the softmax scale."""
-        return ds.mT @ self.q[..., rows, :] * self.dk_scale
+        return ds.mT @ self.q[..., rows, :]
 
     def dq(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:
         """dS K of a chunk of queries, without the softmax scale."""

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from sagebwd.call import Call, Packing, Saved
-from sagebwd.kernels.operands import fp8_copies, fp8_dq, fp8_rows
+from sagebwd.kernels.operands import fp8_dq, fp8_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
-BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 64, 64
+BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 128, 64
 LOG2_E = 1.4426950408889634
 
 
@@ -61,17 +61,13 @@ class Operands:
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
         scales = [x[..., 0].contiguous() for x in (q_scale, k_scale)]
-        self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        self.call, self.largest = call, torch.zeros(BATCH * HEADS_K, dtype=torch.int32, device=DEVICE)
         q, k = ((device(code), device(scale)) for code, scale in zip(codes, scales))
         o, lse, row_max, v_scale = map(device, (self.o, self.lse, self.row_max * LOG2_E, self.v_scale))
         saved = Saved(o, lse, *q, *k, row_max, v_scale, None)
         self.do_scaled = torch.empty_like(o)
-        values = fp8_rows.launch_row_values(
+        self.values = fp8_rows.launch_row_values(
             call, saved, device(self.do), device(self.dlse), self.largest, self.do_scaled, BLOCK
-        )
-        self.rows, self.delta_parts, do_factor, self.spread, self.dq_sums = values
-        self.do_t, self.q_t = fp8_copies.launch_float8(
-            call, device(self.do), do_factor, *q, self.spread, self.largest, BLOCK
         )
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
@@ -101,11 +97,15 @@ def operands(request) -> Operands:
 
 @pytest.mark.parametrize("name", ["do", "q"])
 def test_operands_are_the_emulators(operands, name):
-    actual = rows_of(getattr(operands, f"{name}_t"))
-    assert actual.shape[2] == -(-TOKENS // BLOCK) * BLOCK
-    assert (actual[:, :, TOKENS:] == 0).all(), "zeros up to the end of a block"
-    actual = actual[:, :, :TOKENS]
-    expected = getattr(operands.emulated, name).flatten(1, 2)
+    codes = rows_of(getattr(operands.values, f"{name}_t"))
+    assert codes.shape[2] == -(-TOKENS // BLOCK) * BLOCK
+    assert (codes[:, :, TOKENS:] == 0).all(), "zeros up to the end of a block"
+    largest = codes.unflatten(2, (-1, BLOCK)).abs().amax((-2, -1))
+    assert (largest >= 224).all(), "the largest is within an octave of 448"
+    scales = operands.values.scales.cpu().double().view(BATCH, HEADS_K * GROUP, -1, fp8_rows.SCALES.value)
+    scale = scales[..., ["do", "q"].index(name)].repeat_interleave(BLOCK, 2)[:, :, :TOKENS, None]
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    actual, expected = codes[:, :, :TOKENS], getattr(operands.emulated, name).flatten(1, 2) / scale
     if DEVICE == "cpu":
         # triton's interpreter breaks ties upwards, loses the carry into the next power of two, and what is not normal
         normal = expected.abs() >= 2.0**-6
@@ -115,40 +115,35 @@ def test_operands_are_the_emulators(operands, name):
         # FP32 products may fall on the other side of a tie
         assert (actual != expected).float().mean() < 1e-3
         assert torch.allclose(actual.double(), expected, rtol=0.13, atol=2.0**-9)
-    assert actual.abs().max() > 224, "the largest is within an octave of 448"
 
 
-def test_scales_are_the_emulators(operands):
-    largest = operands.largest.cpu().view(torch.float32).view(BATCH, HEADS_K, 3)
-    spread = operands.spread.cpu().double().unflatten(1, (HEADS_K, GROUP)).unsqueeze(-1)
-    for index, scale in enumerate((operands.emulated.dv_scale, operands.emulated.dk_scale, None)):
-        mantissa, exponent = torch.frexp(largest[..., index].double())
-        power = torch.ldexp(torch.ones_like(mantissa), exponent - torch.where(mantissa <= 0.875, 9, 8))
-        expected = scale.flatten(1) if scale is not None else None
-        if expected is None:
-            assert torch.equal(spread * power[:, :, None, None, None], operands.emulated.dq_scale)
-        else:
-            assert torch.equal(power, expected)
+def test_k_s_scale_is_the_emulators(operands):
+    largest = operands.largest.cpu().view(torch.float32).view(BATCH, HEADS_K).double()
+    mantissa, exponent = torch.frexp(largest)
+    power = torch.ldexp(torch.ones_like(mantissa), exponent - torch.where(mantissa <= 0.875, 9, 8))
+    spread = operands.values.spread.cpu().double().unflatten(1, (HEADS_K, GROUP)).unsqueeze(-1)
+    assert torch.equal(spread * power[..., None, None, None], operands.emulated.dq_scale)
 
 
 def test_zeros_for_sums_of_dq(operands):
-    assert operands.dq_sums.dtype == torch.float16
-    assert operands.dq_sums.shape == (BATCH * HEADS_K * GROUP * HEAD_DIM, 2 * BLOCK)
-    assert (operands.dq_sums == 0).all()
+    assert operands.values.dq_sums.dtype == torch.float16
+    assert operands.values.dq_sums.shape == (BATCH * HEADS_K * GROUP * HEAD_DIM, 2 * BLOCK)
+    assert (operands.values.dq_sums == 0).all()
 
 
 def test_row_values(operands):
-    planes = operands.rows.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 2, BLOCK).transpose(2, 3).flatten(3)
-    lse, _ = planes[..., :TOKENS].unbind(2)
+    planes = operands.values.planes.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 2, BLOCK)
+    lse = planes[..., 0, :].flatten(2)
+    assert (lse[..., TOKENS:] == torch.inf).all()
+    lse = lse[..., :TOKENS]
     unseen = operands.lse == -torch.inf
     assert (lse[unseen] == torch.inf).all()
-    assert (planes[:, :, 0, TOKENS:] == torch.inf).all()
     shift = operands.emulated.shift.flatten(1, 2).squeeze(-1) * LOG2_E
     torch.testing.assert_close(lse[~unseen], (operands.lse.double() * LOG2_E - shift)[~unseen], rtol=1e-5, atol=1e-4)
 
 
 def test_parts_of_delta_add_up_to_it(operands):
-    parts = operands.delta_parts.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 8)
+    parts = operands.values.delta_parts.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 8)
     assert (parts[..., 3:] == 0).all()
     assert (parts[:, :, TOKENS:] == 0).all()
     weight = torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64)
@@ -189,8 +184,7 @@ def test_finished_dq(operands, lengths):
     call = operands.call._replace(queries=queries, keys=keys, scale=0.3)
     summed = queries.padded(BLOCK, BLOCK * HEAD_DIM, dtype=torch.float16, device=DEVICE).normal_()
     spread = queries.per_token(torch.device(DEVICE)).uniform_(1, 2)
-    largest = torch.full((queries.batch * HEADS_K, 3), 2.0, device=DEVICE)
-    largest[:, 2] = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
+    largest = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     fp8_dq.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
@@ -229,10 +223,10 @@ def test_v_s_scales_may_be_bits_of_its_maxima(operands):
 
     def run(v_scale: Tensor) -> list[Tensor]:
         saved = Saved(o, q_scale + 1, q, q_scale, k, k_scale, q_scale, v_scale.to(DEVICE), None)
-        largest = torch.zeros(BATCH * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        largest = torch.zeros(BATCH * HEADS_K, dtype=torch.int32, device=DEVICE)
         do_scaled = torch.empty_like(o)
         values = fp8_rows.launch_row_values(operands.call, saved, do, None, largest, do_scaled, BLOCK)
-        return [largest, values.planes, values.spread, values.do_factor, do_scaled]
+        return [largest, values.planes, values.spread, values.scales[..., :2], do_scaled]
 
     for one, other in zip(run(scale), run(maxima.view(torch.int32))):
         assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
@@ -258,12 +252,11 @@ def test_packed_passes_are_those_of_each_sequence(operands):
     v_scale = torch.rand(len(lengths), HEADS_K, HEAD_DIM, generator=generator).to(DEVICE)
 
     def run(call: Call, do, o, q, k, lse, row_max, q_scale, k_scale, v_scale) -> tuple:
-        largest = torch.zeros(call.keys.batch * HEADS_K, 3, dtype=torch.int32, device=DEVICE)
+        largest = torch.zeros(call.keys.batch * HEADS_K, dtype=torch.int32, device=DEVICE)
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, v_scale, None)
         do_scaled = torch.empty_like(o)
         values = fp8_rows.launch_row_values(call, saved, do, None, largest, do_scaled, BLOCK)
-        copies = fp8_copies.launch_float8(call, do, values.do_factor, q, q_scale, values.spread, largest, BLOCK)
-        copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in copies]
+        copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in (values.do_t, values.q_t)]
         return values, copies, largest, do_scaled
 
     packed = run(
@@ -271,7 +264,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
     )
     assert not packed[0].dq_sums.any()
     for number, (start, length) in enumerate(zip(starts, lengths)):
-        largest = packed[2].view(len(lengths), HEADS_K, 3)[number]
+        largest = packed[2].view(len(lengths), HEADS_K)[number]
         if length == 0:
             assert (largest == 0).all()
             continue
@@ -284,13 +277,13 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         )  # fmt: skip
         assert torch.equal(largest, expected)
         assert not values.dq_sums.any()  # of fewer than the programs' shares
-        for name in ("do_factor", "spread"):
-            assert torch.equal(getattr(packed[0], name)[:, start:end], getattr(values, name)[0])
+        assert torch.equal(packed[0].spread[:, start:end], values.spread[0])
         assert torch.equal(packed[3][start:end].transpose(0, 1), do_scaled[0])
-        for name in ("planes", "delta_parts"):
+        for name, width in (("planes", None), ("scales", 2), ("delta_parts", None)):
             blocks = getattr(values, name).shape[1]
             first = start // BLOCK + number
-            assert torch.equal(getattr(packed[0], name)[:, first : first + blocks], getattr(values, name))
+            actual, alone = getattr(packed[0], name)[:, first : first + blocks], getattr(values, name)
+            assert torch.equal(actual[..., :width], alone[..., :width])
         for actual, expected in zip(packed[1], copies):
             first = (start // BLOCK + number) * BLOCK
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.gluon.dkdv import load_queries, probabilities
+from sagebwd.kernels.gluon.backward_loads import load
+from sagebwd.kernels.gluon.dkdv import probabilities, same_of_pairs
 from sagebwd.kernels.gluon.dq_sums import (
     add_dq,
     copy_keys,
@@ -30,7 +31,7 @@ from sagebwd.kernels.gluon.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product
+from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product, scale_of
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -40,8 +41,6 @@ from sagebwd.kernels.gluon.tile import (
     barrier,
     block_range,
     delta_parts_weight,
-    float8_scale,
-    load_tile,
     operand_float8,
     padded_block,
     program_number,
@@ -57,38 +56,6 @@ SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
-def load(
-    operands, IN_TURN: gl.constexpr, IN_ORDER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """The loading warp: in each turn the keys' K and V, then what `load_queries` loads."""
-    descriptors, memory, barriers, origin, turns, number, grid, blocks, heads, sizes = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
-    keys_full, keys_empty, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
-    blocks_q, z_q, block_0 = blocks
-    length_q, lower, upper = sizes
-    SPAN: gl.constexpr = CONSUMERS * ROWS
-    step = 0
-    for turn in range(turns if IN_TURN else 1):
-        first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
-        mbarrier.wait(keys_empty, (turn & 1) ^ 1)
-        mbarrier.expect(keys_full, SPAN * BLOCK_D * 3)
-        for consumer in gl.static_range(CONSUMERS):
-            first = first_k + consumer * ROWS
-            load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
-            load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
-        begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
-        step = load_queries(
-            (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc),
-            (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory), full, empty,
-            (row_q, row_q_h, column_q, row_do, row_do_h, column_do), (begin, end - begin, blocks_q, z_q, block_0),
-            heads, step, STAGES, BLOCK_Q, BLOCK_D,
-        )  # fmt: skip
-
-
-@gluon.jit
 def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
     """S^T of a step, if there are more, once Q is there; in flight. none, never: as of `new_product`."""
     stage, phase = ring(step, STAGES)
@@ -100,8 +67,8 @@ def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
 @gluon.jit
 def accumulate(
     shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr,
+    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, A_LANE: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
     memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = (
@@ -119,14 +86,14 @@ def accumulate(
     QUERY: gl.constexpr = 0 if BLOCK_D == 128 else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
     IN_ORDER: gl.constexpr = added is not None
     cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # a loop of its own for blocks that no mask cuts: what masks need would take registers that it has not
-    PARTS: gl.constexpr = 2 if BLOCK_D == 128 and HAS_UPPER and not HAS_LOWER and not GROUPED else 1
+    PARTS: gl.constexpr = 2 if HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
@@ -154,8 +121,10 @@ def accumulate(
         mbarrier.wait(keys_full, turn & 1)
         k = k_memory.index(CONSUMER)
         # nobody reads the copy of the turn before: keys were loaded since
-        copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + (batch * heads_k + head_k) * 3 + 2)
+        copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + batch * heads_k + head_k)
         key_scale *= scale * LOG2_E
+        if A_LANE:
+            key_scale = same_of_pairs(key_scale, ROW)
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
@@ -195,6 +164,7 @@ def accumulate(
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
                     rows = rows_memory.index(stage)
+                    units = scales_memory.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
                     to_row = row
                     to_block = i
@@ -217,7 +187,7 @@ def accumulate(
                     dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
-                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
+                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT, A_LANE,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -240,20 +210,22 @@ def accumulate(
                     if BLOCK_D == 128:
                         never = step < 0
                         dv_acc, dk_acc, dq, free = add_in_halves(
-                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage), k_t,
-                            ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
+                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
+                            units, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
                         )  # fmt: skip
                         free = free.to(gl.int32, bitcast=True)
                         s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
                         dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
+                        dv_scale = scale_of(units, 0, OUT_LAYOUT)
+                        dk_scale = scale_of(units, 1, OUT_LAYOUT)
                         mbarrier.wait(ds_full.index(before), phase_before)
                         dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-                        dv_acc = add_here(dv_acc, dv_new)
+                        dv_acc = add_here(dv_acc, dv_new, dv_scale)
                         dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
                         dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-                        dk_acc = add_here(dk_acc, dk_new)
+                        dk_acc = add_here(dk_acc, dk_new, dk_scale)
                         dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
                         dq = warpgroup_mma_wait(0, deps=[dq])
                     mbarrier.arrive(ds_empty.index(before), count=1)
@@ -266,11 +238,7 @@ def accumulate(
                     counter_before = counter
             last_row = row
             begun += end - begin
-        # asked for here, there when they are needed
         batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
-        unit = largest + (batch * heads_k + head_k) * 3
-        dv_unit = float8_scale(gl.load(unit))
-        dk_unit = float8_scale(gl.load(unit + 1)) * scale
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
@@ -295,8 +263,8 @@ def accumulate(
             out_b, out_h, out_n = strides
             out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
             at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
-            gl.store(dk + at, (dk_acc * dk_unit).to(dk.dtype.element_ty), mask=written)
-            gl.store(dv + at, (dv_acc * dv_unit).to(dv.dtype.element_ty), mask=written)
+            gl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=written)
+            gl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=written)
         else:
             # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
             out = v_memory.index(CONSUMER)
@@ -304,8 +272,8 @@ def accumulate(
                 gl.static_assert(BLOCK_D == ROWS)
                 out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
             row_out = (batch * heads_k + head_k) * tokens_k + first_k + CONSUMER * ROWS
-            store_block(dk_desc, out, dk_acc * dk_unit, row_out)
-            store_block(dv_desc, out, dv_acc * dv_unit, row_out)
+            store_block(dk_desc, out, dk_acc * scale, row_out)
+            store_block(dv_desc, out, dv_acc, row_out)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -318,21 +286,22 @@ def accumulate(
     ]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-    k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h, k_column,
-    v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
-    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, scales_desc, delta_desc, dq_desc, dk_desc,
+    dv_desc, k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h,
+    k_column, v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k,
+    blocks_q, grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    A_LANE: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     Arguments as in `dkdv_kernel`, but for what `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc:
-    (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest
-    (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are
-    to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all sequences. RAGGED: a block of
-    either may end past its sequence. BLOCK_Q: 64 queries at head_dim 128, 128 at 64.
+    scales_desc, of the copies; delta_desc, parts of -delta, of which memory has half the channels and TMA makes the
+    rest zeros; largest. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of
+    spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if
+    blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all sequences.
+    RAGGED: a block of either may end past its sequence. A_LANE: K has one scale a lane (`sagebwd.recipe`). BLOCK_Q: 64
+    queries at head_dim 128, 128 at 64.
     """
     IN_ORDER: gl.constexpr = added is not None
     call = (
@@ -364,6 +333,7 @@ def backward_kernel(
     k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_D, ROWS], COPY)
     do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
+    scales_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_desc.block_shape[1]], scales_desc.layout)
     delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
     ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -392,10 +362,10 @@ def backward_kernel(
     fence_async_shared()
 
     memory = (
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory,
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory,
     )  # fmt: skip
     barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc)
+    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
     pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
     shared = (
         memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
@@ -409,11 +379,11 @@ def backward_kernel(
         [
             (
                 accumulate,
-                (shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+                (shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, A_LANE, STAGES, BLOCK_Q, BLOCK_D),
             ),
             (
                 accumulate,
-                (shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D),
+                (shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, A_LANE, STAGES, BLOCK_Q, BLOCK_D),
             ),
             (load, (operands, IN_TURN, IN_ORDER, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
         ],

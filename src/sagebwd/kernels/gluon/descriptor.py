@@ -46,9 +46,10 @@ def transposed(x: Tensor, head_dim: int, tokens: int) -> TensorDescriptor:
     return matrix(x, x.numel() // (x.shape[0] * head_dim), (head_dim, tokens))
 
 
-def vectors(x: Tensor, columns: int) -> TensorDescriptor:
-    """Rows of a contiguous tensor, which threads read themselves."""
-    return _described(x, (x.numel() // columns, columns), columns, (1, columns), _layout(0, 8 * x.element_size()))
+def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
+    """Rows of a contiguous tensor, which threads read themselves; with zeros behind, if ``width`` says up to where."""
+    layout = _layout(0, 8 * x.element_size())
+    return _described(x, (x.numel() // columns, columns), columns, (1, width or columns), layout)
 
 
 class Rows(NamedTuple):

@@ -35,10 +35,11 @@ def load_queries(
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    delta_desc: channels more of dO, or None. step: how many blocks the ring has had; returned with these counted in.
+    delta_desc: channels more of dO, or None; scales_desc: what is behind the copies, or None. step: how many blocks
+    the ring has had; returned with these counted in.
     """
-    q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc = descriptors
-    q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory = memory
+    q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc = descriptors
+    q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
     row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
     begin, count, blocks_q, z_q, block_0 = steps
     step = gl.to_tensor(step)
@@ -62,7 +63,11 @@ def load_queries(
                 token = (z * blocks_q + padded) * BLOCK_Q
                 load_tile(delta_desc, [token, 0], do_ready, delta_memory.index(stage))
             load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(stage))
-            mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
+            if scales_desc is None:
+                mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2)
+            else:
+                mbarrier.expect(copies_ready, BLOCK_Q * BLOCK_D * 2 + scales_memory.shape[2] * 4)
+                load_tile(scales_desc, [z * blocks_q + padded, 0], copies_ready, scales_memory.index(stage))
             load_tile(do_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, do_t_memory.index(stage))
             load_tile(q_t_desc, [z * BLOCK_D, padded * BLOCK_Q], copies_ready, q_t_memory.index(stage))
             step += 1
@@ -83,8 +88,8 @@ def load(
         load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
         load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
     load_queries(
-        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, None),
-        (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, None), full, empty,
+        (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, None, None),
+        (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, None, None), full, empty,
         (row_q, row_q_h, column_q, row_do, row_do_h, column_do), (steps[0], steps[1], steps[2], z_q, block_0), heads,
         0, STAGES, BLOCK_Q, BLOCK_D,
     )  # fmt: skip
@@ -97,16 +102,28 @@ def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
+def same_of_pairs(x, LAYOUT: gl.constexpr):
+    """One number a key, the same for keys r and r + 8 of every 16, as one register for both."""
+    low, _ = gl.split(x.reshape([x.shape[0] // 16, 2, 8]).permute([0, 2, 1]))
+    both = gl.join(low, low).permute([0, 2, 1]).reshape(x.shape)
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def probabilities(
     s, rows, key_scale, keys, keep_key, first_q, first_k, length_q, length_k, lower, upper, key_mask,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, A_LANE: gl.constexpr = False,
 ):  # fmt: skip
     """P^T, 0 where masked, and whether the block is whole: no mask cuts it, no end.
 
-    KEYS_END: keys past the end are masked too, as they must be where dQ reduces over keys.
+    KEYS_END: keys past the end are masked too, as they must be where dQ reduces over keys. A_LANE: key_scale is of
+    `same_of_pairs`, so that a product with a query's serves two scores.
     """
-    x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1)
+    if A_LANE:
+        x = s.to(gl.float32) * (plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1))
+    else:
+        x = s.to(gl.float32) * plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1)
     # masked afterwards: a branch before them would let ptxas put off all exponentials until dP is there
     p = exp2(x - plane(rows, 0, BLOCK_Q, LAYOUT))
     whole = first_q + BLOCK_Q <= length_q

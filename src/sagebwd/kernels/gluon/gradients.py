@@ -16,9 +16,8 @@ from sagebwd.kernels.gluon.dkdv import dkdv_kernel
 from sagebwd.kernels.gluon.dq import PIECE, dq_kernel
 from sagebwd.kernels.gluon.host import HEAD_DIMS
 from sagebwd.kernels.gluon.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.operands.fp8_copies import launch_float8
 from sagebwd.kernels.operands.fp8_dq import dq_sum_scale, launch_finish_dq
-from sagebwd.kernels.operands.fp8_rows import DELTA_PARTS, launch_row_values
+from sagebwd.kernels.operands.fp8_rows import DELTA_PARTS, SCALES, launch_row_values
 from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.lane_codes import launch_channel_maxima
 from sagebwd.kernels.operands.transposed import launch_transpose
@@ -26,6 +25,8 @@ from sagebwd.kernels.replay import launch
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
+# FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
+SCALES_APART = 32
 # What recipes they run have.
 INT8_BACKWARD = {
     **dict.fromkeys(("s", "dv", "dq", "dk"), INT8), "dp": SIXTEEN_BIT, "do_scale": "block", "p_scale_dv": "key",
@@ -88,13 +89,13 @@ def _of_keys(call: Call, operands: Operands, dk: Tensor, block_q: int) -> tuple:
 def _zeros(call: Call, block_q: int, maxima: bool, on: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What is raised or counted up from 0, in one piece, for one launch to clear.
 
-    Bits of the largest dO, Q and K of each key head; how many blocks of keys have added to each half of a block of
+    Bits of the largest K of each key head; how many blocks of keys have added to each half of a block of
     dQ^T if they are to in order; if asked for, bits of V's largest by channel, (batch, heads, D).
     """
     keys, queries = call.keys, call.queries
     heads = keys.batch * keys.heads
     counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
-    sizes = heads * 3, counts, heads * call.head_dim if maxima else 0
+    sizes = heads, counts, heads * call.head_dim if maxima else 0
     largest, added, v_maxima = torch.zeros(sum(sizes), dtype=torch.int32, device=on).split(sizes)
     v_maxima = v_maxima.view(keys.batch, keys.heads, call.head_dim) if maxima else None
     return largest, added if call.deterministic else None, v_maxima
@@ -106,7 +107,7 @@ def float8_gradients(
     """dq, dk and dv in e4m3 (`sagebwd.float8`); do, v, o: any strides with a contiguous last dimension."""
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    # nothing is scaled a block of queries, which may so be another than the recipe's
+    # its queries share a scale (`float8.queries_a_scale`), whatever the recipe's block is
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
     largest, added, v_maxima = _zeros(call, block_q, saved.v_scale is None, do.device)
@@ -116,7 +117,6 @@ def float8_gradients(
     dq, dk, dv = empty_gradients(call.recipe, saved.o, v)
     # dQ is written last: its memory has the scaled dO until then
     values = launch_row_values(call, saved, do, dlse, largest, dq, block_q)
-    do_t, q_t = launch_float8(call, do, values.do_factor, q_int8, saved.q_scale, values.spread, largest, block_q)
     operands = Operands.of(call, q_int8, k_int8, v, dq)
     turns, heads_at_once = 1, 1
     if deterministic:
@@ -132,9 +132,10 @@ def float8_gradients(
         operands.k.blocks(rows, head_dim),
         operands.v.blocks(rows, head_dim),
         operands.do.blocks(block_q, head_dim),
-        transposed(q_t, head_dim, block_q),
-        transposed(do_t, head_dim, block_q),
+        transposed(values.q_t, head_dim, block_q),
+        transposed(values.do_t, head_dim, block_q),
         vectors(values.planes, 2 * block_q),
+        vectors(values.scales, SCALES.value, SCALES_APART),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
         matrix(dk, head_dim, (rows, head_dim)),
@@ -155,6 +156,7 @@ def float8_gradients(
         VARLEN=call.packed,
         RAGGED=call.packed or queries.tokens % block_q != 0 or keys.tokens % span != 0,
         GROUPED=call.group > 1,
+        A_LANE=call.recipe.k_scale == "lane",
         BLOCK_D=head_dim,
         **call.band,
         **chosen,

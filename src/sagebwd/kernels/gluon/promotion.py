@@ -24,9 +24,18 @@ def new_product(codes, memory, none, never=False):
 
 
 @gluon.jit
-def add_here(x, y):
-    """x + y where it says so: LLVM would put it off to where it is next needed, and hold both until then."""
-    return gl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=False, pack=1)
+def scale_of(scales, index: gl.constexpr, LAYOUT: gl.constexpr):
+    """One of a block's two scales, for `add_here` of products so laid out; to be read before they are waited for."""
+    return scales.slice(index, 1, 1).load(LAYOUT)
+
+
+@gluon.jit
+def add_here(x, y, scale):
+    """x + y scale where it says so: LLVM would put it off to where it is next needed, and hold both until then."""
+    scale, y = gl.broadcast(scale, y)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $2, $3, $1;", "=f,f,f,f", [x, y, scale], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -46,8 +55,8 @@ def joined(low, high, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_in_halves(
-    dv, dk, p_codes, ds_codes, do_t, q_t, k_t, ds_memory, before, ds_full, phase, never, LAYOUT: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    dv, dk, p_codes, ds_codes, do_t, q_t, scales, k_t, ds_memory, before, ds_full, phase, never,
+    LAYOUT: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """dV and dK with a step's products, and the step before's dQ^T, in flight; at head_dim 128.
 
@@ -60,16 +69,18 @@ def add_in_halves(
     dk_low, dk_high = halves(dk, HALF)
     first = new_product(p_codes, do_t.slice(0, ROWS, 0), none)
     second = new_product(p_codes, do_t.slice(ROWS, ROWS, 0), none)
+    scale = scale_of(scales, 0, HALF)
     mbarrier.wait(ds_full.index(before), phase)
     first = warpgroup_mma_wait(1, deps=[first])
-    dv_low = add_here(dv_low, first)
+    dv_low = add_here(dv_low, first, scale)
     first = new_product(ds_codes, q_t.slice(0, ROWS, 0), first, never)
     second = warpgroup_mma_wait(1, deps=[second])
-    dv_high = add_here(dv_high, second)
+    dv_high = add_here(dv_high, second, scale)
     second = new_product(ds_codes, q_t.slice(ROWS, ROWS, 0), second, never)
+    scale = scale_of(scales, 1, HALF)
     first = warpgroup_mma_wait(1, deps=[first])
-    dk_low = add_here(dk_low, first)
+    dk_low = add_here(dk_low, first, scale)
     dq = dq_product(k_t, ds_memory, before, first, never, 0, BLOCK_Q)
     second = warpgroup_mma_wait(2, deps=[second])  # dQ^T's are two
-    dk_high = add_here(dk_high, second)
+    dk_high = add_here(dk_high, second, scale)
     return joined(dv_low, dv_high, LAYOUT), joined(dk_low, dk_high, LAYOUT), dq, second

@@ -7,15 +7,15 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from sagebwd.kernels import tile
-from sagebwd.kernels.operands import fp8_copies, fp8_rows
+from sagebwd.kernels.operands import fp8_rows
 
 sequence = gluon.jit(tile.sequence.fn)
 padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 interleave = gluon.jit(tile.interleave.fn)
-float8_factor = gluon.jit(fp8_copies.float8_factor.fn)
-float8_scale = gluon.jit(fp8_copies.float8_scale.fn)
+float8_factor = gluon.jit(fp8_rows.float8_factor.fn)
+float8_scale = gluon.jit(fp8_rows.float8_scale.fn)
 delta_parts_weight = gluon.jit(fp8_rows.delta_parts_weight.fn)
 DELTA_CHANNELS = gl.constexpr(fp8_rows.DELTA_CHANNELS.value)
 load_tile = tma.async_copy_global_to_shared

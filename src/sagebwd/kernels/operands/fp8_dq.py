@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.operands.fp8_copies import float8_scale
-from sagebwd.kernels.operands.fp8_rows import shape_of
+from sagebwd.kernels.operands.fp8_rows import float8_scale, shape_of
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import padded_block, to_16bit, whose
@@ -34,7 +33,7 @@ def finish_dq_kernel(
     tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
-    factor = factor * (float8_scale(tl.load(largest + owner * 3 + 2)) * scale)
+    factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
     dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_n
     at = dq + local.to(tl.int64)[:, None] * dq_n + columns[None, :]
     tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)

@@ -1,4 +1,4 @@
-"""What backwards with e4m3 products (`sagebwd.float8`) read of each query, and the largest dO, Q and K of a head.
+"""What backwards with e4m3 products (`sagebwd.float8`) read of each query, and the largest K of a head.
 
 Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd import float8
 from sagebwd.call import Call, Saved
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
 from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, psi_scale, to_16bit, whose
 
@@ -27,16 +27,18 @@ LEAST_REST = tl.constexpr(float8.LEAST_REST)
 DELTA_CHANNELS = tl.constexpr(16)
 # Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
 DELTA_PARTS = tl.constexpr(8)
+# FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
+SCALES = tl.constexpr(4)
 # Sizes of queries and keys, which differ from call to call.
 SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
-    do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, delta_parts, do_factor,
-    spread, do_scaled, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h,
-    q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, head_dim: tl.constexpr,
-    TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n,
+    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks,
+    head_dim: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys.
 
@@ -50,9 +52,9 @@ def row_values_kernel(
         tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if tl.program_id(1) < programs:
         row_values(
-            do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, spread,
-            do_scaled, largest, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads,
-            heads_k, tokens, total, blocks, head_dim, TOKEN, VARLEN, BLOCK, BLOCK_D,
+            do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
+            do_t, q_t, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
+            tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
@@ -63,18 +65,17 @@ def row_values_kernel(
 
 @triton.jit
 def row_values(
-    do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, delta_parts, do_factor, spread, do_scaled,
-    largest, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k, tokens,
-    total, blocks, head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
+    q_t, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k, tokens, total,
+    blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
     key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
-    it when multiplied by `delta_parts_weight`. do_factor, 2^-e: what dO is multiplied by; spread, 2^(b - e): what Q
-    is; one a token. do_scaled: 2^-b dO, exact but for what is too small for FP16. largest (sequences * heads, 3)
-    int32: bits of the largest dO and Q so multiplied, from 0. TOKEN: Q's scales are one a token. v_scale: psi's of
+    it when multiplied by `delta_parts_weight`. do_scaled: 2^-b dO, exact but for what is too small for FP16. do_t and
+    q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
+    with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_scale: psi's of
     V's channels, or as int32 the bits of their largest magnitudes.
     """
     batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
@@ -93,6 +94,7 @@ def row_values(
         do_scaled += batch_64 * scaled_b + head.to(tl.int64) * scaled_h + token * scaled_n
         tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
         out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
+        codes = load_rows(q, local, columns, q_n, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
         if v_scale.dtype.element_ty == tl.int32:
@@ -130,15 +132,39 @@ def row_values(
         tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
         tl.store(rows + BLOCK + local, scale)
         store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
-        tl.store(do_factor + row, weight, mask=inside)
         tl.store(spread + row, spread_row, mask=inside)
         at = do_scaled + local[:, None] * scaled_n + columns[None, :]
         kept = inside[:, None] & (columns < head_dim)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
-        largest += owner * 3
-        keep_largest(largest, abs_max(tile, 1) * weight)
-        top_code = largest_code(q, scale, local, columns, q_n, length - first, head_dim, TOKEN, EVEN)
-        keep_largest(largest + 1, top_code * (scale * spread_row))
+        scales += block * SCALES
+        store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
+        x = codes.to(tl.float32) * (scale * spread_row)[:, None]
+        store_float8(q_t, x, scales + 1, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit
+def store_float8(copy, x, scale, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """e4m3 of x 2^g, transposed, and 2^-g."""
+    bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    code = (x * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
+    store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
+    tl.store(scale, float8_scale(bits))
+
+
+@triton.jit
+def float8_factor(bits):
+    """2^g for a largest magnitude of these bits: what leaves it at most 448, which is 1.75 * 2^8."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    return ((262 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_scale(bits):
+    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
 @triton.jit
@@ -196,7 +222,7 @@ def largest_key(
     codes, token_scale, cu_seqlens, largest, program, stride_b, stride_h, stride_t, heads, tokens, total,
     head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of a block of K's codes times their scales, as `row_values` leaves Q's; TOKEN as there."""
+    """The largest magnitude of a block of K's codes times their scales, one of which each token has if TOKEN."""
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = tl.program_id(0) * BLOCK
     if first < length:
@@ -207,23 +233,25 @@ def largest_key(
         top_code = largest_code(
             codes, scale, local, columns, stride_t, length - first, head_dim, TOKEN, head_dim == BLOCK_D
         )
-        keep_largest(largest + program * 3 + 2, top_code * scale)
+        keep_largest(largest + program, top_code * scale)
 
 
 class RowValues(NamedTuple):
     """What `row_values_kernel` writes of the queries; see there. dq_sums: FP16 zeros, (heads * D, padded queries)."""
 
     planes: Tensor
+    scales: Tensor
     delta_parts: Tensor
-    do_factor: Tensor
     spread: Tensor
+    do_t: Tensor
+    q_t: Tensor
     dq_sums: Tensor
 
 
 def launch_row_values(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, largest: Tensor, do_scaled: Tensor, block: int
 ) -> RowValues:
-    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of dO's, Q's and K's largest.
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of each key head's largest K.
 
     do_scaled: where the scaled dO goes, of dO's shape and dtype.
     """
@@ -236,10 +264,14 @@ def launch_row_values(
     rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
     share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
+    copy = block * call.head_dim
     out = RowValues(
         queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
+        queries.padded(block, SCALES.value, dtype=torch.float32, device=do.device),
         queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device),
-        *queries.per_token(do.device, 2).unbind(),
+        queries.per_token(do.device),
+        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
+        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
         zeros.view(torch.float16)[: rows * columns].view(rows, columns),
     )
     launch(
@@ -258,10 +290,12 @@ def launch_row_values(
         queries.cu_seqlens,
         keys.cu_seqlens,
         out.planes,
+        out.scales,
         out.delta_parts,
-        out.do_factor,
         out.spread,
         do_scaled,
+        out.do_t,
+        out.q_t,
         largest,
         zeros,
         share,
@@ -278,7 +312,6 @@ def launch_row_values(
         queries.total,
         keys.total,
         queries.blocks(block),
-        TOKEN=call.recipe.q_scale == "token",
         K_TOKEN=call.recipe.k_scale != "block",
         **shape_of(call, block),
     )
