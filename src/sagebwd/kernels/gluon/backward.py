@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.gluon.backward_loads import load
-from sagebwd.kernels.gluon.dkdv import probabilities, same_of_pairs
+from sagebwd.kernels.gluon.dkdv import probabilities
 from sagebwd.kernels.gluon.dq_sums import (
     add_dq,
     copy_keys,
@@ -53,6 +53,14 @@ from sagebwd.kernels.gluon.tile import (
 
 # Blocks of dS that may wait for their dQ.
 SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def same_of_pairs(x, LAYOUT: gl.constexpr):
+    """One number a key, the same for keys r and r + 8 of every 16, as one register for both."""
+    low, _ = gl.split(x.reshape([x.shape[0] // 16, 2, 8]).permute([0, 2, 1]))
+    both = gl.join(low, low).permute([0, 2, 1]).reshape(x.shape)
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -102,14 +102,6 @@ def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def same_of_pairs(x, LAYOUT: gl.constexpr):
-    """One number a key, the same for keys r and r + 8 of every 16, as one register for both."""
-    low, _ = gl.split(x.reshape([x.shape[0] // 16, 2, 8]).permute([0, 2, 1]))
-    both = gl.join(low, low).permute([0, 2, 1]).reshape(x.shape)
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def probabilities(
     s, rows, key_scale, keys, keep_key, first_q, first_k, length_q, length_k, lower, upper, key_mask,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr,
