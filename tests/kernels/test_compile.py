@@ -119,12 +119,11 @@ def test_hopper_backward_in_fp8(head_dim):
     rows = [row for row in launches("hopper", head_dim, "token_fp8") if row["kernel"] == "backward_kernel"]
     assert [row["deterministic"] for row in rows] == [False, True]
     for row in rows:
-        # two warpgroups: the first S and the loop's; delta's part of dP and V's, dV and dK, and dQ from the keys of
-        # both, in the loop and after it
-        assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (4 + 2 + 2)), row
+        # two warpgroups: the first S and the loop's; delta's part of dP and V's, dV and dK (in halves at head_dim 128),
+        # and dQ from the keys of both, in the loop and after it
+        halves = head_dim // 64
+        assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (2 + 2 * halves + 2 + 2)), row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
-        # at head_dim 128 FP32 sums and a step's products are 192 of a thread's 240 registers; of grouped heads, whose
-        # loops these are, most is saved and loaded again in a step; in order, a count is held through it too
-        allowed = {(64, False): 0, (64, True): 40, (128, False): 120, (128, True): 160}
-        assert row["spills"] <= allowed[head_dim, row["deterministic"]], row
+        # sums of dV and dK and what a step computes are all of a thread's 240 registers; in order, a count is held too
+        assert row["spills"] <= (60 if row["deterministic"] else 40), row
