@@ -119,8 +119,8 @@ def test_hopper_backward_in_fp8(head_dim):
     rows = [row for row in launches("hopper", head_dim, "token_fp8") if row["kernel"] == "backward_kernel"]
     assert [row["deterministic"] for row in rows] == [False, True]
     for row in rows:
-        # two warpgroups: the first S and the loop's; delta's part of dP and V's, dV and dK (in halves at head_dim 128),
-        # and dQ from the keys of both, in the loop and after it
+        # two warpgroups: the first S and the loop's; delta's part of dP and V's, dV and dK (in halves at 128), and dQ
+        # from the keys of both, in the loop and after it
         halves = head_dim // 64
         assert (row["int8_products"], row["float_products"]) == (2 * 2, 2 * (2 + 2 * halves + 2 + 2)), row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row

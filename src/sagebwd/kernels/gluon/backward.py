@@ -172,7 +172,7 @@ def accumulate(
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
                     rows = rows_memory.index(stage)
-                    units = scales_memory.index(stage)
+                    copy_scales = scales_memory.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
                     to_row = row
                     to_block = i
@@ -219,15 +219,15 @@ def accumulate(
                         never = step < 0
                         dv_acc, dk_acc, dq, free = add_in_halves(
                             dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
-                            units, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
+                            copy_scales, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
                         )  # fmt: skip
                         free = free.to(gl.int32, bitcast=True)
                         s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
                         dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
-                        dv_scale = scale_of(units, 0, OUT_LAYOUT)
-                        dk_scale = scale_of(units, 1, OUT_LAYOUT)
+                        dv_scale = scale_of(copy_scales, 0, OUT_LAYOUT)
+                        dk_scale = scale_of(copy_scales, 1, OUT_LAYOUT)
                         mbarrier.wait(ds_full.index(before), phase_before)
                         dv_new = warpgroup_mma_wait(0, deps=[dv_new])
                         dv_acc = add_here(dv_acc, dv_new, dv_scale)
