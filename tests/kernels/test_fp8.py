@@ -4,15 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.float8 import Float8Operands
+from sagebwd.band import Band
+from sagebwd.float8 import Float8Operands, e4m3, queries_a_scale
+from sagebwd.metrics import relative_l2
 from sagebwd.quantize import quantize_tokens
 from sagebwd.recipe import Recipe
+from sagebwd.reference import Emulator
+from tests.inputs import draw
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
 from sagebwd.call import Call, Packing, Saved
+from sagebwd.kernels.gluon.config import BACKWARD
 from sagebwd.kernels.operands import fp8_dq, fp8_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -287,3 +292,56 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         for actual, expected in zip(packed[1], copies):
             first = (start // BLOCK + number) * BLOCK
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_of_a_product_share_a_scale(head_dim):
+    assert BACKWARD[head_dim]["BLOCK_Q"] == queries_a_scale(head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
+    """The steps of `backward_kernel` in PyTorch, on what the passes leave, are the emulator's gradients."""
+    tokens, scale, block = 200, head_dim**-0.5, queries_a_scale(head_dim)
+    q, k, v, do = draw("normal", heads=2, kv_heads=2, tokens=tokens, head_dim=head_dim, dtype=dtype)
+    do = do * 1e-3
+    emulator = Emulator(q, k, v, Recipe.named("mixed"), scale, Band.of(True))
+    o, lse, _ = emulator.forward()
+    gradients = emulator.backward(do, o, lse)
+    operands = emulator.operands
+    codes = [x.flatten(1, 2)[:, :, :tokens] for x in (operands.q_codes, operands.q_scale)]
+    codes += [x.flatten(1, 2)[:, :, :tokens] for x in (operands.k_codes, operands.k_scale)]
+    q_codes, q_scale, k_codes, k_scale = (x.float() for x in codes)
+    s = (q_codes[0] @ k_codes[0].mT) * q_scale[0] * k_scale[0].mT * (scale * LOG2_E)
+    row_max = torch.where(torch.ones(tokens, tokens).tril() > 0, s, -torch.inf).amax(-1)
+    packing = Packing(1, 2, tokens, tokens, None)
+    call = Call(Recipe.named("mixed"), scale, dtype, torch.device(DEVICE), head_dim, packing, packing)
+    given = (
+        o, lse.float(), q_codes.to(torch.int8), q_scale[..., 0].contiguous(), k_codes.to(torch.int8),
+        k_scale[..., 0].contiguous(), row_max, v.float().abs().amax(2) / 127,
+    )  # fmt: skip
+    largest = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    do_scaled = torch.empty(do.shape, dtype=dtype, device=DEVICE)
+    values = fp8_rows.launch_row_values(
+        call, Saved(*(x.to(DEVICE) for x in given), None), do.to(DEVICE), None, largest, do_scaled, block
+    )
+    values, largest = fp8_rows.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
+    rows = lambda x: x.reshape(2, -1)[:, :tokens, None].float()  # noqa: E731
+    shifted = rows(values.planes.view(2, -1, 2, block)[:, :, 0])
+    weight = torch.exp2((shifted - lse[0, :, :, None].float() * LOG2_E).round())  # 2^-e
+    parts = values.delta_parts.view(2, -1, fp8_rows.DELTA_PARTS.value)[..., :3].double()
+    delta = rows(parts @ torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64))
+    spread = values.spread.view(2, tokens, 1)
+    do_unit, q_unit = (rows(values.scales[..., n].repeat_interleave(block, 1)) for n in (0, 1))
+
+    p = torch.exp2(s - shifted).tril()
+    ds = e4m3(p * (do_scaled.cpu()[0].float() @ v[0].float().mT + delta))
+    # the interpreter rounds to e4m3 otherwise (`test_operands_are_the_emulators`)
+    dv = e4m3(p).mT @ (e4m3(do[0].float() * weight / do_unit) * do_unit)
+    dk = ds.mT @ (e4m3(q_codes[0] * q_scale[0] * spread / q_unit) * q_unit) * scale
+    mantissa, exponent = torch.frexp(largest)
+    power = torch.ldexp(torch.ones(2), torch.where(mantissa <= 0.875, 9, 8) - exponent)[:, None, None]
+    dq = ds @ e4m3(k_codes[0] * k_scale[0] * power) * spread / power * scale
+    for actual, expected in zip((dq, dk, dv), gradients):
+        assert relative_l2(actual, expected[0].float()) < torch.finfo(dtype).eps / 2
