@@ -87,6 +87,12 @@ class Operands:
             self.delta -= self.dlse.double()
 
 
+def unit_of(largest: Tensor) -> Tensor:
+    """2^-g where magnitudes reach from 0 to ``largest``."""
+    mantissa, exponent = torch.frexp(largest)
+    return torch.ldexp(torch.ones_like(mantissa), exponent - torch.where(mantissa <= 0.875, 9, 8))
+
+
 def rows_of(transposed: Tensor) -> Tensor:
     """(batch, heads, tokens, head_dim) of a transposed copy, interleaved."""
     x = transposed.cpu().float().view(BATCH, HEADS_K * GROUP, HEAD_DIM, -1, 4, 2, 2).transpose(-2, -3)
@@ -124,10 +130,8 @@ def test_operands_are_the_emulators(operands, name):
 
 def test_k_s_scale_is_the_emulators(operands):
     largest = operands.largest.cpu().view(torch.float32).view(BATCH, HEADS_K).double()
-    mantissa, exponent = torch.frexp(largest)
-    power = torch.ldexp(torch.ones_like(mantissa), exponent - torch.where(mantissa <= 0.875, 9, 8))
     spread = operands.values.spread.cpu().double().unflatten(1, (HEADS_K, GROUP)).unsqueeze(-1)
-    assert torch.equal(spread * power[..., None, None, None], operands.emulated.dq_scale)
+    assert torch.equal(spread * unit_of(largest)[..., None, None, None], operands.emulated.dq_scale)
 
 
 def test_zeros_for_sums_of_dq(operands):
@@ -327,7 +331,10 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
         call, Saved(*(x.to(DEVICE) for x in given), None), do.to(DEVICE), None, largest, do_scaled, block
     )
     values, largest = fp8_rows.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
-    rows = lambda x: x.reshape(2, -1)[:, :tokens, None].float()  # noqa: E731
+
+    def rows(x: Tensor) -> Tensor:
+        return x.reshape(2, -1)[:, :tokens, None].float()
+
     shifted = rows(values.planes.view(2, -1, 2, block)[:, :, 0])
     weight = torch.exp2((shifted - lse[0, :, :, None].float() * LOG2_E).round())  # 2^-e
     parts = values.delta_parts.view(2, -1, fp8_rows.DELTA_PARTS.value)[..., :3].double()
@@ -340,8 +347,7 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
     # the interpreter rounds to e4m3 otherwise (`test_operands_are_the_emulators`)
     dv = e4m3(p).mT @ (e4m3(do[0].float() * weight / do_unit) * do_unit)
     dk = ds.mT @ (e4m3(q_codes[0] * q_scale[0] * spread / q_unit) * q_unit) * scale
-    mantissa, exponent = torch.frexp(largest)
-    power = torch.ldexp(torch.ones(2), torch.where(mantissa <= 0.875, 9, 8) - exponent)[:, None, None]
-    dq = ds @ e4m3(k_codes[0] * k_scale[0] * power) * spread / power * scale
+    k_unit = unit_of(largest)[:, None, None]
+    dq = ds @ (e4m3(k_codes[0] * k_scale[0] / k_unit) * k_unit) * spread * scale
     for actual, expected in zip((dq, dk, dv), gradients):
         assert relative_l2(actual, expected[0].float()) < torch.finfo(dtype).eps / 2

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.gluon.backward_loads import load
-from sagebwd.kernels.gluon.dkdv import probabilities
+from sagebwd.kernels.gluon.dkdv import plane, probabilities
 from sagebwd.kernels.gluon.dq_sums import (
     add_dq,
     copy_keys,
@@ -31,7 +31,7 @@ from sagebwd.kernels.gluon.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.gluon.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product, scale_of
+from sagebwd.kernels.gluon.promotion import add_here, add_in_halves, new_product
 from sagebwd.kernels.gluon.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -226,8 +226,9 @@ def accumulate(
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
                         dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
-                        dv_scale = scale_of(copy_scales, 0, OUT_LAYOUT)
-                        dk_scale = scale_of(copy_scales, 1, OUT_LAYOUT)
+                        # before the products are waited for
+                        dv_scale = plane(copy_scales, 0, 1, OUT_LAYOUT)
+                        dk_scale = plane(copy_scales, 1, 1, OUT_LAYOUT)
                         mbarrier.wait(ds_full.index(before), phase_before)
                         dv_new = warpgroup_mma_wait(0, deps=[dv_new])
                         dv_acc = add_here(dv_acc, dv_new, dv_scale)

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sagebwd.kernels.gluon.dkdv import load_queries
+from sagebwd.kernels.gluon.dkdv import load_keys, load_queries
 from sagebwd.kernels.gluon.key_blocks import key_block
-from sagebwd.kernels.gluon.tile import CONSUMERS, ROWS, block_range, load_tile
+from sagebwd.kernels.gluon.tile import CONSUMERS, ROWS, block_range
 
 
 @gluon.jit
@@ -27,11 +27,10 @@ def load(
     for turn in range(turns if IN_TURN else 1):
         first_k = key_block(turn, number, grid, IN_ORDER) * SPAN
         mbarrier.wait(keys_empty, (turn & 1) ^ 1)
-        mbarrier.expect(keys_full, SPAN * BLOCK_D * 3)
-        for consumer in gl.static_range(CONSUMERS):
-            first = first_k + consumer * ROWS
-            load_tile(k_desc, [row_k + first, column_k], keys_full, k_memory.index(consumer))
-            load_tile(v_desc, [row_v + first, column_v], keys_full, v_memory.index(consumer))
+        load_keys(
+            (k_desc, v_desc), (k_memory, v_memory), keys_full, (row_k, column_k, row_v, column_v), first_k, CONSUMERS,
+            BLOCK_D,
+        )  # fmt: skip
         begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
         step = load_queries(
             (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc),

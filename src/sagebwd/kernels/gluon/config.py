@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sagebwd.call import Call
+from sagebwd.float8 import queries_a_scale
 
 # Registers a thread at launch, which fix how many programs share an SM: two at head_dim 128, where O alone takes 64 of
 # a thread's registers, three at 64.
@@ -25,8 +26,8 @@ DQ = {64: {"STAGES": 3, **_TWO}, 128: {"STAGES": 2, **_TWO}}
 # One kernel for dQ, dK and dV.
 # IN_TURN: whether a program takes several blocks of keys one after the other (`backward_turns`).
 BACKWARD = {
-    64: {"STAGES": 3, "BLOCK_Q": 128, "IN_TURN": True, **_TWO},
-    128: {"STAGES": 2, "BLOCK_Q": 64, "IN_TURN": False, **_TWO},
+    64: {"STAGES": 3, "BLOCK_Q": queries_a_scale(64), "IN_TURN": True, **_TWO},
+    128: {"STAGES": 2, "BLOCK_Q": queries_a_scale(128), "IN_TURN": False, **_TWO},
 }
 # What one of its programs takes beside the steps of its loop, in steps: once, and again in every turn.
 PROGRAM, TURN = 4.0, 3.0

@@ -29,14 +29,29 @@ from sagebwd.kernels.gluon.tile import (
 
 
 @gluon.jit
+def load_keys(
+    descriptors, memory, full, origin, first_k, CONSUMERS: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """K and V of 64 keys a consumer from ``first_k`` on; origin: row and column of K's first, and of V's."""
+    k_desc, v_desc = descriptors
+    k_memory, v_memory = memory
+    row_k, column_k, row_v, column_v = origin
+    mbarrier.expect(full, CONSUMERS * ROWS * BLOCK_D * 3)
+    for consumer in gl.static_range(CONSUMERS):
+        first = first_k + consumer * ROWS
+        load_tile(k_desc, [row_k + first, column_k], full, k_memory.index(consumer))
+        load_tile(v_desc, [row_v + first, column_v], full, v_memory.index(consumer))
+
+
+@gluon.jit
 def load_queries(
     descriptors, memory, full, empty, origin, steps, heads, step, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    delta_desc: channels more of dO, or None; scales_desc: what is behind the copies, or None. step: how many blocks
-    the ring has had; returned with these counted in.
+    delta_desc: channels more of dO, or None; scales_desc: the copies' scales, or None. step: how many blocks the
+    ring has had; returned with these counted in.
     """
     q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc = descriptors
     q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
@@ -83,10 +98,9 @@ def load(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc = descriptors
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory = memory
     row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do, z_q, block_0 = origin
-    mbarrier.expect(keys_full, CONSUMERS * ROWS * BLOCK_D * 3)
-    for consumer in gl.static_range(CONSUMERS):
-        load_tile(k_desc, [row_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
-        load_tile(v_desc, [row_v + consumer * ROWS, column_v], keys_full, v_memory.index(consumer))
+    load_keys(
+        (k_desc, v_desc), (k_memory, v_memory), keys_full, (row_k, column_k, row_v, column_v), 0, CONSUMERS, BLOCK_D
+    )
     load_queries(
         (q_desc, do_desc, q_t_desc, do_t_desc, rows_desc, None, None),
         (q_memory, do_memory, q_t_memory, do_t_memory, rows_memory, None, None), full, empty,
@@ -97,7 +111,7 @@ def load(
 
 @gluon.jit
 def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
-    """One of the row values of a block of queries, as a row of a score tile."""
+    """One of the row values of BLOCK_Q queries, as a row of a score tile; with BLOCK_Q 1 one number of a block."""
     return rows.slice(index * BLOCK_Q, BLOCK_Q, 1).load(LAYOUT)
 
 

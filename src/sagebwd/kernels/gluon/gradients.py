@@ -107,7 +107,7 @@ def float8_gradients(
     """dq, dk and dv in e4m3 (`sagebwd.float8`); do, v, o: any strides with a contiguous last dimension."""
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    # its queries share a scale (`float8.queries_a_scale`), whatever the recipe's block is
+    # what its copies have one scale for, whatever the recipe's block is
     chosen = dict(BACKWARD[head_dim])
     block_q, span = chosen["BLOCK_Q"], CONSUMERS.value * rows
     largest, added, v_maxima = _zeros(call, block_q, saved.v_scale is None, do.device)

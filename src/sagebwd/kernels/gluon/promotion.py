@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sagebwd.kernels.gluon.dkdv import plane
 from sagebwd.kernels.gluon.dq_sums import dq_product
 from sagebwd.kernels.gluon.tile import ROWS
 
@@ -21,12 +22,6 @@ def new_product(codes, memory, none, never=False):
     False for who runs it, but not for Triton, which else drops ``none``.
     """
     return warpgroup_mma(codes, memory.permute((1, 0)), none, use_acc=never, is_async=True)
-
-
-@gluon.jit
-def scale_of(scales, index: gl.constexpr, LAYOUT: gl.constexpr):
-    """One of a block's two scales, for `add_here` of products so laid out; to be read before they are waited for."""
-    return scales.slice(index, 1, 1).load(LAYOUT)
 
 
 @gluon.jit
@@ -69,7 +64,7 @@ def add_in_halves(
     dk_low, dk_high = halves(dk, HALF)
     first = new_product(p_codes, do_t.slice(0, ROWS, 0), none)
     second = new_product(p_codes, do_t.slice(ROWS, ROWS, 0), none)
-    scale = scale_of(scales, 0, HALF)
+    scale = plane(scales, 0, 1, HALF)  # before the products are waited for
     mbarrier.wait(ds_full.index(before), phase)
     first = warpgroup_mma_wait(1, deps=[first])
     dv_low = add_here(dv_low, first, scale)
@@ -77,7 +72,7 @@ def add_in_halves(
     second = warpgroup_mma_wait(1, deps=[second])
     dv_high = add_here(dv_high, second, scale)
     second = new_product(ds_codes, q_t.slice(ROWS, ROWS, 0), second, never)
-    scale = scale_of(scales, 1, HALF)
+    scale = plane(scales, 1, 1, HALF)
     first = warpgroup_mma_wait(1, deps=[first])
     dk_low = add_here(dk_low, first, scale)
     dq = dq_product(k_t, ds_memory, before, first, never, 0, BLOCK_Q)
