@@ -32,6 +32,14 @@ def assert_codes(codes, scale, x, group):
     assert difference.mean() <= 5e-3
 
 
+def assert_bounded(largest, codes, scale):
+    """No key as codes has a larger norm than is said, which is at most rounding more than the largest."""
+    norms = (codes.double() * scale.double()[..., None]).norm(dim=-1).amax(-1).flatten()
+    rounding = scale.amax(-1).flatten() * codes.shape[-1] ** 0.5
+    assert (norms <= largest * (1 + 1e-6)).all()
+    assert (largest <= norms + rounding + 1e-5).all()
+
+
 def check(k, key_mask=None, device="cpu", sampled=False):
     k = k.to(device)
     key_mask_there = None if key_mask is None else key_mask.to(device)
@@ -41,6 +49,7 @@ def check(k, key_mask=None, device="cpu", sampled=False):
     smoothed, mean = smooth(k.cpu().double(), valid, sampled)
     assert torch.allclose(out.k_mean.double(), mean[:, :, 0], rtol=1e-5, atol=1e-6)
     assert_codes(out.k, out.k_scale, smoothed, "lane")
+    assert_bounded(out.largest_norm, out.k, out.k_scale)
     assert out.tiles_taken.item() == 0
     tokens = k.shape[2]
     lanes = out.lane_scale.view(*k.shape[:2], -1, 1, 4, 1).expand(-1, -1, -1, BLOCK_K // 8, 4, 2).flatten(2)
@@ -84,7 +93,9 @@ def test_sequences_of_a_pack_are_smoothed_apart(sampled):
             continue
         smoothed, mean = smooth(k[start:stop].transpose(0, 1).double(), sample=sampled)
         assert torch.allclose(out.k_mean[index].double(), mean[:, 0], rtol=1e-5, atol=1e-6)
-        assert_codes(out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop], smoothed, "lane")
+        codes, scale = out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop]
+        assert_codes(codes, scale, smoothed, "lane")
+        assert_bounded(out.largest_norm.view(len(lengths), -1)[index], codes, scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 700])

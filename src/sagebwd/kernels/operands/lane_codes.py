@@ -39,17 +39,19 @@ class Codes(NamedTuple):
     k_scale: Tensor  # one a token
     lane_scale: Tensor  # (heads, padded blocks, 4)
     k_mean: Tensor  # (batch, heads, D)
+    largest_norm: Tensor  # (batch * heads,): no key as its codes have it has a larger one
     tiles_taken: Tensor  # one INT32, 0: what a forward's programs count up, and leave at 0
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
 def sum_keys_kernel(
-    k, sums, counts, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
+    k, sums, counts, largest, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
     head_dim: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
 
-    SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many.
+    SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest (heads,) is
+    set to 0 for the next kernel.
     """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
@@ -78,15 +80,21 @@ def sum_keys_kernel(
     at = part * all_heads + batch_head
     tl.store(sums + at * head_dim + columns, tl.sum(total, 0), mask=columns < head_dim)
     tl.store(counts + at, tl.sum(kept, 0))
+    if part == 0:
+        tl.store(largest + batch_head, 0)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b, out_h, out_n,
-    heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b,
+    out_h, out_n, heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s."""
+    """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
+
+    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
+    not matter.
+    """
     batch_head = tl.program_id(1)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
@@ -127,6 +135,10 @@ def key_codes_kernel(
         tl.store(scales + z * total + start + first + local, scale, mask=inside)
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
         tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
+        # a lane of zeros has the scale 1, and nothing to round
+        step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
+        norm = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0)) + step * (0.5 * head_dim**0.5)
+        tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
@@ -192,6 +204,7 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
         keys.per_token(device),
         keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(keys.batch * keys.heads, dtype=torch.float32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
     k_sampled = k_sampled and key_mask is None
@@ -200,18 +213,19 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
     all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
+    largest = out.largest_norm.view(torch.int32)
     shape = {"head_dim": head_dim, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": padded_head_dim(head_dim)}
     launch(
         sum_keys_kernel,
         (chunks * all_heads,),
-        k, sums, counts, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
+        k, sums, counts, largest, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
         all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     launch(
         key_codes_kernel,
         (max(keys.grid(block_k), 1), all_heads),  # without a key too: the forward reads what it writes of a sequence
-        k, sums, counts, out.k, out.k_scale, out.lane_scale, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens,
-        *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total, keys.blocks(block_k), chunks,
-        all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
+        k, sums, counts, out.k, out.k_scale, out.lane_scale, largest, out.k_mean, out.tiles_taken, key_mask,
+        keys.cu_seqlens, *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total,
+        keys.blocks(block_k), chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out

@@ -39,6 +39,14 @@ class Variant:
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
 
+    @property
+    def bounded(self) -> bool:
+        """Whether blocks without a mask have a loop that takes no maxima, for queries whose scores cannot grow far.
+
+        BF16 has the range of FP32, in which P may grow.
+        """
+        return self.dtype == "bfloat16" and not self.key_mask
+
 
 class Arguments(NamedTuple):
     """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
@@ -58,6 +66,7 @@ class Arguments(NamedTuple):
     k_scale: (
         Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
     )
+    largest_k_norm: Any  # FP32, (batch * key heads,): no norm of a key as codes is larger
     key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
     cu_seqlens_q: Any
     cu_seqlens_k: Any

@@ -26,7 +26,7 @@ class Epilogue:
         row_max: cute.Tensor | None,
     ):  # fmt: skip
         """O, lse and row maxima of the rows that are there; zeros and -inf where no key was seen."""
-        seen, top, total, _ = state
+        seen, top, total, _, _ = state
         o = self.tiles.of_head(o, place.head, place.batch)
         lse = self.tiles.values_of_head(lse, place.head, place.batch)
         if const_expr(row_max is not None):

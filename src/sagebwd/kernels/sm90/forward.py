@@ -21,13 +21,18 @@ from sagebwd.kernels.sm90.config import REGISTERS, SCALE_BLOCK, Arguments, Varia
 from sagebwd.kernels.sm90.epilogue import Epilogue
 from sagebwd.kernels.sm90.producer import Memory, Operands, Producer
 from sagebwd.kernels.sm90.quantize import Quantizer
-from sagebwd.kernels.sm90.softmax import Softmax
+from sagebwd.kernels.sm90.softmax import Softmax, State
 from sagebwd.kernels.sm90.tiles import Grid, Tiles
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+ptx = cute.arch.inline_ptx
 LOG2_E = 1.4426950408889634
 # A smaller scale of a row would turn a masked score, -inf, into NaN.
 TINY = 1e-30
+# Whether something holds for all threads of a warpgroup.
+ALL = (
+    "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
+)
 
 
 class Forward:
@@ -71,6 +76,7 @@ class Forward:
             row_max=compact(Float32, *per_query) if variant.row_max else None,
             q_scale=compact(Float32, *per_query),
             k_scale=compact(Float32, size(), size(), 4),
+            largest_k_norm=compact(Float32, size()),
             key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
             cu_seqlens_q=compact(Int32, size()) if packed else None,
             cu_seqlens_k=compact(Int32, size()) if packed else None,
@@ -99,9 +105,9 @@ class Forward:
     def __call__(
         self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
-        key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
-        tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32, upper: Int32, scale: Float32,
-        stream: cuda.CUstream,
+        largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32,
+        upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
         M, N, D = self.M, self.N, self.D
@@ -124,7 +130,7 @@ class Forward:
         blocks_q = cute.ceil_div(longest, M)
         tiles = blocks_q * heads * batch
         self.kernel(
-            k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, key_mask,
+            k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
             cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, tiles, blocks_q, heads,
             heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
@@ -136,10 +142,10 @@ class Forward:
     def kernel(
         self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
         k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-        row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, key_mask: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
-        lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32, heads: Int32, group: Int32,
-        s_mma: cute.TiledMma, o_mma: cute.TiledMma,
+        row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
+        key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
+        tiles_taken: cute.Tensor, lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32,
+        heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
     ):  # fmt: skip
         """Tiles of queries, one after another; the first warp loads, warps from the fifth on compute."""
@@ -162,10 +168,9 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(computing)
             index = cute.arch.make_warp_uniform(warp // 4 - 1)
-            queries = (q, q_codes)
-            self.attend(
-                s_mma, o_mma, memory, grid, thread % 128, index, queries, o, lse, row_max, q_scale, k_scale, scale_2
-            )
+            scales = (q_scale, k_scale, largest_k_norm, scale_2)
+            queries, written = (q, q_codes), (o, lse, row_max)
+            self.attend(s_mma, o_mma, memory, grid, thread % 128, index, queries, written, scales)
 
     def wait_turn(self, index) -> None:
         """Until the warpgroup may queue its products."""
@@ -202,9 +207,8 @@ class Forward:
 
     @cute.jit
     def attend(
-        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, queries,
-        o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
-        scale_2: Float32,
+        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, queries, written,
+        scales,
     ):  # fmt: skip
         """Warpgroup ``index``: its 64 queries of every tile."""
         M, N, D = self.M, self.N, self.D
@@ -218,11 +222,10 @@ class Forward:
         p = o_part.make_fragment_A(o_part.partition_shape_A((M, N)))
         acc = cute.make_rmem_tensor(o_part.partition_shape_C((M, D)), Float32)
         tile = (s, x, p, acc)
-        seen, top, total, decay, scale = (cute.make_rmem_tensor(2, Float32) for _ in range(5))
-        state = (seen, top, total, decay)
+        state, scale = State.allocate(), cute.make_rmem_tensor(2, Float32)
         rows = cute.make_rmem_tensor(2, Int32)
         fixed = ((s_mma, o_mma), memory, operands, tile, state, scale, rows, index)
-        outer = (grid, thread, queries, (o, lse, row_max), q_scale, k_scale, scale_2)
+        outer = (grid, thread, queries, written, scales)
         if index == 0:
             self.pass_turn(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
@@ -241,9 +244,9 @@ class Forward:
     def tile(self, fixed, outer, program: Int32, stage: Int32, phase: Int32):
         """O and lse of a tile's 64 queries; the ring's next stage and phase."""
         (s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scale, rows, index = fixed
-        grid, thread, queries, written, q_scale, k_scale, scale_2 = outer
+        grid, thread, queries, written, (q_scale, k_scale, largest_k_norm, scale_2) = outer
         s, x, p, acc = tile
-        _, _, total, _ = state
+        q_norms = cute.make_rmem_tensor(2, Float32)
         N = self.N
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
@@ -253,17 +256,20 @@ class Forward:
             q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
             # all of the warpgroup have done with the last tile's
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
-            self.quantizer.rows(q, q_codes, q_scales, memory.q_words, memory.q_scale, place, index * 64, thread)
+            self.quantizer.rows(q, q_codes, q_scales, memory, place, index * 64, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
             for r in cutlass.range_constexpr(2):
                 rows[r] = place.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
-                total[r] = Float32(0)
-                scale[r] = Float32(0)
+                state.total[r], state.peak[r] = Float32(0), Int32(0)
+                scale[r], q_norms[r] = Float32(0), Float32(0)
                 if rows[r] < place.length_q:
                     scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
                 # false of NaN, which stays
                 scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
+                if const_expr(self.variant.bounded):  # noqa: SIM102 (one is of compile time)
+                    if rows[r] < place.length_q:
+                        q_norms[r] = memory.q_norm[rows[r] - place.first_q] * scale_2
                 if const_expr(self.variant.negative):
                     scale[r] = -scale[r]
             acc.fill(0)
@@ -289,6 +295,16 @@ class Forward:
                 if const_expr(self.variant.upper):
                     stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
                 last = cutlass.min(full_end, end - 1)
+                if const_expr(self.variant.bounded):
+                    safe = self.softmax.bounded(q_norms, largest_k_norm[place.sequence_head], state)
+                    safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), 5 + index])
+                    free = cute.arch.make_warp_uniform(last - full_begin if safe != 0 else Int32(0))
+                    stage, phase = self.steps(every, last - 1, free, stage, phase, False, free=True)
+                    last -= free
+                    if const_expr(self.variant.row_max):  # noqa: SIM102
+                        if free > 0:
+                            self.softmax.note(p, state)
+                            self.softmax.noted(state)
                 stage, phase = self.steps(every, last - 1, last - full_begin, stage, phase, False)
                 if const_expr(self.variant.lower):
                     last = cutlass.min(full_begin, end - 1)
@@ -324,15 +340,24 @@ class Forward:
         return [scale[0] * k_scale, scale[1] * k_scale]
 
     @cute.jit
-    def steps(self, fixed, last: Int32, count: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr):
+    def steps(
+        self, fixed, last: Int32, count: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr,
+        free: cutlass.Constexpr = False,
+    ):  # fmt: skip
         """``count`` steps from block ``last`` down."""
         for b in cutlass.range(cutlass.max(count, 0), unroll=1):
-            stage, phase = self.step(fixed, last - b, stage, phase, masked)
+            stage, phase = self.step(fixed, last - b, stage, phase, masked, free)
         return stage, phase
 
     @cute.jit
-    def step(self, fixed, block: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr):
-        """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase."""
+    def step(
+        self, fixed, block: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr, free: cutlass.Constexpr
+    ):
+        """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase.
+
+        free: P can hold every score relative to ``top`` as it is. Row maxima are then those of P, which is looked at
+        under the products that read it.
+        """
         (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, rows, place, index = fixed
         stage_v, phase_v = stage, phase
         stage, phase = self.producer.following(stage, phase)
@@ -343,6 +368,9 @@ class Forward:
         cute.arch.mbarrier_wait(memory.v_full + stage_v, phase_v)
         self.queue_o(o_mma, acc, p, v_part, stage_v)
         self.pass_turn(index)
+        look = const_expr(free and self.variant.row_max)
+        if const_expr(look):
+            self.softmax.note(p, state)
         bounds, words = ([], []), []
         if const_expr(masked):
             bounds, words = self.tiles.bounds(block, rows, place), self.tiles.words(memory.keys_kept, stage)
@@ -351,23 +379,27 @@ class Forward:
         held = const_expr(masked and self.variant.key_mask)
         if const_expr(not held):
             self.release(memory.k_empty + stage)
-        moved = self.softmax.maxima(s, x, state, factors, bounds, words, False, masked)
+        moved = Boolean(False)
+        if const_expr(not free):
+            moved = self.softmax.maxima(s, x, state, factors, bounds, words, False, masked)
         if const_expr(held):
             self.release(memory.k_empty + stage)
-        self.softmax.exponentials(s, x, state, factors, masked)
+        parts = self.softmax.exponentials(s, x, state, factors, masked)
+        if const_expr(look):
+            self.softmax.note_exactly(x, parts, state)
         warpgroup.wait_group(0)
         self.release(memory.v_empty + stage_v)
         self.softmax.pack(x, p)
-        self.rescale(acc, state, moved)
+        if const_expr(not free):
+            self.rescale(acc, state, moved)
         return stage, phase
 
     @cute.jit
     def rescale(self, acc: cute.Tensor, state, moved: Boolean):
         """O relative to the rows' new maxima."""
-        _, _, _, decay = state
         if moved:
             for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * decay[i // 2 % 2]
+                acc[i] = acc[i] * state.decay[i // 2 % 2]
 
     @cute.jit
     def clear_end(self, v: cute.Tensor, stage: Int32, keys_left: Int32, thread: Int32, index: Int32):

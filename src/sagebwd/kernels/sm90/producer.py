@@ -32,6 +32,7 @@ class Memory(NamedTuple):
     keys_kept: Any  # a bit each, 32 a word
     q_words: Any  # q as INT32
     q_scale: Any  # of each row
+    q_norm: Any  # of each row as codes, at most, if the variant is bounded
     tile: Any  # the number of the next
     k_full: Any
     v_full: Any
@@ -53,10 +54,13 @@ class Memory(NamedTuple):
         words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
         q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
         q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
+        q_norm = None
+        if variant.bounded:
+            q_norm = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
         tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
         barriers = smem.allocate_array(Int64, 2 + 4 * stages)
         rings = (barriers + 2 + n * stages for n in range(4))
-        return cls(*tiles, keys_kept, q_words, q_scale, tile, *rings, barriers, barriers + 1)
+        return cls(*tiles, keys_kept, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1)
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""

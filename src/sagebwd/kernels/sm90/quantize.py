@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from sagebwd.kernels.sm90.config import Variant
 
@@ -28,6 +28,7 @@ PACK_CODES = (
     " prmt.b32 {$w0}, a, b, 0x5410; }"
 )
 MOVE = "mov.b32 {$w0}, {$r0};"
+SQRT = "sqrt.approx.f32 {$w0}, {$r0};"
 FMA = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
 
 
@@ -56,14 +57,13 @@ class Quantizer:
 
     @cute.jit
     def rows(
-        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, row_scales: cute.Tensor,
-        place, first: Int32, thread: Int32,
-    ):  # fmt: skip
-        """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise.
+        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, memory, place, first: Int32, thread: Int32
+    ):
+        """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise, norms into it.
 
-        q, codes: (T, D) of the head; scales (T,); words (M, D / 4, 1), row_scales (M,): in shared memory, zeros where
-        rows are past the sequence's end.
+        q, codes: (T, D) of the head; scales (T,). In shared memory are zeros where rows are past the sequence's end.
         """
+        words, row_scales, row_norms = memory.q_words, memory.q_scale, memory.q_norm
         lane = thread % LANES
         tokens, parts = [], []
         for part in cutlass.range_constexpr(64 * LANES // 128):
@@ -83,6 +83,9 @@ class Quantizer:
                 largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
             scale = self.scale(as_float(largest))
             inverse = 1.0 / scale
+            norm = Float32(0)
+            if const_expr(row_norms is not None):
+                norm = self.norm(x, scale)
             found = []
             for i in cutlass.range_constexpr(0, self.elements, 4):
                 four = [as_bits(self.divided(x[i + j], scale, inverse) + ROUND) for j in range(4)]
@@ -91,12 +94,24 @@ class Quantizer:
                 words[row, lane * (self.elements // 4) + i, 0] = found[i]
             if lane == 0:
                 row_scales[row] = scale
+                if const_expr(row_norms is not None):
+                    row_norms[row] = norm
             if inside:
                 at = codes[place.start_q + token, None].iterator.toint() + Int64(lane * self.elements)
                 for i in cutlass.range_constexpr(self.elements // 4):
                     ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[at + 4 * i, found[i]])
                 if lane == 0:
                     scales[place.start_q + token] = scale
+
+    @cute.jit
+    def norm(self, x, scale):
+        """At least the norm of a row as codes, each of which is rounded by half a scale at most."""
+        total = Float32(0)
+        for one in x:
+            total = fma(one, one, total)
+        for offset in (1, 2, 4):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        return ptx(SQRT, write_only_types=[Float32], read_only_args=[total]) + 0.5 * self.D**0.5 * scale
 
     @cute.jit
     def load(self, q: cute.Tensor, token: Int32, lane: Int32, inside):

@@ -6,6 +6,8 @@ column i // 4 * 8 + i % 2, counted from the thread's own first, which is twice i
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -19,6 +21,12 @@ PACK = {
 }
 # A row's maximum may grow by this many octaves before O and its sum are rescaled: 16 bit have the range.
 OCTAVES = 8.0
+# By this many where no row can grow further: V up to 2**50 times P's sum then still fits FP32.
+MOST_OCTAVES = 60.0
+# Rounding of P in 16 bit, in octaves: no row maximum found in rounded P counts that is this near to one that is not.
+ROUNDING = 0.01
+HALVES = "and.b32 {$w0}, {$r0}, 0xffff0000; shl.b32 {$w1}, {$r0}, 16;"
+LARGER = "max.bf16x2 {$w0}, {$r0}, {$r1};"
 
 
 def exp2(x):
@@ -36,12 +44,23 @@ def row_of(size: int, r: int) -> list[int]:
     return [i for i in range(size) if i // 2 % 2 == r]
 
 
-class Softmax:
-    """Softmax of one variant; all state is two FP32 a thread, one a row.
+class State(NamedTuple):
+    """A thread's registers, two of each, one a row."""
 
-    seen: the thread's largest score so far; top: what exponents are relative to, the row's largest score or up to
-    OCTAVES less; total: the thread's sum of exponentials; decay: what O is multiplied by where `maxima` says so.
-    """
+    seen: Any  # its largest score so far
+    top: Any  # what exponents are relative to: the row's largest score, or less by some octaves
+    total: Any  # its sum of exponentials
+    decay: Any  # what O is multiplied by where `Softmax.maxima` says so
+    peak: Any  # of steps without maxima: its largest P, two columns' in BF16
+
+    @classmethod
+    def allocate(cls) -> State:
+        """Registers."""
+        return cls(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)), cute.make_rmem_tensor(2, Int32))
+
+
+class Softmax:
+    """Softmax of one variant."""
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -56,7 +75,7 @@ class Softmax:
         first: there is no state yet. masked: scores go to x, -inf where a column is not in ``bounds`` or not in
         ``words`` (see `masks`).
         """
-        seen, top, total, decay = state
+        seen, top, total, decay, _ = state
         size, negative = cute.size(scores), const_expr(self.variant.negative)
         if const_expr(masked):
             unseen = Float32.inf if negative else -Float32.inf
@@ -107,8 +126,9 @@ class Softmax:
 
     @cute.jit
     def exponentials(self, scores: cute.Tensor, x: cute.Tensor, state, factors, masked: cutlass.Constexpr):
-        """P into x, of scores, or of x where masked, and its sum."""
-        _, top, total, _ = state
+        """P into x, of scores, or of x where masked, and its sum; each row's new part of the sum."""
+        _, top, total, _, _ = state
+        parts = []
         for r in cutlass.range_constexpr(2):
             shift = -top[r]
             if const_expr(masked):  # a row may have seen no key yet
@@ -119,6 +139,46 @@ class Softmax:
                 x[i] = exp2(s * factors[r] + shift)
                 part = part + x[i]
             total[r] = total[r] + part
+            parts.append(part)
+        return parts
+
+    @cute.jit
+    def bounded(self, q_norms, largest_k_norm, state):
+        """Whether P of the thread's rows can hold all scores to come, none of which exceeds the norms' product."""
+        safe = Boolean(True)
+        for r in cutlass.range_constexpr(2):
+            safe = safe & (q_norms[r] * largest_k_norm <= state.top[r] + MOST_OCTAVES)
+        return safe
+
+    @cute.jit
+    def note(self, p: cute.Tensor, state):
+        """Keep each row's largest P, packed."""
+        pairs = cute.recast_tensor(p, Int32)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(r, cute.size(pairs), 2):
+                state.peak[r] = ptx(LARGER, write_only_types=[Int32], read_only_args=[state.peak[r], pairs[j]])
+
+    @cute.jit
+    def note_exactly(self, x: cute.Tensor, parts, state):
+        """Keep the largest of P in FP32 if it may be half of a row's weight: then backward needs 1 less P's share."""
+        over = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            over = over | (2.0 * parts[r] > state.total[r])
+        if cute.arch.vote_any_sync(over):
+            for r in cutlass.range_constexpr(2):
+                at = row_of(cute.size(x), r)
+                largest = x[at[0]]
+                for i in at[1:]:
+                    largest = cute.arch.fmax(largest, x[i])
+                state.seen[r] = cute.arch.fmax(state.seen[r], state.top[r] + log2(largest))
+
+    @cute.jit
+    def noted(self, state):
+        """Bring ``seen`` up to what `note` kept."""
+        for r in cutlass.range_constexpr(2):
+            high, low = ptx(HALVES, write_only_types=[Float32] * 2, read_only_args=[state.peak[r]])
+            found = state.top[r] + log2(cute.arch.fmax(high, low))
+            state.seen[r] = found if found > state.seen[r] + ROUNDING else state.seen[r]
 
     @cute.jit
     def pack(self, x: cute.Tensor, p: cute.Tensor):

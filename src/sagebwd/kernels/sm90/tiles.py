@@ -42,6 +42,7 @@ class Place(NamedTuple):
     upper: Any
     scale_head: Any  # of K's scales: the head, and the sequence's first block
     scale_block: Any
+    sequence_head: Any  # of K's largest norm: the sequence and the head
 
 
 class Tiles:
@@ -69,7 +70,8 @@ class Tiles:
         head_k = head // grid.group
         start_q, start_k, length_q, length_k = Int32(0), Int32(0), Int32(grid.tokens_q), Int32(grid.tokens_k)
         lower, upper = grid.lower, grid.upper
-        scale_head, scale_block = batch * (grid.heads // grid.group) + head_k, Int32(0)
+        sequence_head = batch * (grid.heads // grid.group) + head_k
+        scale_head, scale_block = sequence_head, Int32(0)
         if const_expr(self.variant.varlen):
             start_q, start_k = grid.cu_seqlens_q[batch], grid.cu_seqlens_k[batch]
             length_q, length_k = grid.cu_seqlens_q[batch + 1] - start_q, grid.cu_seqlens_k[batch + 1] - start_k
@@ -77,7 +79,7 @@ class Tiles:
             scale_head, scale_block = head_k, start_k // SCALE_BLOCK + batch
         return Place(
             batch, head, head_k, block_q * self.M, start_q, start_k, length_q, length_k, lower, upper, scale_head,
-            scale_block,
+            scale_block, sequence_head,
         )  # fmt: skip
 
     @cute.jit
