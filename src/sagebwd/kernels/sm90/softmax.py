@@ -21,9 +21,9 @@ PACK = {
 }
 # A row's maximum may grow by this many octaves before O and its sum are rescaled: 16 bit have the range.
 OCTAVES = 8.0
-# By this many where no row can grow further: V up to 2**50 times P's sum then still fits FP32.
+# By this many where no row can grow further: a sum of 2**17 products of P with V up to 2**50 still fits FP32.
 MOST_OCTAVES = 60.0
-# Rounding of P in 16 bit, in octaves: no row maximum found in rounded P counts that is this near to one that is not.
+# In octaves, more than P's rounding: a maximum of rounded P counts only where it exceeds the exact one by this.
 ROUNDING = 0.01
 HALVES = "and.b32 {$w0}, {$r0}, 0xffff0000; shl.b32 {$w1}, {$r0}, 16;"
 LARGER = "max.bf16x2 {$w0}, {$r0}, {$r1};"
