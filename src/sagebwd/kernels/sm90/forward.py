@@ -301,7 +301,7 @@ class Forward:
                     free = cute.arch.make_warp_uniform(last - full_begin if safe != 0 else Int32(0))
                     stage, phase = self.steps(every, last - 1, free, stage, phase, False, free=True)
                     last -= free
-                    if const_expr(self.variant.row_max):  # noqa: SIM102
+                    if const_expr(self.variant.row_max):  # noqa: SIM102 (one is of compile time)
                         if free > 0:
                             self.softmax.note(p, state)
                             self.softmax.noted(state)
