@@ -45,13 +45,15 @@ from sagebwd.recipe import INT8
 
 @triton.jit
 def first_score(
-    q_tile, row_scale, k, k_scale, k_exact, shift, mu, columns, first, there, scale_2, stride_t, exact_n, head_dim
+    q_tile, row_scale, k, k_scale, k_exact, shift, mu, columns, first, there, scale_2, stride_t, exact_n,
+    head_dim: tl.constexpr,
 ):  # fmt: skip
     """Every row's score, in base 2, of the first key; there: whether there is one."""
     inside = (columns < head_dim) & there
     k += first.to(tl.int64) * stride_t
-    if q_tile.dtype == tl.int8 and not INTERPRETED:
-        # four products an instruction, their sum in place of the first; the key read once a row lies as Q's codes do
+    if q_tile.dtype == tl.int8 and head_dim % 16 == 0 and not INTERPRETED:
+        # four products an instruction, their sum in place of the first; the key read once a row lies as Q's codes do.
+        # Rows of whole 16 bytes alone: of others Triton may give a thread four rows of one column, not four columns
         at = tl.broadcast_to((k + columns)[None, :], q_tile.shape)
         products = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;", "=r,=r,=r,=r,r,r",
