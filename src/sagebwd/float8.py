@@ -54,6 +54,11 @@ def _normalised(x: Tensor, dims: tuple[int, ...] = (-3, -2, -1)) -> tuple[Tensor
     return e4m3(x * _power(g, largest)), _power(-g, largest) + largest * 0
 
 
+def _norm(x: Tensor) -> Tensor:
+    """The root of the sum of squares of each row, (..., 1); of magnitudes whose squares FP32 does not hold too."""
+    return torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True).to(x.dtype)
+
+
 def queries_a_scale(head_dim: int) -> int:
     """How many queries of a head share the g of dO' and that of Q': those of one product of dV and dK."""
     return 128 if head_dim <= 64 else 64
@@ -98,10 +103,10 @@ class Float8Operands:
         seen = row_max != -math.inf
         e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
         # psi gives a channel without range the scale 1, which says nothing of V
-        squares = torch.where(v_scale == 1, 0, v_scale.square()).sum(-1, keepdim=True)
-        norm = 127 * torch.where(squares == 0, v_scale.shape[-1], squares).sqrt()
+        norm = _norm(torch.where(v_scale == 1, 0, v_scale))
+        norm = 127 * torch.where(norm == 0, v_scale.shape[-1] ** 0.5, norm)
         rest = torch.expm1(torch.where(seen, lse - row_max, 1)).clamp(LEAST_REST, 1)
-        bound = norm * do.square().sum(-1, keepdim=True).sqrt() * rest
+        bound = norm * _norm(do) * rest
         if dlse is not None:
             bound = bound + dlse.abs()
         mantissa, b = torch.frexp(bound.clamp(min=2.0**-125))  # of 0 too: its Q' must not be the largest

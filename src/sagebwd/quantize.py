@@ -1,7 +1,8 @@
 """psi and smoothing in plain PyTorch: the meaning that every kernel is held to.
 
 psi(X) over a group: ``scale = max|X| / 127`` and ``codes = round_half_even(X / scale)``, so codes lie in [-127, 127]
-(never -128). A group of zeros has codes 0 and scale 1. NaN or Inf in a group makes the dequantised group NaN or Inf.
+(never -128). A group of zeros, or of nothing as large as `TINY`, has codes 0 and scale 1. NaN or Inf in a group makes
+the dequantised group NaN or Inf.
 
 Source: arXiv 2603.02170, section 3; SageAttention for K-smoothing.
 """
@@ -15,6 +16,8 @@ from torch import Tensor
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 INT8_MAX = 127
+# The least magnitude that counts: 127 / TINY and 1 / (TINY / 127) are numbers of FP32, which kernels multiply by.
+TINY = 2.0**-119
 
 
 def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -25,7 +28,7 @@ def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """
     largest = x.abs().amax(dims, keepdim=True)
     scale = largest / torch.full_like(largest, INT8_MAX)  # by a number, CUDA would multiply by 1/127 instead
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = torch.where(largest < TINY, torch.ones_like(scale), scale)
     return torch.round(x / scale), scale
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagebwd import mask
+from sagebwd import mask, quantize
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -20,8 +20,8 @@ INVERSE_INT8_MAX = tl.constexpr(1.0 / 127.0)
 # Adding 1.5 * 2**23 leaves an fp32's nearest integer, ties to even, in its low mantissa bits.
 ROUND = tl.constexpr(12582912.0)
 ROUND_BITS = tl.constexpr(0x4B400000)
-# Below this a group's largest magnitude counts as zero: its reciprocal would overflow.
-TINY = tl.constexpr(1e-30)
+# Below this a group's largest magnitude counts as zero (`sagebwd.quantize`): a reciprocal of its scale may overflow.
+TINY = tl.constexpr(quantize.TINY)
 HIDDEN_FP16 = tl.constexpr(mask.HIDDEN[torch.float16])
 HIDDEN_ELSE = tl.constexpr(mask.HIDDEN_ELSE)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -35,6 +35,15 @@ def sequence(cu_seqlens, batch, tokens, VARLEN: tl.constexpr):
         return start, tl.load(cu_seqlens + batch + 1) - start
     else:
         return tokens * 0, tokens
+
+
+@triton.jit
+def block_and_head(grid):
+    """A program's block of tokens and its head of all sequences, of ``grid`` blocks a head.
+
+    All programs are counted along the grid's first axis: its others end at 65535, which heads times batch may exceed.
+    """
+    return tl.program_id(0) % grid, tl.program_id(0) // grid
 
 
 @triton.jit
@@ -211,10 +220,10 @@ def divide(x, scale, inverse):
 
 @triton.jit
 def psi_scale(amax):
-    """psi's scale of what has this largest magnitude: amax / 127, rounded as IEEE division is; of zeros 1."""
+    """psi's scale of what has this largest magnitude: amax / 127, rounded as IEEE division is; under TINY 1."""
     # infinity stays itself, which the correction of the quotient would make NaN
     scale = tl.where(amax == float("inf"), amax, divide(amax, INT8_MAX, INVERSE_INT8_MAX))
-    return tl.where(amax == 0, 1.0, scale)
+    return tl.where(amax < TINY, 1.0, scale)
 
 
 @triton.jit
@@ -264,7 +273,7 @@ def largest_of_tile(p, ds):
 @triton.jit
 def codes_of(x, amax, PER_ROW: tl.constexpr):
     """psi's codes of a score tile."""
-    inverse = 127.0 / tl.maximum(amax, TINY)
+    inverse = tl.where(amax < TINY, 0.0, 127.0 / amax)
     if PER_ROW:
         return to_int8(x * inverse[:, None])
     else:
@@ -310,7 +319,7 @@ def load_block(
     VARLEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows [first, first + BLOCK) of a sequence. TMA reads past the end of a packed one: finite, and masked later."""
+    """Rows [first, first + BLOCK) of a sequence. TMA reads past the end of a packed one, what NaN is there too."""
     if TMA:
         tile = x.load([0 if VARLEN else batch, head, start + first, 0])
         return tile.reshape(BLOCK, BLOCK_D)

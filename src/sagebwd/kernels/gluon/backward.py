@@ -173,9 +173,10 @@ def accumulate(
                     slot, phase_slot = ring(block + 1, SLOTS)
                     rows = rows_memory.index(stage)
                     copy_scales = scales_memory.index(stage)
-                    # where this step adds dQ^T of the step before; at a turn's first zeros, which may go anywhere
+                    # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
+                    # a block of this sequence, never to the one before
                     to_row = row
-                    to_block = i
+                    to_block = gl.maximum(i, 1)
                     if GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
@@ -261,7 +262,7 @@ def accumulate(
         )  # fmt: skip
         counter = gl.where(begin < end, counter, -1)
         store_dq(dq_part, dq * sum_scale, added, counter_before)
-        add_dq(dq_desc, dq_part, last_row, column + end * BLOCK_Q, added, counter, rank, count)
+        add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
 

@@ -91,8 +91,7 @@ def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
         if counter >= 0:
             while count != rank:
                 count = gl.load(added + counter, volatile=True)
-    # zeros before a first block: a negative column is an illegal instruction
-    add_tile(dq_desc, [row, gl.maximum(column, 0)], memory)
+    add_tile(dq_desc, [row, column], memory)
 
 
 @gluon.jit

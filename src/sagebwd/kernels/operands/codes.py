@@ -18,6 +18,7 @@ from sagebwd.kernels.replay import launch
 from sagebwd.kernels.tile import (
     ROUND_BITS,
     abs_max,
+    block_and_head,
     divide,
     load_rows,
     load_transposed,
@@ -56,6 +57,7 @@ def quantize_kernel(
     tokens,
     total,
     blocks,
+    grid,
     head_dim: tl.constexpr,
     GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -73,11 +75,12 @@ def quantize_kernel(
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
     """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
     if first >= length:
         return
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     rows = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -86,7 +89,7 @@ def quantize_kernel(
     x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
     tile = load_rows(x, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
     if mean is not None:
-        tile -= tl.load(mean + tl.program_id(1) * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
+        tile -= tl.load(mean + program * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + rows, mask=inside, other=0) != 0)
     if block_mean is not None:
@@ -113,7 +116,7 @@ def quantize_kernel(
     elif GROUP == "channel":
         amax = abs_max(tile, 0)
     if GROUP == "sequence":
-        scale = tl.load(sequence_scale + tl.program_id(1) * head_dim + columns, mask=columns < head_dim, other=1)
+        scale = tl.load(sequence_scale + program * head_dim + columns, mask=columns < head_dim, other=1)
     else:
         scale = psi_scale(amax)
     inverse = 1.0 / scale
@@ -155,7 +158,7 @@ def quantize_kernel(
             token = tl.load(first_key + batch)
         if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
             # read by itself: taken from the tile, it costs every program registers
-            at, of_head = columns < head_dim, tl.program_id(1) * head_dim + columns
+            at, of_head = columns < head_dim, program * head_dim + columns
             chosen = tl.load(x + (token - first).to(tl.int64) * stride_t + columns, mask=at, other=0).to(tl.float32)
             if mean is not None:
                 chosen -= tl.load(mean + of_head, mask=at, other=0)
@@ -222,7 +225,7 @@ def launch_quantize(
     rows = out.codes if codes else out.smoothed if smoothed else x
     launch(
         quantize_kernel,
-        (packing.grid(block), packing.batch * packing.heads),
+        (packing.grid(block) * packing.batch * packing.heads,),
         x,
         mean,
         sequence_scale,
@@ -244,6 +247,7 @@ def launch_quantize(
         packing.tokens,
         packing.total,
         packing.blocks(block),
+        packing.grid(block),
         head_dim=head_dim,
         GROUP=group,
         VARLEN=packing.cu_seqlens is not None,

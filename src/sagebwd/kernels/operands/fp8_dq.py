@@ -10,21 +10,22 @@ from sagebwd.call import Call
 from sagebwd.kernels.operands.fp8_rows import float8_scale, shape_of
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import padded_block, to_16bit, whose
+from sagebwd.kernels.tile import block_and_head, padded_block, to_16bit, whose
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, scale,
+    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, grid, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
     if first >= length:
         return
     pitch = blocks * BLOCK
-    padded = (padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)) * BLOCK
+    padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
@@ -53,7 +54,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
     queries = call.queries
     launch(
         finish_dq_kernel,
-        (queries.grid(block), queries.batch * queries.heads),
+        (queries.grid(block) * queries.batch * queries.heads,),
         summed,
         spread,
         largest,
@@ -65,6 +66,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         queries.tokens,
         queries.total,
         queries.blocks(block),
+        queries.grid(block),
         call.scale / dq_sum_scale(call),
         **shape_of(call, block),
     )

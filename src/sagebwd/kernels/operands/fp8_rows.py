@@ -5,7 +5,6 @@ Largest magnitudes are found with atomics on their bits: the order does not matt
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from sagebwd import float8
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import LOG2_E, abs_max, load_rows, padded_block, psi_scale, to_16bit, whose
+from sagebwd.kernels.tile import LOG2_E, abs_max, block_and_head, load_rows, padded_block, psi_scale, to_16bit, whose
 
 # Zeros that a program writes at a time.
 CLEARED = tl.constexpr(1024)
@@ -37,28 +36,29 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
     spread, do_scaled, do_t, q_t, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n,
-    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks,
+    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid,
     head_dim: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`row_values` of blocks of queries: the first ``programs`` along the second axis; then `largest_key` of keys.
+    """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
     zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
     multiple of 16.
     """
-    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * share
+    number, program = block_and_head(grid)
+    at = tl.program_id(0).to(tl.int64) * share
     at = tl.multiple_of(at, 16)  # for stores of 16 bytes
     for first in range(0, share, CLEARED):
         step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
         tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
-    if tl.program_id(1) < programs:
+    if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
-            tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do_t, q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n,
+            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
-            k, k_scale, cu_seqlens_k, largest, tl.program_id(1) - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
+            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
             head_dim, K_TOKEN, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
@@ -66,8 +66,8 @@ def row_values_kernel(
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k, tokens, total,
-    blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
+    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -78,10 +78,10 @@ def row_values(
     with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_scale: psi's of
     V's channels, or as int32 the bits of their largest magnitudes.
     """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
     if first < length:
-        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
         EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -100,8 +100,8 @@ def row_values(
         if v_scale.dtype.element_ty == tl.int32:
             channel = psi_scale(channel.to(tl.float32, bitcast=True))
         # psi gives a channel without range the scale 1, which says nothing of V
-        squares = tl.sum(tl.where(channel == 1, 0.0, channel * channel), 0)
-        norm = 127.0 * tl.sqrt(tl.where(squares == 0, head_dim, squares))
+        norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
+        norm = 127.0 * tl.where(norm == 0, head_dim**0.5, norm)
 
         row = z * total + start + first + local
         delta = tl.sum(tile * out, 1)
@@ -115,7 +115,7 @@ def row_values(
         if do.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
             rest = tl.maximum(rest, (2.0**-14) / norm)
         rest = tl.minimum(rest, 1.0)
-        bound = norm * tl.sqrt(tl.sum(tile * tile, 1)) * rest
+        bound = norm * norm_of(tile, 1) * rest
         if dlse is not None:
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
             delta -= change
@@ -140,6 +140,15 @@ def row_values(
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
         x = codes.to(tl.float32) * (scale * spread_row)[:, None]
         store_float8(q_t, x, scales + 1, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit
+def norm_of(x, AXIS: tl.constexpr):
+    """The root of the sum of squares along an axis; of magnitudes whose squares FP32 does not hold too."""
+    exponent = (tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -126), 126).to(tl.float32)
+    near_1 = x * tl.expand_dims(power_of_2(-exponent), AXIS)
+    return tl.sqrt(tl.sum(near_1 * near_1, AXIS)) * power_of_2(exponent)
 
 
 @triton.jit
@@ -219,12 +228,12 @@ def keep_largest(largest, x):
 
 @triton.jit
 def largest_key(
-    codes, token_scale, cu_seqlens, largest, program, stride_b, stride_h, stride_t, heads, tokens, total,
+    codes, token_scale, cu_seqlens, largest, number, program, stride_b, stride_h, stride_t, heads, tokens, total,
     head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, one of which each token has if TOKEN."""
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    first = number * BLOCK
     if first < length:
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
@@ -258,9 +267,9 @@ def launch_row_values(
     queries, keys = call.queries, call.keys
     o, q, k = saved.o, saved.q_int8, saved.k_int8
     programs = queries.batch * queries.heads
-    grid = max(queries.grid(block), keys.grid(block)), programs + keys.batch * keys.heads
+    grid = max(queries.grid(block), keys.grid(block))
     # each program clears its share, of two a word
-    clearing = max(math.prod(grid), 1)
+    clearing = max(grid * (programs + keys.batch * keys.heads), 1)
     rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
     share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
@@ -276,7 +285,7 @@ def launch_row_values(
     )
     launch(
         row_values_kernel,
-        grid,
+        (clearing,),
         do,
         o,
         saved.lse,
@@ -312,6 +321,7 @@ def launch_row_values(
         queries.total,
         keys.total,
         queries.blocks(block),
+        grid,
         K_TOKEN=call.recipe.k_scale != "block",
         **shape_of(call, block),
     )

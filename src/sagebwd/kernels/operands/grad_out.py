@@ -10,7 +10,17 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import LOG2_E, abs_max, divide, load_rows, padded_block, psi_scale, to_int8, whose
+from sagebwd.kernels.tile import (
+    LOG2_E,
+    abs_max,
+    block_and_head,
+    divide,
+    load_rows,
+    padded_block,
+    psi_scale,
+    to_int8,
+    whose,
+)
 from sagebwd.recipe import INT8
 
 
@@ -40,6 +50,7 @@ def grad_out_kernel(
     tokens,
     total,
     blocks,
+    grid,
     head_dim: tl.constexpr,
     GROUP: tl.constexpr,
     PLANES: tl.constexpr,
@@ -56,13 +67,14 @@ def grad_out_kernel(
 
     codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
     """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
     if first >= length:
         return
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     if codes is not None:  # noqa: SIM102, settled at compile time
-        if tl.program_id(2) == 1:
+        if tl.program_id(1) == 1:
             codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
             codes += (start + first).to(tl.int64) * codes_n
             transpose(codes, codes_n, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
@@ -134,7 +146,7 @@ def launch_grad_out(
         q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
     launch(
         grad_out_kernel,
-        (queries.grid(block), queries.batch * queries.heads, 1 if q_int8 is None else 2),
+        (queries.grid(block) * queries.batch * queries.heads, 1 if q_int8 is None else 2),
         do,
         o,
         lse,
@@ -153,6 +165,7 @@ def launch_grad_out(
         queries.tokens,
         queries.total,
         queries.blocks(block),
+        queries.grid(block),
         head_dim=call.head_dim,
         GROUP=recipe.do_scale,
         PLANES=planes,

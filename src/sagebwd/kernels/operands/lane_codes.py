@@ -16,7 +16,17 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import abs_max, divide, load_rows, padded_block, psi_scale, sequence, to_int8, whose
+from sagebwd.kernels.tile import (
+    abs_max,
+    block_and_head,
+    divide,
+    load_rows,
+    padded_block,
+    psi_scale,
+    sequence,
+    to_int8,
+    whose,
+)
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 LANES = tl.constexpr(4)
@@ -84,10 +94,10 @@ def sum_keys_kernel(
         tl.store(largest + batch_head, 0)
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "chunks", "all_heads"])
+@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
 def key_codes_kernel(
     k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b,
-    out_h, out_n, heads, tokens, total, blocks, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    out_h, out_n, heads, tokens, total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
@@ -95,7 +105,7 @@ def key_codes_kernel(
     largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
     not matter.
     """
-    batch_head = tl.program_id(1)
+    number, batch_head = block_and_head(grid)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     parts = tl.arange(0, CHUNKS)
@@ -107,11 +117,11 @@ def key_codes_kernel(
         other=0,
     )
     mu = tl.sum(shares, 0) / tl.maximum(count, 1.0)
-    if tl.program_id(0) == 0:
+    if number == 0:
         tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
         if batch_head == 0:
             tl.store(taken, 0)
-    first = tl.program_id(0) * BLOCK
+    first = number * BLOCK
     needed = first < length
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
         needed = needed | (first == 0)
@@ -133,7 +143,7 @@ def key_codes_kernel(
         out = codes + out + local[:, None] * out_n + columns[None, :]
         tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
         tl.store(scales + z * total + start + first + local, scale, mask=inside)
-        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
         tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
         # a lane of zeros has the scale 1, and nothing to round
         step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
@@ -221,11 +231,12 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
         k, sums, counts, largest, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
         all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
+    grid = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     launch(
         key_codes_kernel,
-        (max(keys.grid(block_k), 1), all_heads),  # without a key too: the forward reads what it writes of a sequence
+        (grid * all_heads,),
         k, sums, counts, out.k, out.k_scale, out.lane_scale, largest, out.k_mean, out.tiles_taken, key_mask,
         keys.cu_seqlens, *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total,
-        keys.blocks(block_k), chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
+        keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out

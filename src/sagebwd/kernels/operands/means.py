@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import load_rows, psi_scale, sequence
+from sagebwd.kernels.tile import block_and_head, load_rows, psi_scale, sequence
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
@@ -45,6 +45,7 @@ def _chunk(
     stride_t,
     heads,
     tokens,
+    chunks,
     head_dim: tl.constexpr,
     EXTREMES: tl.constexpr,
     SAMPLED: tl.constexpr,
@@ -59,8 +60,9 @@ def _chunk(
 
     first_key (batch,): the first that key_mask leaves, or the sequence's length; written if not None.
     """
-    batch = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
+    chunk, batch_head = block_and_head(chunks)
+    batch = batch_head // heads
+    head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -80,7 +82,7 @@ def _chunk(
     sums = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
     lows = tl.full((BLOCK, BLOCK_D), float("inf"), tl.float32)
-    begin = tl.program_id(1) * CHUNK
+    begin = chunk * CHUNK
     local = tl.arange(0, BLOCK * UNROLL)
     for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
         # one load of many rows, so that all are in flight at a time; of BLOCK apart a thread holds the same columns
@@ -101,14 +103,14 @@ def _chunk(
             highs = tl.maximum(highs, tl.max(high, 0))
             lows = tl.minimum(lows, tl.min(low, 0))
     total = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
-    partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * head_dim + columns
+    partial += (chunk * (tl.num_programs(0) // chunks) + batch_head) * head_dim + columns
     tl.store(partial, total, mask=columns < head_dim)
     if EXTREMES:
         tl.store(partial + planes, tl.max(highs, 0), mask=columns < head_dim)
         tl.store(partial + 2 * planes, tl.min(lows, 0), mask=columns < head_dim)
 
 
-@triton.jit(do_not_specialize=["planes", "heads", "tokens"])
+@triton.jit(do_not_specialize=["planes", "heads", "tokens", "chunks"])
 def statistics_kernel(
     k,
     v,
@@ -125,6 +127,7 @@ def statistics_kernel(
     v_n,
     heads,
     tokens,
+    chunks,
     head_dim: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_SAMPLED: tl.constexpr,
@@ -137,15 +140,15 @@ def statistics_kernel(
 
     K_SAMPLED: K's mean is of a sample.
     """
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         _chunk(
-            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, head_dim, False,
-            K_SAMPLED, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunks, head_dim,
+            False, K_SAMPLED, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
-            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_n, heads, tokens, head_dim,
-            V_SCALE, False, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunks,
+            head_dim, V_SCALE, False, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def launch_statistics(
     block_d = padded_head_dim(head_dim)
     launch(
         statistics_kernel,
-        (heads, chunks, 2),
+        (heads * chunks, 2),
         k,
         v,
         partial,
@@ -243,6 +246,7 @@ def launch_statistics(
         *packing.strides(v),
         packing.heads,
         packing.tokens,
+        chunks,
         head_dim=head_dim,
         V_SCALE=v_scale,
         K_SAMPLED=k_sampled,

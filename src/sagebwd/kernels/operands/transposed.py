@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import interleave_rows, load_rows, padded_block, whose
+from sagebwd.kernels.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
 
-NO_SPECIALIZE = ["tokens", "total", "blocks"]
+NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
 
 
 def pass_warps(block: int, head_dim: int) -> int:
@@ -53,6 +53,7 @@ def transpose_kernel(
     tokens,
     total,
     blocks,
+    grid,
     head_dim: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,11 +63,12 @@ def transpose_kernel(
 
     padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
     """
-    batch, head, z, start, length = whose(tl.program_id(1), heads, cu_seqlens, tokens, VARLEN)
-    first = tl.program_id(0) * BLOCK
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
     if first >= length:
         return
-    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + tl.program_id(0)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
     transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
     if padded_scale is not None:
@@ -86,7 +88,7 @@ def launch_transpose(
         padded_scale = packing.padded(block, block, dtype=torch.float32, device=codes.device)
     launch(
         transpose_kernel,
-        (packing.grid(block), packing.batch * packing.heads),
+        (packing.grid(block) * packing.batch * packing.heads,),
         codes,
         token_scale,
         packing.cu_seqlens,
@@ -97,6 +99,7 @@ def launch_transpose(
         packing.tokens,
         packing.total,
         packing.blocks(block),
+        packing.grid(block),
         head_dim=head_dim,
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,

@@ -250,6 +250,8 @@ def dkdv_kernel(
                     )
                     if mask is not None:
                         keep = keep & shows(element, mask.dtype.element_ty, BIAS)
+                    if VARLEN:  # Q and dO past the end, where TMA reads the next sequence's, need not be finite
+                        keep = keep & (queries < left)[None, :]
                     p = tl.where(keep & keep_key[:, None], p, 0.0)
                 do_tile = load_block(
                     do_head, batch, head, start_q, first_q, length_q, do_n, head_dim, not masked,
@@ -261,6 +263,8 @@ def dkdv_kernel(
                 else:
                     dp = dot_16bit(v_tile, do_tile.T) - row_delta[None, :]
                 ds = p * dp
+                if masked and VARLEN:
+                    ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
                 if q_mean is not None:
@@ -294,6 +298,8 @@ def dkdv_kernel(
                     else:
                         acc_v += part * p_scale
                 else:
+                    if masked and VARLEN and TMA:
+                        do_tile = tl.where((queries < left)[:, None], do_tile, 0.0)
                     acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)
                 if INT8_DK:
                     operand = load_transposed(q_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)

@@ -262,7 +262,7 @@ def dq_kernel(
             else:
                 dp = dot_16bit(do_tile, v_tile.T) - row_delta[:, None]
             ds = p * dp
-            if masked and key_mask is not None:
+            if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
                 if K_TOKEN:

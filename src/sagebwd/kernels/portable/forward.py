@@ -374,6 +374,8 @@ def forward_kernel(
                     VARLEN,
                     TMA,
                 )
+                if masked and VARLEN and TMA:  # P is 0 there, but 0 times the next sequence's NaN is NaN
+                    v_tile = tl.where((keys < left)[:, None], v_tile, 0.0)
                 part = dot_16bit(to_16bit(p, v_tile.dtype), v_tile)
                 acc = acc * decay[:, None] + part * weight[:, None]
 
