@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     check_device(given.device)
     facts = environment(given.device, given.commit)
     commit = str(facts["commit"])
-    wanted = itertools.chain(forms.cells(given.short), [] if given.short else large.cells())
+    with_large = not given.short and given.device.startswith("cuda")
+    wanted = itertools.chain(forms.cells(given.short), large.cells() if with_large else [])
     chosen = [
         cell
         for cell in wanted

@@ -92,15 +92,15 @@ def _slices(cell: Cell, impl: str | None, device: str, seed: int) -> list[tuple]
         if cell.layout == "packed":  # sequences as a batch
             part = slice(0, 8 * tokens) if where == "first" else slice(-8 * tokens, None)
             inputs = [x[part].detach().unflatten(0, (8, tokens)).transpose(1, 2) for x in (q, k, v, do)]
-            outputs = [x[:, part] if n == 1 else x[part] for n, x in enumerate(results)]
-            outputs = [
-                x.unflatten(1, (8, tokens)).transpose(0, 1) if n == 1 else x.unflatten(0, (8, tokens)).transpose(1, 2)
-                for n, x in enumerate(outputs)
-            ]
+            o, lse, *gradients = results
+            lse = lse[:, part].unflatten(1, (8, tokens)).transpose(0, 1)
+            o, *gradients = (x[part].unflatten(0, (8, tokens)).transpose(1, 2) for x in (o, *gradients))
+            outputs = [o, lse, *gradients]
         else:
             part = slice(0, 8) if where == "first" else slice(-8, None)
             inputs = [x[part].detach() for x in (q, k, v, do)]
             outputs = [x[part] for x in results]
+        inputs, outputs = ([x.clone() for x in part] for part in (inputs, outputs))  # which lets go of the large ones
         visible = exact.band(*[torch.arange(tokens)] * 2, shape.is_causal, None).to(device)[None, None]
         small = replace(cell, lengths_q=(tokens,), lengths_k=(tokens,), layout="dense")
         found.append((where, small, outputs, (inputs, exact.attention(*inputs, cell.scale, visible))))
@@ -112,10 +112,10 @@ def _of_a_window(cell: Cell, where: str, inputs: tuple[Tensor, ...], results: li
     part = slice(0, SEEN) if where == "first" else slice(-SEEN, None)
     # queries WINDOW and more from the cut see all they see, and keys there are seen by all that see them
     whole = slice(0, SEEN - WINDOW) if where == "first" else slice(WINDOW, None)
-    local = [x[:, :, part].detach() for x in inputs]
+    local = [x[:, :, part].detach().clone() for x in inputs]
     visible = exact.band(*[torch.arange(SEEN)] * 2, cell.is_causal, cell.window).to(local[0].device)[None, None]
     small = replace(cell, lengths_q=(SEEN,), lengths_k=(WINDOW,))
     expected = [x[:, :, whole] for x in exact.attention(*local, cell.scale, visible)]
-    actual = [x[:, :, part][:, :, whole] for x in results]
+    actual = [x[:, :, part][:, :, whole].clone() for x in results]
     assert math.prod(inputs[0].shape) > 2**31
     return small, actual, (local, expected)

@@ -15,6 +15,8 @@ from tools.matrix.forms import Cell
 
 # After so long without a row, compiling included, a process hangs.
 HANGS = 300
+# What rows that are begun have left when the time is over; then they are left for another run.
+GRACE = 20
 # What leaves a process's GPU context unusable.
 BROKEN = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert", "misaligned")
 
@@ -76,6 +78,8 @@ def run(groups: list[list[Cell]], processes: int, impl: str | None, device: str,
         while workers:
             ready = wait([worker.connection for worker in workers], timeout=1)
             found, over = [], time.monotonic() > until
+            if time.monotonic() > until + GRACE:
+                return
             for worker in list(workers):
                 if worker.connection in ready:
                     try:
