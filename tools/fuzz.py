@@ -117,6 +117,16 @@ class Case:
         mask = draw_mask(self.mask, shape, self.dtype, self.seed)
         return mask if isinstance(mask, Tensor) else read_block_mask(mask)
 
+    def masks(self, device: str) -> dict[str, Tensor | Mask]:
+        """The mask arguments of a dense call."""
+        if self.layout == "padded":
+            keys = torch.arange(max(self.lengths_k), device=device)
+            return {"attn_mask": (keys < torch.tensor(self.lengths_k, device=device)[:, None])[:, None, None]}
+        if self.layout == "masked":
+            mask = self.drawn_mask().to(device)
+            return {"attn_mask" if isinstance(mask, Tensor) else "block_mask": mask}
+        return {}
+
     def inputs(self, device: str) -> list[Tensor]:
         """q, k, v and do in the layout's shape, with strides that a fused projection leaves."""
         tokens_q, tokens_k = max(self.lengths_q), max(self.lengths_k)
@@ -138,31 +148,31 @@ class Case:
         return [x[0].transpose(0, 1) for x in strided] if self.layout == "packed" else strided
 
 
-def outcome(
-    case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dtype, o: Tensor | None = None
-) -> list[Tensor]:
-    """Output, lse and the three gradients, computed from the inputs in ``dtype``; o: what backward is to find."""
-    *leaves, do = (x.to(dtype) for x in inputs)
-    leaves = [x.detach().requires_grad_() for x in leaves]
+def attended(case: Case, leaves: list[Tensor], impl: str | None) -> tuple[Tensor, Tensor]:
+    """Output and lse of the public function."""
     shared = {
         "is_causal": case.is_causal, "window": case.window, "scale": case.scale, "recipe": case.recipe, "impl": impl,
         "return_lse": True,
     }  # fmt: skip
+    device = leaves[0].device
     if case.layout == "packed":
         offsets = [
-            torch.tensor([0, *lengths], device=do.device).cumsum(0).int()
-            for lengths in (case.lengths_q, case.lengths_k)
+            torch.tensor([0, *lengths], device=device).cumsum(0).int() for lengths in (case.lengths_q, case.lengths_k)
         ]
-        out, lse = sage_attention_varlen(*leaves, *offsets, max(case.lengths_q), max(case.lengths_k), **shared)
-    else:
-        masks = {}
-        if case.layout == "padded":
-            keys = torch.arange(max(case.lengths_k), device=do.device)
-            masks["attn_mask"] = (keys < torch.tensor(case.lengths_k, device=do.device)[:, None])[:, None, None]
-        elif case.layout == "masked":
-            mask = case.drawn_mask().to(do.device)
-            masks["attn_mask" if isinstance(mask, Tensor) else "block_mask"] = mask
-        out, lse = sage_attention(*leaves, **masks, enable_gqa=True, **shared)
+        return sage_attention_varlen(*leaves, *offsets, max(case.lengths_q), max(case.lengths_k), **shared)
+    return sage_attention(*leaves, **case.masks(device), enable_gqa=True, **shared)
+
+
+def outcome(
+    case: Case, inputs: list[Tensor], impl: str | None, dtype: torch.dtype, o: Tensor | None = None
+) -> list[Tensor]:
+    """Output, lse and the three gradients, computed from the inputs in ``dtype``; o: what backward is to find.
+
+    lse is 0 where a query sees no key.
+    """
+    *leaves, do = (x.to(dtype) for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, lse = attended(case, leaves, impl)
     result = out.detach().clone()
     if o is not None:
         out.data.copy_(o)  # which autograd does not notice
@@ -199,16 +209,30 @@ def _overflowed(dk: Tensor, dv: Tensor, noise: float) -> Tensor:
     return torch.where((dv != 0).any(-1, keepdim=True), dk.clamp(-largest, largest), dk)  # NaN stays
 
 
+def emulated(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The emulator's results at the kernels' precision and in FP64."""
+    return tuple(outcome(case, inputs, "reference", dtype) for dtype in (case.dtype, torch.float64))
+
+
 def check(case: Case, impl: str | None, device: str) -> str | None:
     """None if the kernels' results are the recipe's, else what is wrong."""
     inputs = case.inputs(device)
     actual = outcome(case, inputs, impl, case.dtype)
     pairs = [
-        (outcome(other, drawn, "reference", case.dtype), outcome(other, drawn, "reference", torch.float64))
+        emulated(other, other.inputs(device))
         for other in (replace(case, seed=case.seed + draw_index * 1_000_000) for draw_index in range(3))
-        for drawn in [other.inputs(device)]
     ]
-    eps = torch.finfo(case.dtype).eps
+    return judge(case, inputs, actual, pairs)
+
+
+def judge(
+    case: Case, inputs: list[Tensor], actual: list[Tensor], pairs: list[tuple[list[Tensor], list[Tensor]]]
+) -> str | None:
+    """None if ``actual`` is the recipe's, else what is wrong.
+
+    pairs: `emulated`, of these inputs and of other draws of the same shape.
+    """
+    actual, eps = list(actual), torch.finfo(case.dtype).eps
     fp8 = FP8 in asdict(Recipe.parse(case.recipe)).values()
     turned = _turned(case, inputs, actual[0], pairs[0][1], eps) if fp8 else []
     q, k, v, do = (x.abs().max().item() if x.numel() else 0.0 for x in inputs)

@@ -36,11 +36,24 @@ def environment(device: str, commit: str | None = None) -> dict[str, object]:
 
 def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
     """Write <name>_<gpu>_<date>_<commit>.json: ``facts`` from `environment`, and the rows, dataclasses; its path."""
-    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
-    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(facts, folder, name)
     path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def save_lines(rows: list[dict], facts: dict[str, object], folder: Path, name: str) -> Path:
+    """As `save`, of thousands of rows that are dictionaries: a line for each."""
+    path = _path(facts, folder, name)
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items()]
+    text = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("{\n" + "".join(lines) + ' "rows": [\n' + text + "\n ]\n}\n", encoding="utf-8")
+    return path
+
+
+def _path(facts: dict[str, object], folder: Path, name: str) -> Path:
+    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
 
 
 def save_csv(rows: list, path: Path) -> Path:

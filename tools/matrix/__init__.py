@@ -1,0 +1,1 @@
+"""Every width, form and recipe on a GPU: `python -m tools.matrix`."""

@@ -1,0 +1,152 @@
+"""Every width, form and recipe on a GPU, right or wrong: `python -m tools.matrix` (make matrix).
+
+A row is a head_dim, value head_dim, form, recipe and dtype. Its calls of the public functions, forward and backward,
+come with random inputs of their own, on memory that is filled with NaN before each, as often as it takes until all
+launches are replayed; output, lse and gradients are held to attention in FP32 with an explicit mask
+(`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.conformance`). A call that the package does not take is
+right if it says which argument is why. `tools.matrix.forms` has the widths and forms, and what is compared with which:
+
+- `auto` in BF16: every width and pair of widths, every form.
+- `paper` and `full` in BF16 and `auto` in FP16: a width of each kind, every form; at 64 and 128, where `auto` is
+  `mixed` on Hopper, `token` in both dtypes and `token_fp8` too. `mixed` and `token_fp8` elsewhere: they are refused.
+- `paper` and `full` at all other widths: three forms.
+- `tools.matrix.large`: more than 65535 heads times batch or sequences, and more than 2^31 elements.
+- ``--short``: `auto` in BF16, a width of each kind, every form.
+
+Compiling takes nearly all the time. Rows that share kernels are a group; groups run in processes side by side. Every
+finished row is appended to ``--output``; ``--resume`` leaves out what stands there of the same commit, ``--seconds``
+ends in time, ``--part 1/3`` takes every third group. Exit code 1 where a row is wrong, 3 where rows are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from sagebwd.benchmarks.results import environment, save_lines
+from sagebwd.hardware import check_device
+from tools.matrix import check, forms, large
+from tools.matrix.forms import Cell
+from tools.matrix.workers import Row, run
+
+SAID_EVERY = 10
+NAMES = ("head_dim", "value_dim", "form", "recipe", "dtype")
+# Seconds that a row's first call compiles, roughly, by which groups are put in order: the slowest first.
+COSTS = {"dense": 5, "packed": 10, "padded": 8, "masked": 10}
+
+
+def groups_of(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Rows that share kernels together, the groups that take longest first."""
+    found: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.width, cell.value_dim, cell.recipe, cell.dtype, cell.layout), []).append(cell)
+    return sorted(found.values(), key=_cost, reverse=True)
+
+
+def _cost(group: list[Cell]) -> float:
+    first = group[0]
+    if first.form in large.FORMS:
+        return 1e6
+    refused = first.recipe in ("mixed", "token_fp8") and first.width not in (64, 128)
+    return 0 if refused else len(group) * COSTS[first.layout] * (1.5 if first.width % 16 else 1)
+
+
+def name_of(row: Row) -> tuple:
+    """What names a row."""
+    return tuple(row[name] for name in NAMES)
+
+
+def read(path: Path, commit: str) -> dict[tuple, Row]:
+    """Rows of a commit that stand in a file of earlier runs."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {name_of(row): row for row in lines if row.pop("commit") == commit}
+
+
+def report(rows: list[Row], left: int, facts: dict[str, object], folder: Path | None) -> None:
+    """What is wrong, the counts, and the results file."""
+    rows = sorted(rows, key=lambda row: tuple(map(str, (row["recipe"], row["dtype"], row["form"]))))
+    rows.sort(key=lambda row: (row["head_dim"], row["value_dim"]))
+    for row in rows:
+        if row["status"] in ("wrong", "crashed"):
+            print(f"{row['status']}: {' '.join(map(str, name_of(row)))}: {row.get('errors', '')} {row['message']}")
+    counts = Counter(row["status"] for row in rows)
+    print(", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no rows", end="")
+    print(f", {left} left" if left else "")
+    if folder is not None:
+        facts = {**facts, "counts": dict(counts), "left": left, "tensors": check.TENSORS}
+        rows = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+        print(f"wrote {save_lines(rows, facts, folder, 'matrix')}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rows that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a width of each kind, auto, BF16")
+    parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
+    parser.add_argument("--seconds", type=float, help="begin no row after so long")
+    parser.add_argument("--resume", action="store_true", help="leave out rows of this commit that --output has")
+    parser.add_argument("--output", type=Path, default=Path("runs/matrix.jsonl"), help="rows as they come")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
+    parser.add_argument("--no-results", action="store_true", help="write no results file")
+    parser.add_argument("--commit", help="to record outside a git checkout")
+    parser.add_argument("--head-dim", type=int, action="append")
+    parser.add_argument("--form", action="append", choices=[*forms.FORMS, *large.FORMS])
+    parser.add_argument("--recipe", action="append")
+    parser.add_argument("--impl", help="the fastest for each call, unless named")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args(arguments)
+    check_device(given.device)
+    facts = environment(given.device, given.commit)
+    commit = str(facts["commit"])
+    with_large = not given.short and given.device.startswith("cuda")
+    wanted = itertools.chain(forms.cells(given.short), large.cells() if with_large else [])
+    chosen = [
+        cell
+        for cell in wanted
+        if (not given.head_dim or cell.head_dim in given.head_dim)
+        and (not given.form or cell.form in given.form)
+        and (not given.recipe or cell.recipe in given.recipe)
+    ]
+    part, parts = map(int, given.part.split("/"))
+    groups = groups_of(chosen)[part - 1 :: parts]
+    names = {name_of(cell.key()) for group in groups for cell in group}
+    done = read(given.output, commit) if given.resume else {}
+    rows = [row for name, row in done.items() if name in names]
+    groups = [[cell for cell in group if name_of(cell.key()) not in done] for group in groups]
+    groups = [group for group in groups if group]
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    start, said = time.monotonic(), 0.0
+    until = start + (given.seconds or float("inf"))
+    print(f"{len(names)} rows, {len(rows)} of them there, {len(groups)} groups, {commit}", flush=True)
+    with given.output.open("a", encoding="utf-8") as file:
+        for found in run(groups, given.processes, given.impl, given.device, until):
+            for row in found:
+                rows.append(row)
+                file.write(json.dumps({**row, "commit": commit}) + "\n")
+                if row["status"] in ("wrong", "crashed"):
+                    print(f"{row['status']}: {' '.join(map(str, name_of(row)))}: {row['message']}", flush=True)
+            file.flush()
+            seconds = time.monotonic() - start
+            if seconds - said >= SAID_EVERY:
+                said = seconds
+                wrong = sum(row["status"] in ("wrong", "crashed") for row in rows)
+                print(f"{len(rows)}/{len(names)} rows, {wrong} wrong, {seconds:.0f} s", flush=True)
+    left = len(names) - len(rows)
+    report(rows, left, facts, None if given.no_results else given.results)
+    if any(row["status"] in ("wrong", "crashed") for row in rows):
+        return 1
+    return 3 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
