@@ -13,7 +13,9 @@ import pytest
 import typer
 
 from sagebwd import cli, doctor
-from sagebwd.benchmarks import attention
+from sagebwd.benchmarks import attention, peers
+from sagebwd.benchmarks.shapes import Shape
+from tests.scaled import scaled
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,7 +125,7 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
 
 
 def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("sagebwd.benchmarks.attention.TOTAL_TOKENS", 32)
+    monkeypatch.setattr("sagebwd.benchmarks.shapes.TOTAL_TOKENS", 32)
     code, out, _ = command(
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--recipe", "token",
         "--recipe", "token_fp8", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path,
@@ -136,6 +138,25 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 
+def test_bench_says_which_peer_is_wrong_and_what_it_does_not_claim(command, tmp_path, monkeypatch):
+    (sdpa,) = peers.baselines(Shape(64, 1, 1, 1, 32, False), "cpu").values()
+    found = {"cudnn": scaled(sdpa, dq=2.06), "fa2": sdpa}
+    monkeypatch.setattr(attention, "candidates", lambda shape, device: found)
+    monkeypatch.setattr(peers, "is_hopper", lambda device: True)
+    monkeypatch.setattr("sagebwd.benchmarks.shapes.TOTAL_TOKENS", 32)
+    code, out, _ = command(
+        "bench", "--device", "cpu", "--head-dim", "192/128", "--tokens", 32, "--recipe", "token", "--no-special",
+        "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "D192/128 H16 B1 N32 causal" in out
+    assert "cudnn does not count here, wrong: dq 1.0" in out
+    assert "no claim over the best baseline: FlashAttention-4 is not installed" in out
+    assert "over the best baseline: fwd" not in out
+    assert "token (reference) over FlashAttention-2: fwd" in out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+
+
 def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeypatch):
     measure, shapes = attention.measure_shape, []
 
@@ -145,7 +166,7 @@ def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeyp
             raise ValueError("no more time")
         return measure(shape, *arguments, **options)
 
-    monkeypatch.setattr(attention, "TOTAL_TOKENS", 32)
+    monkeypatch.setattr("sagebwd.benchmarks.shapes.TOTAL_TOKENS", 32)
     monkeypatch.setattr(attention, "measure_shape", cut_off)
     code, _, err = command(
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--no-special",

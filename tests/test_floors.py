@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from sagebwd import sage_attention
-from sagebwd.benchmarks.attention import Shape, baselines
+from sagebwd.benchmarks.peers import baselines
+from sagebwd.benchmarks.shapes import Shape
 from sagebwd.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import sage_attention
-from sagebwd.benchmarks.attention import Shape, baselines
+from sagebwd.benchmarks.peers import baselines
+from sagebwd.benchmarks.shapes import Shape
 from sagebwd.call import Call
 from sagebwd.kernels.operands.lane_codes import launch_codes
 from sagebwd.kernels.sm90.config import SCALE_BLOCK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,10 @@ from sagebwd.terminal import console, progress, quiet
 def bench(
     recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Of the grid: 64, 128 or both.")] = None,
+    head_dim: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the grid: 64, 80, 96, 128, 192/128, 256; repeat [default: 64, 128]."),
+    ] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
     special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
     deterministic: Annotated[
@@ -27,10 +30,8 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
     """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
-    import torch
-
-    from sagebwd.attention import choose_implementation
     from sagebwd.benchmarks import attention as benchmark
+    from sagebwd.benchmarks import peers, shapes
     from sagebwd.benchmarks.plot import plot_attention
     from sagebwd.benchmarks.results import environment, save, save_csv
     from sagebwd.dispatch import check_known
@@ -40,25 +41,26 @@ def bench(
     check_device(device)
     for name in impl or ():
         check_known(name)
-    for size in head_dim or ():
-        if size not in (64, 128):
-            raise ValueError(f"head_dim={size} is not of the grid; accepted: 64, 128")
     recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
-    if not impl:
-        impl = [choose_implementation(torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16), recipes[0], None)]
-    shapes = benchmark.standard_grid(head_dim or (64, 128), tokens or benchmark.GRID_TOKENS)
-    shapes += benchmark.special_shapes() if special else []
+    grid = shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
+    grid += shapes.special_shapes() if special else []
     facts = environment(device, commit)
     rows: list[benchmark.Measurement] = []
-    for index, shape in enumerate(shapes, 1):
-        with console.status(f"{index}/{len(shapes)} {shape}"):
+    for index, shape in enumerate(grid, 1):
+        with console.status(f"{index}/{len(grid)} {shape}"):
             measured = benchmark.measure_shape(shape, recipes, impl, device, rounds, deterministic=deterministic)
         rows += measured
         console.print(_bench_table(str(shape), measured))
+        for name, reason in measured[-1].peer_gates.items():
+            console.print(f"{name} does not count here, {reason}", markup=False)
         path = save(rows, facts, output)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {save_csv(rows, path)}")
-    for name, text in itertools.product(impl, map(str, recipes)):
-        for baseline, over in (("the best baseline", "peer"), ("FlashAttention-2", "fa2")):
+    compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
+    if not peers.may_claim_best({row.impl for row in rows}, device):
+        del compared["the best baseline"]
+        console.print("no claim over the best baseline: FlashAttention-4 is not installed, or runs no shape here")
+    for name, text in dict.fromkeys((row.impl, row.recipe) for row in rows if row.recipe in set(map(str, recipes))):
+        for baseline, over in compared.items():
             means = {
                 way: benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS
             }
@@ -69,22 +71,26 @@ def bench(
         if None not in costs.values():
             line = ", ".join(f"{way} {cost:.2f}x" for way, cost in costs.items())
             console.print(f"{text} ({name}), time of the deterministic mode: {line}")
-    if any(row.heads * row.head_dim == benchmark.MODEL_WIDTH and row.ms for row in rows):
+    if any(shapes.on_grid(asdict(row)) and row.gate == "ok" for row in rows):
         console.print(f"wrote {plot_attention(path)}")
-    if any(row.gate != "ok" for row in rows):
+    if any(row.gate == "FAILED" for row in rows):
         raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
 
 
 def _bench_table(title: str, rows: list) -> Table:
     table = Table(title=title, title_justify="left", box=None)
-    for heading in ("attention", "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best", "over FA2", "peak MiB", "kept MiB"):
+    measures = "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best here", "over FA2", "peak MiB", "kept MiB"
+    for heading in ("attention", *measures):
         table.add_column(heading, justify="left" if heading == "attention" else "right")
     for start in range(0, len(rows), 3):
         forward, backward, both = rows[start : start + 3]
-        if both.gate != "ok":
+        if both.gate == "FAILED":
             table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
             continue
-        cells = [f"{row.ms:.3f} / {row.tflops:.0f}" for row in (forward, backward, both)]
+        cells = [
+            f"{row.ms:.3f} / {row.tflops:.0f}{'' if row.gate == 'ok' else ' wrong'}"
+            for row in (forward, backward, both)
+        ]
         over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
         over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
         used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]

@@ -9,9 +9,6 @@ import torch
 
 from sagebwd.band import Band
 
-BACKWARD_RATIO = 2.5
-"""Backward counts five products where forward counts two, as FlashAttention's benchmarks do."""
-
 
 @dataclass(frozen=True)
 class PeakRates:
@@ -41,22 +38,26 @@ def flops(
     head_dim: int,
     *,
     is_causal: bool = False,
+    value_dim: int | None = None,
     window: tuple[int, int] | None = None,
     direction: str = "fwd",
 ) -> float:
     """Useful floating-point operations of one attention call.
 
-    Forward is 4 x batch x heads x head_dim x visible pairs (two products, a multiply and an add each), pairs counted
-    exactly; backward is 2.5 times that. Nothing is credited for recomputation, softmax or quantisation.
+    Each product is 2 x batch x heads x width x visible pairs, pairs counted exactly. Forward is S and O; backward is
+    five, S again, dP, dV, dQ and dK, as FlashAttention's benchmarks count: 2.5 times forward where both widths are
+    one. Nothing is credited for other recomputation, softmax or quantisation.
 
-    Args: direction, "fwd", "bwd" or "fwd+bwd"; is_causal and window, aligned top left.
-    Raises ValueError for another direction.
+    Args: value_dim, head_dim unless given; direction, "fwd", "bwd" or "fwd+bwd"; is_causal and window, aligned top
+    left. Raises ValueError for another direction.
     """
-    factors = {"fwd": 1.0, "bwd": BACKWARD_RATIO, "fwd+bwd": 1.0 + BACKWARD_RATIO}
-    if direction not in factors:
-        raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(factors)}")
+    value_dim = head_dim if value_dim is None else value_dim
+    widths = {"fwd": head_dim + value_dim, "bwd": 3 * head_dim + 2 * value_dim}
+    widths["fwd+bwd"] = widths["fwd"] + widths["bwd"]
+    if direction not in widths:
+        raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(widths)}")
     pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
-    return 4.0 * batch * heads * head_dim * pairs * factors[direction]
+    return 2.0 * batch * heads * widths[direction] * pairs
 
 
 def check_device(device: str) -> None:

@@ -3,32 +3,21 @@
 import csv
 import itertools
 import json
-import math
 
 import pytest
-import torch
 
-from sagebwd import Recipe, sage_attention
+from sagebwd import sage_attention
 from sagebwd.benchmarks import attention as bench
 from sagebwd.benchmarks import results
 from sagebwd.benchmarks.plot import plot_attention
+from sagebwd.benchmarks.shapes import Shape
 from sagebwd.switches import current
+from tests.scaled import scaled
 
 pytestmark = pytest.mark.rounding
 
-SHAPE = bench.Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
-GRID_SHAPE = bench.Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
-
-
-def test_standard_grid():
-    grid = bench.standard_grid()
-    assert len(grid) == 2 * 2 * 6
-    assert {(s.head_dim, s.heads) for s in grid} == {(64, 32), (128, 16)}
-    assert {s.batch * s.tokens for s in grid if s.tokens <= 16384} == {16384}
-    assert all(s.batch == 1 for s in grid if s.tokens > 16384)
-    grouped, _, video = bench.special_shapes()
-    assert (grouped.heads, grouped.kv_heads) == (32, 8)
-    assert (video.batch, video.heads, video.tokens, video.is_causal) == (1, 24, 32760, False)
+SHAPE = Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
+GRID_SHAPE = Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
 
 
 def test_rows_of_one_shape():
@@ -63,8 +52,8 @@ def test_the_deterministic_mode_beside_the_default():
 def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "sage_attention", lambda *_, **__: seen.append(current.deterministic))
-    monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: str(attention(*inputs[:3])))
-    monkeypatch.setattr(bench, "baselines", lambda shape, device: {})
+    monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: attention(*inputs[:3]) or "FAILED")
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: {})
     monkeypatch.setattr(bench, "memory", lambda attention, inputs: (None, None))
     bench.measure_shape(SHAPE, ["token_fp8"], ["reference"], "cpu", deterministic=True)
     assert seen == [False, True]
@@ -81,36 +70,81 @@ def test_a_red_gate_prints_no_figure(monkeypatch):
     assert {row.speedup for row in ours} == {None}
 
 
-@pytest.mark.parametrize("position", range(3))
-def test_gate_sees_a_wrong_gradient(position):
-    recipe = Recipe.named("token")
-    inputs = SHAPE.inputs("cpu", torch.bfloat16)
-
-    def attention(*x):
-        return sage_attention(*x, is_causal=True, enable_gqa=True, recipe=recipe)
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 1.1
-
-    def wrong(*x):
-        return attention(*(Wrong.apply(t) if i == position else t for i, t in enumerate(x)))
-
-    assert bench.gate(SHAPE, attention, recipe, inputs) == "ok"
-    assert bench.gate(SHAPE, wrong, recipe, inputs) == "FAILED"
+def with_peers(monkeypatch, **wrong):
+    """The baselines are SDPA and, by the names given, SDPA that is wrong by such factors."""
+    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
+    found = {"sdpa": sdpa} | {name: scaled(sdpa, **factors) for name, factors in wrong.items()}
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: found)
 
 
-def test_gate_is_red_on_nan():
-    inputs = SHAPE.inputs("cpu", torch.bfloat16)
-    recipe = Recipe.named("token")
-    assert bench.gate(SHAPE, lambda q, k, v: sage_attention(q * math.nan, k, v, enable_gqa=True), recipe, inputs) == (
-        "FAILED"
-    )
+def timed(monkeypatch, **ms):
+    """Forward and backward of a baseline take so long, of all else a second."""
+
+    def time_interleaved(runs, device, rounds):
+        return {key: (float(ms.get(key[0], 1000)), 0.0) for key in runs}
+
+    monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
+
+
+@pytest.mark.parametrize(
+    ("factors", "where"), [({"dq": 2.06}, ("bwd", "fwd+bwd")), ({"o": 2.06}, bench.DIRECTIONS)], ids=("dq", "o")
+)
+def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, where):
+    with_peers(monkeypatch, fa2=factors)
+    timed(monkeypatch, sdpa=10, fa2=1)
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
+    for row in rows:
+        is_wrong = row.direction in where
+        assert (row.peer, row.fa2_ms) == (("sdpa", None) if is_wrong else ("fa2", 1.0))
+        assert set(row.peer_gates) == ({"fa2"} if is_wrong else set())
+        if row.impl == "fa2":
+            assert row.ms == (2.0 if row.direction == "fwd+bwd" else 1.0)  # timed all the same
+            assert (row.speedup is None) == is_wrong
+            assert row.gate == (row.peer_gates["fa2"] if is_wrong else "ok")
+        else:
+            assert row.gate == "ok"
+    backward = rows[1].peer_gates["fa2"]
+    assert backward.startswith("wrong: ")
+    if "dq" in factors:
+        assert float(backward.removeprefix("wrong: dq ")) == pytest.approx(1.06, abs=0.02)
+
+
+def test_a_peer_that_is_right_counts(monkeypatch):
+    with_peers(monkeypatch, fa2={})
+    timed(monkeypatch, sdpa=10, fa2=1)
+    for row in bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1):
+        assert (row.peer, row.peer_gates, row.gate) == ("fa2", {}, "ok")
+        assert row.speedup == pytest.approx(row.peer_ms / row.ms)
+
+
+def test_a_shape_whose_peers_are_all_wrong_has_no_best(monkeypatch):
+    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"sdpa": scaled(sdpa, dq=2.0)})
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
+    best = {row.direction: (row.peer, row.speedup) for row in rows if row.recipe == "token"}
+    assert best["fwd"][0] == "sdpa"
+    assert best["bwd"] == best["fwd+bwd"] == (None, None)
+    assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") is None
+
+
+def test_a_peer_that_does_not_run_is_named(monkeypatch):
+    def refuses(*_):
+        raise AssertionError("head_dim must be 64\nand more")
+
+    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa4": refuses, "sdpa": sdpa})
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
+    assert {row.impl for row in rows} == {"reference", "sdpa"}
+    reason = "does not run: AssertionError: head_dim must be 64"
+    assert all(row.peer_gates == {"fa4": reason} for row in rows)
+
+
+def test_a_value_of_another_width():
+    shape = Shape(24, 2, 2, 1, 64, True, value_dim=16)
+    for recipe in ("token", "mixed", "full"):
+        rows = bench.measure_shape(shape, [recipe], None, device="cpu", rounds=1)
+        assert {row.gate for row in rows} == {"ok"}
+        assert {(row.head_dim, row.value_dim) for row in rows} == {(24, 16)}
 
 
 def test_interleaving_takes_turns():
@@ -136,7 +170,7 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     assert path.name.startswith("attention_cpu_")
     assert path.stem.endswith("abc1234")
     content = json.loads(path.read_text())
-    assert {"gpu", "driver", "torch", "triton", "commit", "dirty", "date", "rows"} == set(content)
+    assert {"gpu", "driver", "torch", "triton", "flash_attn_4", "commit", "dirty", "date", "rows"} == set(content)
     assert len(content["rows"]) == len(rows)
     with results.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))

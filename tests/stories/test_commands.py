@@ -85,8 +85,8 @@ def test_story_10_doctor_says_why_there_is_no_kernel():
 
 SMALL_BENCH = """
 from sagebwd import cli
-from sagebwd.benchmarks import attention
-attention.TOTAL_TOKENS = 64
+from sagebwd.benchmarks import shapes
+shapes.TOTAL_TOKENS = 64
 cli.main()
 """
 

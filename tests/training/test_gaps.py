@@ -2,11 +2,12 @@
 
 import json
 import math
+import statistics
 
 import pytest
 from rich.console import Console
 
-from sagebwd.training.gaps import gaps, table
+from sagebwd.training.gaps import gaps, interval, table
 from sagebwd.training.run_dir import COMPARISON
 
 
@@ -43,7 +44,8 @@ def test_means_and_noise(folders):
     assert token.noise == pytest.approx(single / math.sqrt(3))
     # deviations -.01, -.03 and .04, of two degrees of freedom
     assert token.scatter == pytest.approx(math.sqrt(0.0026 / 2 / 3))
-    assert paper.scatter is None
+    assert (paper.scatter, paper.interval) == (None, None)
+    assert token.interval == interval(token.gaps)
     assert (paper.gaps, paper.diverged) == (pytest.approx((0.05,)), 1)
     assert paper.noise == pytest.approx(single)
     assert again.noise == pytest.approx(single / math.sqrt(2))
@@ -51,7 +53,18 @@ def test_means_and_noise(folders):
     console.print(table([token, paper, again]))
     text = console.export_text()
     assert "+0.0200" in text
+    assert "{:+.3f} to {:+.3f}".format(*token.interval) in text
     assert "diverged: 1" in text
+
+
+def test_the_interval_of_a_mean():
+    assert interval([0.01]) is None
+    low, high = interval([0.0295, -0.0062, -0.0035])  # t = 4.3027 at two degrees of freedom, from a table of Student's
+    assert (low, high) == pytest.approx((-0.0428, 0.0560), abs=1e-4)
+    centred = [-1.0, 1.0] * 50
+    low, high = interval(centred)
+    assert low == -high
+    assert high == pytest.approx(2.0 * statistics.stdev(centred) / 10, rel=0.05)
 
 
 def test_no_repeat_no_noise(folders):

@@ -54,7 +54,7 @@ def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: f
 @flash_attention_4.register_fake
 def _(q, k, v, is_causal, scale):
     batch, tokens, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
 @torch.library.custom_op("sagebwd::flash_attention_4_backward", mutates_args=())

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagebwd.benchmarks.shapes import on_grid, value_dim_of
 from sagebwd.figure import save
 
 STEP_PARTS = {
@@ -43,24 +44,27 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
     import matplotlib.pyplot as plt
 
     content = json.loads(results.read_text(encoding="utf-8"))
-    rows = [row for row in content["rows"] if row["direction"] == direction and row["ms"] and _on_grid(row)]
-    panels = sorted({(row["head_dim"], row["causal"]) for row in rows})
+    rows = [row for row in content["rows"] if row["direction"] == direction and row["gate"] == "ok" and on_grid(row)]
+    panels = sorted({(row["head_dim"], value_dim_of(row), row["causal"]) for row in rows})
     if not panels:
         raise ValueError(f"{results}: no measurement of the standard grid in direction {direction!r} to draw")
     figure, axes = plt.subplots(
         1, len(panels), figsize=(4 * len(panels), 3.9), sharey=True, squeeze=False, layout="constrained"
     )
     lines = sorted({(row["recipe"] == "bf16", row["impl"], row["recipe"]) for row in rows})
-    for axis, (head_dim, causal) in zip(axes[0], panels):
+    for axis, panel in zip(axes[0], panels):
+        head_dim, value_dim, causal = panel
         for is_baseline, impl, recipe in lines:
             points = sorted(
                 (row["tokens"], row["tflops"])
                 for row in rows
-                if (row["head_dim"], row["causal"], row["impl"], row["recipe"]) == (head_dim, causal, impl, recipe)
+                if (row["head_dim"], value_dim_of(row), row["causal"]) == panel
+                and (row["impl"], row["recipe"]) == (impl, recipe)
             )
             style = "--" if is_baseline else "-"
             axis.plot(
-                *zip(*points),
+                [tokens for tokens, _ in points],  # none where this one does not run: its colour is kept
+                [tflops for _, tflops in points],
                 style,
                 marker="o",
                 markersize=3,
@@ -68,7 +72,8 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
             )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-        axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'no mask'}")
+        width = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
+        axis.set_title(f"head_dim {width}, {'causal' if causal else 'no mask'}")
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"TFLOPS, {direction}, end to end")
@@ -143,10 +148,6 @@ def main(arguments: list[str]) -> None:
         print(plot_steps(paths[:-1], paths[-1]))
     else:
         sys.exit(__doc__)
-
-
-def _on_grid(row: dict) -> bool:
-    return row["heads"] == row["kv_heads"] and row["heads"] * row["head_dim"] == 2048
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import asdict, fields
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -28,10 +29,18 @@ def environment(device: str, commit: str | None = None) -> dict[str, object]:
         else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "flash_attn_4": _version("flash-attn-4"),
         "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
         "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
         "date": date.today().isoformat(),
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
