@@ -19,8 +19,8 @@ Scale groups are part of the recipe, never of a kernel's tile: a tile may change
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
 is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``token_fp8`` is
-``token`` with V's scale one a channel of the sequence and the three gradient products in e4m3: on Gaussian inputs about
-twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
+``token`` with V's scale one a channel of the sequence and the three gradient products in e4m3: on Gaussian inputs
+about twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
 """
 
 from __future__ import annotations
