@@ -223,17 +223,18 @@ def test_small_gradients_beside_large_ones():
 
 def test_each_product_is_chosen_by_itself():
     q, k, v, do = draw(tokens=100)
-    sides = [_gradients(q, k, v, do, recipe) for recipe in ("token", "token_fp8")]
+    sides = [_gradients(q, k, v, do, recipe) for recipe in ("token(v_scale=sequence)", "token_fp8")]
     for index, name in enumerate(("dq", "dk", "dv")):
-        actual = _gradients(q, k, v, do, f"token({name}=fp8)")
+        actual = _gradients(q, k, v, do, f"token({name}=fp8, v_scale=sequence)")
         for other, gradient in enumerate(actual):
             assert torch.equal(gradient, sides[other == index][other])
             assert not torch.equal(gradient, sides[other != index][other])
 
 
 def test_forward_is_that_of_token():
-    inputs = draw(tokens=100)[:3]
-    assert torch.equal(*(sage_attention(*inputs, recipe=recipe) for recipe in ("token", "token_fp8")))
+    inputs = draw(tokens=200)[:3]
+    recipes = ("token(v_scale=sequence)", "token_fp8")
+    assert torch.equal(*(sage_attention(*inputs, recipe=recipe) for recipe in recipes))
 
 
 def test_e4m3_rounds_to_the_nearest():
@@ -266,7 +267,7 @@ def test_the_largest_power_of_two_that_fits(largest):
 
 def test_recipe_takes_fp8_in_gradient_products_alone():
     token = Recipe.named("token")
-    assert Recipe.named("token_fp8") == token.replace(dv="fp8", dq="fp8", dk="fp8")
+    assert Recipe.named("token_fp8") == token.replace(dv="fp8", dq="fp8", dk="fp8", v_scale="sequence")
     assert str(token.replace(dv="fp8")) == "token(dv=fp8)"
     for product in ("s", "o", "dp"):
         with pytest.raises(ValueError, match=f"{product}='fp8' is not supported; accepted: int8, 16bit$"):
@@ -282,7 +283,7 @@ def test_triton_refuses_it_by_name(recipe):
 
 def test_hopper_takes_three_fp8_products_or_none():
     pytest.importorskip("triton")
-    token = Recipe.named("token")
+    token = Recipe.parse("token(v_scale=sequence)")
     for head_dim in (64, 128):
         assert dispatch.unsupported("hopper", Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None
     assert "head_dim 96" in dispatch.unsupported("hopper", Recipe.named("token_fp8"), 96, torch.bfloat16)

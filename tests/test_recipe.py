@@ -15,7 +15,9 @@ def test_named_recipes_are_the_specification():
     assert {paper.q_scale, paper.k_scale, paper.v_scale, paper.do_scale} == {"block"}
     assert {paper.p_scale_dv, paper.ds_scale_dq, paper.ds_scale_dk} == {"tile"}
     assert not paper.smooth_v
-    assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "sequence", "block")
+    assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "channel", "block")
+    assert {Recipe.named(name).v_scale for name in ("token_fp8", "mixed")} == {"sequence"}
+    assert Recipe() == token
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
     assert token.smooth_v
     assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)

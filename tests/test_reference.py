@@ -47,6 +47,8 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     v_hat, do_hat = operand(v - v_mean, columns, False)[0], operand(do, rows, False)[0]
     if recipe.v_scale == "sequence":
         v_hat = torch.stack([psi(channel) for channel in (v - v_mean).T], 1)
+    elif recipe.v_scale == "channel":
+        v_hat = torch.cat([torch.stack([psi(x) for x in (v - v_mean)[list(block)].T], 1) for block in columns])
     s = (q_hat @ k_hat.T * scale).masked_fill(~visible, -math.inf)
     lse = s.logsumexp(-1)
     o = torch.zeros_like(q)

@@ -176,7 +176,7 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
 def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
     device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
-    recipes = arguments[device == "cuda" :] or ["token", "token_fp8", "mixed"]
+    recipes = arguments[device == "cuda" :] or ["token(v_scale=sequence)", "token_fp8", "mixed"]
     with tempfile.TemporaryDirectory() as folder:
         if device == "cpu":
             take_driver(Path(folder))

@@ -32,8 +32,8 @@ CALLS = {
         ("hopper", head_dim, recipe, mask)
         for head_dim in (64, 128)
         for recipe, *masks in (
-            ("token", "full", "causal"), ("token_fp8", "full", "causal"), ("mixed", "full", "causal"),
-            ("paper", "causal"),
+            ("token(v_scale=sequence)", "full", "causal"), ("token_fp8", "full", "causal"),
+            ("mixed", "full", "causal"), ("paper", "causal"),
         )
         for mask in masks
     ]

@@ -120,7 +120,7 @@ def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
     for tool in ("racecheck", "memcheck"):
         found += [Check(tool, None), *(Check(tool, "token_fp8", seed) for seed in seeds)]
         found += [Check(tool, "token_fp8", seed, deterministic=True) for seed in few]
-        found += [Check(tool, recipe, seed) for recipe in ("token", "mixed") for seed in few]
+        found += [Check(tool, recipe, seed) for recipe in ("token(v_scale=sequence)", "mixed") for seed in few]
     return found
 
 

@@ -19,8 +19,8 @@ Scale groups are part of the recipe, never of a kernel's tile: a tile may change
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
 is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``token_fp8`` is
-``token`` with the three gradient products in e4m3: on Gaussian inputs about twice its error in them, and faster on
-Hopper, where rescaling INT32 sums costs more than multiplying.
+``token`` with V's scale one a channel of the sequence and the three gradient products in e4m3: on Gaussian inputs
+about twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Recipe:
       one for the keys of a block with the same ``(index mod 8) // 2``: those whose scores one lane of a tensor core's
       quad holds, to whom it is one number.
     - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block;
-      ``v_scale`` also ``"sequence"``, one a channel over all tokens of the sequence, applied once at the end.
+      ``v_scale`` also ``"sequence"``, one a channel over all tokens of the sequence, applied once at the end: under a
+      causal mask a large value makes the outputs of all queries before it coarse. Products in FP8 take the magnitudes
+      of V's channels over the sequence in any recipe.
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
@@ -100,7 +102,7 @@ class Recipe:
     dk: str = INT8
     q_scale: str = "token"
     k_scale: str = "token"
-    v_scale: str = "sequence"
+    v_scale: str = "channel"
     do_scale: str = "block"
     p_scale_dv: str = "key"
     ds_scale_dq: str = "query"
@@ -225,8 +227,10 @@ RECIPES: dict[str, Recipe] = {
         block_k=64,
         smooth_v=False,
     ),
-    "token_fp8": Recipe(dv=FP8, dq=FP8, dk=FP8),
-    "mixed": Recipe(o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", smooth_v=False, k_mean="sample"),
+    "token_fp8": Recipe(dv=FP8, dq=FP8, dk=FP8, v_scale="sequence"),
+    "mixed": Recipe(
+        o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", v_scale="sequence", smooth_v=False, k_mean="sample"
+    ),
     "full": Recipe(
         s=SIXTEEN_BIT,
         o=SIXTEEN_BIT,

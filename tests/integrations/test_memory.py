@@ -77,7 +77,7 @@ def kept(monkeypatch, recipe: str, head_dim: int) -> Kept:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("recipe", ["mixed", "token", "token_fp8"])
+@pytest.mark.parametrize("recipe", ["mixed", "token(v_scale=sequence)", "token_fp8"])
 def test_attention_keeps_at_most_four_fifths_of_full_precisions(registered, monkeypatch, recipe, head_dim):
     theirs, ours = (kept(monkeypatch, name, head_dim) for name in ("sdpa", recipe))
     rows = BATCH * TOKENS * WIDTH // head_dim
@@ -85,7 +85,7 @@ def test_attention_keeps_at_most_four_fifths_of_full_precisions(registered, monk
     assert ours.of_attention() <= LARGEST * theirs.of_attention()
 
 
-@pytest.mark.parametrize("recipe", ["mixed", "token"])
+@pytest.mark.parametrize("recipe", ["mixed", "token(v_scale=sequence)"])
 def test_the_layer_keeps_so_much_less(registered, monkeypatch, recipe):
     """The output is kept once, for attention and for the projection that reads it."""
     theirs, ours = (kept(monkeypatch, name, 64) for name in ("sdpa", recipe))

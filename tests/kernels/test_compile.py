@@ -72,7 +72,7 @@ def test_full_uses_no_int8():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("recipe", ["token", "paper"])
+@pytest.mark.parametrize("recipe", ["token(v_scale=sequence)", "paper"])
 def test_hopper_forward(recipe, head_dim):
     (row,) = [row for row in launches("hopper", head_dim, recipe) if row["kernel"] == "forward_kernel"]
     # two halves of S and of O, in the loop over whole blocks and in the loop over masked ones
@@ -99,7 +99,7 @@ def test_hopper_forward_with_16_bit_o(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_backward(head_dim):
-    rows = {row["kernel"]: row for row in launches("hopper", head_dim, "token")}
+    rows = {row["kernel"]: row for row in launches("hopper", head_dim, "token(v_scale=sequence)")}
     warpgroups, parts = {64: 3, 128: 2}[head_dim], head_dim // 64
     # S, dV and dK, the latter a part of head_dim at a time
     dkdv = warpgroups * (1 + 2 * parts), warpgroups

@@ -23,6 +23,19 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
 
+# V's scale of an INT8 O is one a channel of the sequence here, or one a block as `paper`'s; in `token` neither
+TOKEN = "token(v_scale=sequence)"
+
+
+def with_a_scale_of_v_that_runs(call: KernelCall) -> KernelCall:
+    """The call, or the same under V's scale of the sequence."""
+    recipe = Recipe.parse(call.recipe)
+    if recipe.v_scale == "channel":
+        return dataclasses.replace(call, recipe=str(recipe.replace(v_scale="sequence")))
+    return call
+
+
+CALLS = {name: with_a_scale_of_v_that_runs(call) for name, call in CALLS.items()}
 VARIED = (
     "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
     "key-mask", "packed", "packed-causal-window", "fp16", "whole", "sink",
@@ -38,7 +51,7 @@ CHANGES = {
     "paper-16bit-o": {"recipe": "paper(o=16bit)"},
 }
 # nothing but whole blocks: dK and dV leave by TMA
-CALLS = CALLS | {"whole": KernelCall(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
+CALLS = CALLS | {"whole": KernelCall(TOKEN, tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
 CALLS = CALLS | {
     f"{change}-{name}": dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED
 }
@@ -76,7 +89,7 @@ class TestOnHopper:
     def test_scales_that_are_not_positive(self, tokens, scale):
         inputs = [x.cuda() for x in KernelCall(tokens_q=tokens, tokens_k=tokens).inputs()[:3]]
         outs = [
-            sage_attention(*inputs, enable_gqa=True, scale=scale, impl=impl, is_causal=True, recipe="token")
+            sage_attention(*inputs, enable_gqa=True, scale=scale, impl=impl, is_causal=True, recipe=TOKEN)
             for impl in ("hopper", "reference")
         ]
         torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
@@ -84,15 +97,15 @@ class TestOnHopper:
     def test_one_key_gives_its_value_exactly(self):
         """P is 1 and V less its mean 0: nothing may be added to the mean, or dQ is noise."""
         q, k, v, *_ = KernelCall(tokens_q=1, tokens_k=1, head_dim=128, device="cuda").inputs()
-        assert torch.equal(sage_attention(q, k, v, enable_gqa=True, impl="hopper", recipe="token"), v.expand_as(q))
+        assert torch.equal(sage_attention(q, k, v, enable_gqa=True, impl="hopper", recipe=TOKEN), v.expand_as(q))
 
-    @pytest.mark.parametrize("recipe", ["token", "paper"])
+    @pytest.mark.parametrize("recipe", [TOKEN, "paper"])
     def test_rows_far_from_all_keys_are_zero(self, recipe):
         call = KernelCall(recipe=recipe, tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
         actual = call.check("hopper")
         assert (actual["o"][:, :, 12:] == 0).all()
 
-    @pytest.mark.parametrize("recipe", ["token", "token(o=16bit)", "token_fp8", "mixed"])
+    @pytest.mark.parametrize("recipe", [TOKEN, "token(o=16bit)", "token_fp8", "mixed"])
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_a_nan_stays_in_its_sequence(self, recipe, head_dim):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
@@ -112,7 +125,7 @@ class TestOnHopper:
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (1, 2048 // head_dim, 8192, head_dim)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-        for recipe in ("token", "token(o=16bit)", "mixed"):
+        for recipe in (TOKEN, "token(o=16bit)", "mixed"):
             first, *others = [sage_attention(*inputs, recipe=recipe, impl="hopper", return_lse=True) for _ in range(5)]
             for other in others:
                 assert all(torch.equal(a, b) for a, b in zip(first, other))
@@ -170,7 +183,7 @@ class TestOnHopper:
         call = dataclasses.replace(CALLS[name], heads=heads, kv_heads=1, device="cuda", unaligned=TENSORS)
         call.check("hopper")
 
-    @pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper"])
+    @pytest.mark.parametrize("recipe", [TOKEN, "token_fp8", "paper"])
     @pytest.mark.parametrize("offset", [1, 2, 4, 7])
     def test_slices_of_a_flat_buffer(self, offset, recipe):
         """As users give them; the buffer's gradient comes back where its slices lie."""
@@ -190,13 +203,23 @@ class TestOnHopper:
         assert all(torch.equal(a, b) for a, b in zip(*results))
 
     def test_is_what_none_takes(self):
-        token = Recipe.named("token")
-        assert dispatch.fastest(token, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
-        assert dispatch.fastest(token, 96, torch.bfloat16, torch.device("cuda")) == "triton"
+        recipe = Recipe.parse(TOKEN)
+        assert dispatch.fastest(recipe, 128, torch.bfloat16, torch.device("cuda")) == "hopper"
+        assert dispatch.fastest(recipe, 96, torch.bfloat16, torch.device("cuda")) == "triton"
+
+
+def test_token_runs_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    call = _call(1, 1, 64, False)._replace(recipe=Recipe.named("token"))
+    assert dispatch.fastest(call.recipe, 128, torch.bfloat16, call.device) == "triton"
+    assert dispatch.backward_family("triton", call.recipe, 128, torch.bfloat16) == "triton"
+    x = torch.empty(1, 1, 64, 128, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"impl='hopper'.*: v_scale=channel is not one of block, seq"):
+        dispatch.forward("hopper", call, x, x, x)
 
 
 def test_unsupported_says_why():
-    token = Recipe.named("token")
+    token = Recipe.parse(TOKEN)
     assert dispatch.unsupported("hopper", token, 64, torch.bfloat16) is None
     assert dispatch.unsupported("hopper", Recipe.named("paper"), 128, torch.float16) is None
     assert "96" in dispatch.unsupported("hopper", token, 96, torch.bfloat16)
@@ -206,9 +229,11 @@ def test_unsupported_says_why():
     assert "s=" in dispatch.unsupported("hopper", token.replace(s="16bit"), 64, torch.bfloat16)
     assert "block_k" in dispatch.unsupported("hopper", token.replace(block_k=32), 64, torch.bfloat16)
     assert "v_scale" in dispatch.unsupported("hopper", token.replace(v_scale="channel"), 64, torch.bfloat16)
+    without = token.replace(o="16bit", v_scale="channel")  # an O in 16 bit has no scale of V
+    assert dispatch.unsupported("hopper", without, 64, torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("recipe", ["token", "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
+@pytest.mark.parametrize("recipe", [TOKEN, "token_fp8", "paper", "token(dq=16bit)", "token(do_scale=channel)"])
 def test_whose_backward_runs_is_told(recipe, monkeypatch):
     parsed = Recipe.parse(recipe)
     ran = []
@@ -218,7 +243,7 @@ def test_whose_backward_runs_is_told(recipe, monkeypatch):
     family = dispatch.backward_family("hopper", parsed, 128, torch.bfloat16)
     (module,) = ran
     assert module in [row.module for row in dispatch.BACKWARD if row.family == family]
-    assert family == ("hopper" if recipe in ("token", "token_fp8") else "triton")
+    assert family == ("hopper" if recipe in (TOKEN, "token_fp8") else "triton")
     if recipe != "token_fp8":
         assert dispatch.backward_family("triton", parsed, 128, torch.bfloat16) == "triton"
 
@@ -226,7 +251,7 @@ def test_whose_backward_runs_is_told(recipe, monkeypatch):
 def test_another_number_of_levels_is_refused(monkeypatch):
     """Issue 22: kernels took any number over 127 for 254, or under it for 127."""
     monkeypatch.setattr(recipe_module, "P_LEVELS", (127, 200, 254))
-    recipe = Recipe.named("token").replace(p_levels=200)
+    recipe = Recipe.parse(TOKEN).replace(p_levels=200)
     for impl in ("hopper", "triton"):
         with pytest.raises(NotImplementedError, match="p_levels=200 is not one of 127, 254"):
             dispatch.check_supported(impl, recipe, 64, torch.bfloat16)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.conftest import _poison
 from tests.kernels.calls import KernelCall
-from tests.kernels.test_gluon import CALLS, VARIED
+from tests.kernels.test_gluon import CALLS as GLUON
+from tests.kernels.test_gluon import VARIED
 from tests.kernels.test_masks import CALLS as MASKED
 from tests.kernels.test_portable import CALLS as PORTABLE
 
@@ -24,6 +25,7 @@ from sagebwd.switches import switches
 ALL = [("hopper", change + name) for change in ("", "fp8-", "fp8-deterministic-", "16bit-o-") for name in VARIED]
 ALL += [("triton", name) for name in PORTABLE]
 UNDER_A_MASK = ("bias-float32-window", "bias-fp16", "document", "paper-document")
+CALLS = {"hopper": GLUON, "triton": PORTABLE | {name: MASKED[name] for name in UNDER_A_MASK}}
 
 # no size or stride is so large, no address so small: at a fixed address, Python's heap begins at some 10 MiB
 SMALLEST_ADDRESS = 1 << 23
@@ -146,8 +148,7 @@ AGAIN = ALL + [("triton", name) for name in UNDER_A_MASK]
 
 @pytest.mark.parametrize(("impl", "name"), AGAIN, ids=identifiers(AGAIN))
 def test_a_call_made_again_launches_the_same(impl, name, notes):
-    shared = MASKED[name] if name in UNDER_A_MASK else CALLS[name]
-    calls = (dataclasses.replace(shared, seed=seed) for seed in (3, 4, 5))
+    calls = (dataclasses.replace(CALLS[impl][name], seed=seed) for seed in (3, 4, 5))
     first, _, again = [run(impl, call, notes) for call in calls]
     assert [type(x) for x in replay._calls.values()] == [replay.Recording] * 2
     for (launched, given, outputs), (launched_again, given_again, outputs_again) in zip(first, again):
@@ -175,7 +176,8 @@ ELSEWHERE += [("triton", name) for name in ("paper", "full", "smooth-q", "head-d
 @pytest.mark.parametrize(("impl", "name"), ELSEWHERE, ids=identifiers(ELSEWHERE))
 def test_tensors_that_begin_at_an_odd_element_are_copied(impl, name, heads, notes):
     """TMA would refuse them; their copies are alike what is aligned, whichever came first."""
-    call = CALLS[name] if heads is None else dataclasses.replace(CALLS[name], heads=1, kv_heads=1)
+    call = CALLS[impl][name]
+    call = call if heads is None else dataclasses.replace(call, heads=1, kv_heads=1)
     odd = dataclasses.replace(call, unaligned=("q", "k", "v", "do", "saved"))
     aligned = run(impl, call, notes)
     for first, second in ((call, odd), (odd, call)):
@@ -204,7 +206,7 @@ EAGER = [(i, n) for i, n in ALL if n.endswith(("gqa-ragged", "key-mask", "packed
 @pytest.mark.parametrize(("impl", "name"), EAGER, ids=identifiers(EAGER))
 def test_calls_without_operators_launch_the_same(impl, name, notes, monkeypatch):
     """Forward and backward together: what forward saves lies in one buffer, where its own backward finds it."""
-    call, held, empty = CALLS[name], [], torch.empty
+    call, held, empty = CALLS[impl][name], [], torch.empty
 
     def kept(*args, **kwargs):  # lest memory of forward is backward's
         held.append(_poison(empty(*args, **kwargs)))

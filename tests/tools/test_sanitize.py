@@ -83,7 +83,7 @@ def test_every_kernel_is_checked_in_both_tools():
         ours = [check for check in made if check.tool == tool]
         assert [(check.recipe, check.seed, check.deterministic) for check in ours] == [
             (None, 0, False), ("token_fp8", 1, False), ("token_fp8", 26, False), ("token_fp8", 1, True),
-            ("token", 1, False), ("mixed", 1, False),
+            ("token(v_scale=sequence)", 1, False), ("mixed", 1, False),
         ]  # fmt: skip
     command = made[1].command(300, sanitize.kernel_names())
     assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]

@@ -33,7 +33,7 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
         or other_dtype(dtype)
         or outside("block_k=", recipe.block_k, BLOCK_SIZES)
         or outside("p_levels=", recipe.p_levels, P_LEVELS)
-        or outside("v_scale=", recipe.v_scale, ("block", "sequence"))
+        or (outside("v_scale=", recipe.v_scale, ("block", "sequence")) if recipe.o == INT8 else None)
     )
 
 
