@@ -2,7 +2,7 @@
 
 Tests marked gpu run in several pytest processes on one GPU, those of `ALONE` after them one by one, and then
 `tools.matrix`. What came of each test is kept in runs/gpu_suite.jsonl as it comes: after ``--seconds``, or a stop, the
-same command goes on, and leaves out what passed with the same kernels. The record is
+same command goes on, and leaves out what passed with the same code. The record is
 benchmarks/results/gpu-suite_<gpu>_<date>_<commit>.json, with the hash of the tree src/sagebwd/kernels.
 
 Exit code 1 where anything failed, 3 where something is left. pytest loads this file too, as a plugin.
@@ -25,6 +25,7 @@ import torch
 
 from sagebwd.benchmarks.results import environment, save_lines
 from sagebwd.hardware import check_device, command_output
+from tools.tree import digest
 
 KERNELS = "src/sagebwd/kernels"
 # Tests that need most of the GPU's memory, or that time.
@@ -36,18 +37,20 @@ ALONE = (
 )
 # The matrix runs by itself.
 LEFT_OUT = ("tests/tools/test_matrix.py::",)
+# pytest's exit codes: all passed, some failed, none to run; and None, out of time.
+FINE = (0, 1, 5, None)
 SAID_EVERY = 10
 SLOWEST = 20
-# By which a pytest process learns what it is to run: "alone" or "beside"; the file of outcomes; the kernels' hash.
-WHICH, FILE, HASH = "GPU_SUITE_WHICH", "GPU_SUITE_FILE", "GPU_SUITE_KERNELS"
+# By which a pytest process learns what it is to run: "alone" or "beside"; the file of outcomes; the code they are of.
+WHICH, FILE, CODE = "GPU_SUITE_WHICH", "GPU_SUITE_FILE", "GPU_SUITE_CODE"
 
 
-def read(path: Path, kernels: str) -> dict[str, dict]:
-    """The last outcome of each test with these kernels."""
+def read(path: Path, code: str) -> dict[str, dict]:
+    """The last outcome of each test with this code."""
     if not path.exists():
         return {}
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {line["test"]: line for line in lines if line["kernels"] == kernels}
+    return {line["test"]: line for line in lines if line["code"] == code}
 
 
 def wanted(test: str, which: str, known: dict[str, dict]) -> bool:
@@ -59,7 +62,7 @@ def wanted(test: str, which: str, known: dict[str, dict]) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a pytest process: leave out what is not to run now."""
-    known = read(Path(os.environ[FILE]), os.environ[HASH])
+    known = read(Path(os.environ[FILE]), os.environ[CODE])
     kept = {item for item in items if wanted(item.nodeid, os.environ[WHICH], known)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
@@ -86,7 +89,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # the process that started this one notes it
         return
-    line = {"kernels": os.environ[HASH], "test": report.nodeid, "outcome": report.outcome}
+    line = {"code": os.environ[CODE], "test": report.nodeid, "outcome": report.outcome}
     line["seconds"] = round(getattr(report, "duration", 0.0), 1)
     if not report.passed:
         line["message"] = last_line(report)
@@ -104,22 +107,22 @@ def last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
     return lines[0 if crash is not None else -1][:300] if lines else ""
 
 
-def run_tests(which: str, workers: int, tests: list[str], path: Path, kernels: str, until: float) -> int | None:
+def run_tests(which: str, workers: int, tests: list[str], path: Path, code: str, until: float) -> int | None:
     """pytest's exit code; None where time ran out."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "tools.gpu_suite", "-q", *tests]
     if workers:
         command += ["-n", str(workers), "--dist", "worksteal"]
-    variables = {WHICH: which, FILE: str(path), HASH: kernels, "OMP_NUM_THREADS": "2"}
+    variables = {WHICH: which, FILE: str(path), CODE: code, "OMP_NUM_THREADS": "2"}
     log = path.with_suffix(f".{which}.log")
     with log.open("w", encoding="utf-8") as file:
-        code = _wait(command, until, lambda: _said(which, path, kernels), stdout=file, stderr=file, env=variables)
-    if code not in (None, 0, 1, 5):  # 5: none is left
+        status = _wait(command, until, lambda: _said(which, path, code), stdout=file, stderr=file, env=variables)
+    if status not in FINE:  # 5: none is left
         print("\n".join(log.read_text(encoding="utf-8").splitlines()[-30:]))
-    return code
+    return status
 
 
-def _said(which: str, path: Path, kernels: str) -> str:
-    counts = Counter(line["outcome"] for line in read(path, kernels).values())
+def _said(which: str, path: Path, code: str) -> str:
+    counts = Counter(line["outcome"] for line in read(path, code).values())
     return f"tests, {which}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
 
 
@@ -145,22 +148,23 @@ def _wait(command: list[str], until: float, say=None, env: dict[str, str] | None
             process.wait()
 
 
-def run_matrix(form: str, commit: str, given_commit: str | None, until: float) -> dict[str, object]:
+def run_matrix(form: str, commit: str | None, until: float) -> dict[str, object]:
     """Counts of the rows, how many are left, and those that are wrong; the full matrix writes its own results too."""
+    from tools.matrix.__main__ import code as code_of_rows
     from tools.matrix.__main__ import read as read_rows
 
     output = Path(f"runs/gpu_suite_matrix_{form}.jsonl")
     command = [sys.executable, "-m", "tools.matrix", "--resume", "--output", str(output)]
     command += ["--short", "--no-results"] if form == "short" else []
-    command += ["--commit", given_commit] if given_commit else []
+    command += ["--commit", commit] if commit else []
     seconds = until - time.monotonic()
     if seconds < float("inf"):
         command += ["--seconds", str(max(1.0, seconds - 30))]
-    code = _wait(command, until)
-    rows = list(read_rows(output, commit).values())
+    status = _wait(command, until)
+    rows = list(read_rows(output, code_of_rows()).values())
     counts = Counter(str(row["status"]) for row in rows)
     wrong = [row for row in rows if row["status"] in ("wrong", "crashed")]
-    return {"form": form, "counts": dict(counts), "left": code not in (0, 1), "wrong": wrong}
+    return {"form": form, "counts": dict(counts), "left": status not in (0, 1), "wrong": wrong}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,18 +187,21 @@ def main(arguments: list[str] | None = None) -> int:
     if kernels is None:
         parser.error(f"--kernels-hash: there is no git here; give what `git rev-parse HEAD:{KERNELS}` prints")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    codes = [
-        run_tests(which, workers, given.tests, given.output, kernels, until)
+    code = digest("src", "tests", "tools")
+    statuses = [
+        run_tests(which, workers, given.tests, given.output, code, until)
         for which, workers in (("beside", given.processes), ("alone", 0))
     ]
     matrix = None
     if given.matrix != "none":
-        matrix = run_matrix(given.matrix, str(facts["commit"]), given.commit, until)
-    known = list(read(given.output, kernels).values())
+        matrix = run_matrix(given.matrix, given.commit, until)
+    known = list(read(given.output, code).values())
     failures = [{name: line[name] for name in ("test", "message")} for line in known if line["outcome"] == "failed"]
-    failures += [{"test": "pytest", "message": f"ended with status {code}"} for code in codes if code not in FINE]
+    failures += [
+        {"test": "pytest", "message": f"ended with status {status}"} for status in statuses if status not in FINE
+    ]
     slowest = sorted(known, key=lambda line: -line["seconds"])[:SLOWEST]
-    left = None in codes or (matrix is not None and matrix["left"])
+    left = None in statuses or (matrix is not None and matrix["left"])
     facts |= {
         "kernels": kernels,
         "counts": dict(Counter(line["outcome"] for line in known)),
@@ -210,9 +217,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     return 3 if left else 0
 
-
-# pytest's exit codes: all passed, some failed, none to run; and None, out of time.
-FINE = (0, 1, 5, None)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,12 +27,10 @@ def test_what_passed_is_left_out_and_no_test_runs_twice():
         assert gpu_suite.wanted(test, which, {test + "z": PASSED})
 
 
-def test_the_last_outcome_with_these_kernels_counts(tmp_path):
+def test_the_last_outcome_with_this_code_counts(tmp_path):
     path = tmp_path / "outcomes.jsonl"
     lines = [("a", "x", "passed"), ("b", "x", "failed"), ("b", "y", "passed"), ("b", "x", "passed")]
-    path.write_text(
-        "".join(json.dumps({"kernels": k, "test": t, "outcome": outcome}) + "\n" for k, t, outcome in lines)
-    )
+    path.write_text("".join(json.dumps({"code": k, "test": t, "outcome": outcome}) + "\n" for k, t, outcome in lines))
     assert {test: line["outcome"] for test, line in gpu_suite.read(path, "b").items()} == {
         "x": "passed",
         "y": "passed",

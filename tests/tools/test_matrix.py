@@ -159,7 +159,7 @@ def test_a_refusal_names_the_argument_and_is_in_place(monkeypatch):
         check.check(wide, None, "cpu")
 
 
-def test_the_command_runs_records_and_resumes(tmp_path, capfd):
+def test_the_command_runs_records_and_resumes(tmp_path, capfd, monkeypatch):
     paths = ["--output", str(tmp_path / "rows.jsonl"), "--results", str(tmp_path / "results")]
     assert matrix.main([*TINY, *paths, "--commit", "abc", "--resume"]) == 0
     assert "2 rows, 0 of them there" in capfd.readouterr().out
@@ -169,7 +169,10 @@ def test_the_command_runs_records_and_resumes(tmp_path, capfd):
     assert [row["dtype"] for row in written["rows"]] == ["bfloat16", "float16"]
     assert matrix.main([*TINY, *paths, "--commit", "abc", "--resume", "--seconds", "0"]) == 0
     assert "2 rows, 2 of them there" in capfd.readouterr().out
-    assert matrix.main([*TINY, *paths, "--commit", "other", "--resume", "--part", "3/3"]) == 0
+    monkeypatch.setattr(matrix, "code", lambda: "of another commit")
+    assert matrix.main([*TINY, *paths, "--commit", "abc", "--resume", "--seconds", "0"]) == 0
+    assert "2 rows, 0 of them there" in capfd.readouterr().out
+    assert matrix.main([*TINY, *paths, "--commit", "abc", "--part", "3/3"]) == 0
     assert "0 rows, 0 of them there" in capfd.readouterr().out
 
 
