@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TIMED_TRITON := 3.6.0
 SOURCES := src tests tools examples
 
-.PHONY: demo test test-rounding test-gpu fuzz-gpu sanitize-gpu package bench lint format clean
+.PHONY: demo test test-rounding test-gpu gpu-suite matrix fuzz-gpu sanitize-gpu package bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,14 @@ package: $(INSTALLED)
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# The same in several processes, then the short matrix; the record goes to benchmarks/results.
+gpu-suite:
+	PYTHONPATH=src $(PYTHON) -m tools.gpu_suite
+
+# Every width, form and recipe against FP32 and the emulator, all rows
+matrix:
+	PYTHONPATH=src $(PYTHON) -m tools.matrix --resume
 
 fuzz-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.fuzz --cases 1000

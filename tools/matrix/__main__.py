@@ -14,7 +14,7 @@ right if it says which argument is why. `tools.matrix.forms` has the widths and 
 - ``--short``: `auto` in BF16, a width of each kind, every form.
 
 Compiling takes nearly all the time. Rows that share kernels are a group; groups run in processes side by side. Every
-finished row is appended to ``--output``; ``--resume`` leaves out what stands there of the same commit, ``--seconds``
+finished row is appended to ``--output``; ``--resume`` leaves out what stands there of the same code, ``--seconds``
 ends in time, ``--part 1/3`` takes every third group. Exit code 1 where a row is wrong, 3 where rows are left.
 """
 
@@ -28,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from sagebwd.benchmarks.results import environment, save_lines
@@ -35,6 +36,7 @@ from sagebwd.hardware import check_device
 from tools.matrix import check, forms, large
 from tools.matrix.forms import Cell
 from tools.matrix.workers import Row, run
+from tools.tree import digest
 
 SAID_EVERY = 10
 NAMES = ("head_dim", "value_dim", "form", "recipe", "dtype")
@@ -63,12 +65,18 @@ def name_of(row: Row) -> tuple:
     return tuple(row[name] for name in NAMES)
 
 
-def read(path: Path, commit: str) -> dict[tuple, Row]:
-    """Rows of a commit that stand in a file of earlier runs."""
+@cache
+def code() -> str:
+    """What rows are of."""
+    return digest("src", "tools/matrix")
+
+
+def read(path: Path, of: str) -> dict[tuple, Row]:
+    """Rows of some `code` that stand in a file of earlier runs."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {name_of(row): row for row in lines if row.pop("commit") == commit}
+    return {name_of(row): row for row in lines if row.pop("code") == of}
 
 
 def report(rows: list[Row], left: int, facts: dict[str, object], folder: Path | None) -> None:
@@ -93,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="a width of each kind, auto, BF16")
     parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
     parser.add_argument("--seconds", type=float, help="begin no row after so long")
-    parser.add_argument("--resume", action="store_true", help="leave out rows of this commit that --output has")
+    parser.add_argument("--resume", action="store_true", help="leave out rows of this code that --output has")
     parser.add_argument("--output", type=Path, default=Path("runs/matrix.jsonl"), help="rows as they come")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
     parser.add_argument("--no-results", action="store_true", help="write no results file")
@@ -107,7 +115,6 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     check_device(given.device)
     facts = environment(given.device, given.commit)
-    commit = str(facts["commit"])
     with_large = not given.short and given.device.startswith("cuda")
     wanted = itertools.chain(forms.cells(given.short), large.cells() if with_large else [])
     chosen = [
@@ -120,19 +127,19 @@ def main(arguments: list[str] | None = None) -> int:
     part, parts = map(int, given.part.split("/"))
     groups = groups_of(chosen)[part - 1 :: parts]
     names = {name_of(cell.key()) for group in groups for cell in group}
-    done = read(given.output, commit) if given.resume else {}
+    done = read(given.output, code()) if given.resume else {}
     rows = [row for name, row in done.items() if name in names]
     groups = [[cell for cell in group if name_of(cell.key()) not in done] for group in groups]
     groups = [group for group in groups if group]
     given.output.parent.mkdir(parents=True, exist_ok=True)
     start, said = time.monotonic(), 0.0
     until = start + (given.seconds or float("inf"))
-    print(f"{len(names)} rows, {len(rows)} of them there, {len(groups)} groups, {commit}", flush=True)
+    print(f"{len(names)} rows, {len(rows)} of them there, {len(groups)} groups, {facts['commit']}", flush=True)
     with given.output.open("a", encoding="utf-8") as file:
         for found in run(groups, given.processes, given.impl, given.device, until):
             for row in found:
                 rows.append(row)
-                file.write(json.dumps({**row, "commit": commit}) + "\n")
+                file.write(json.dumps({**row, "code": code()}) + "\n")
                 if row["status"] in ("wrong", "crashed"):
                     print(f"{row['status']}: {' '.join(map(str, name_of(row)))}: {row['message']}", flush=True)
             file.flush()

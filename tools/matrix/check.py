@@ -102,7 +102,7 @@ def _unseen(cell: Cell, actual: list[Tensor], visible: Tensor) -> str | None:
     """What rows that see no key give beside zeros."""
     o, _, dq, *_ = actual
     if cell.layout == "packed":
-        o, dq, visible = o.transpose(0, 1)[None], dq.transpose(0, 1)[None], visible
+        o, dq = o.transpose(0, 1)[None], dq.transpose(0, 1)[None]
     unseen = ~visible.any(-1).expand(o.shape[:3])
     for name, x in (("o", o), ("dq", dq)):
         if x[unseen].any():
@@ -140,6 +140,7 @@ def row(problem: str | None, errors: list[float]) -> dict[str, object]:
 def _checked(cell: Cell, impl: str | None, device: str) -> dict[str, object]:
     visible, bias = exact.visible_and_bias(cell, device)
     clean, actual, largest, problem = [], [], [0.0] * len(TENSORS), None
+    isolated = cell.shape.spoilt in ("sequence", "head")  # other forms, with NaN beside
     for call in range(CALLS):
         drawn = replace(cell, seed=cell.seed + call * 1_000_000)
         inputs = drawn.inputs(device)
@@ -157,9 +158,9 @@ def _checked(cell: Cell, impl: str | None, device: str) -> dict[str, object]:
         for tensor, error, bound in zip(TENSORS, found, BOUNDS[name]):
             if not error <= bound:
                 problem = problem or f"call {call + 1}: {tensor}: relative L2 {error:.3g} over {bound}"
-        if not cell.shape.spoilt:
+        if not isolated:
             problem = problem or _unseen(cell, results, visible)
-    if cell.shape.spoilt not in ("sequence", "head"):  # those forms are others with NaN beside
+    if not isolated:
         problem = problem or _emulator_says(cell.emulated_as(device, impl), clean, actual)
     return row(problem, largest)
 

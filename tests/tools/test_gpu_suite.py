@@ -1,0 +1,80 @@
+"""What `tools.gpu_suite` runs, records and leaves out; a test that skips without a GPU stands for all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import gpu_suite
+
+ROOT = Path(__file__).parents[2]
+PASSED, FAILED = ({"outcome": outcome} for outcome in ("passed", "failed"))
+
+
+def test_tests_that_need_the_gpu_alone_exist():
+    for name in (*gpu_suite.ALONE, *gpu_suite.LEFT_OUT):
+        path, _, start = name.partition("::")
+        assert f"def {start}" in (ROOT / path).read_text()
+
+
+def test_what_passed_is_left_out_and_no_test_runs_twice():
+    beside, alone = "tests/kernels/test_fp8.py::test_x[1]", f"{gpu_suite.ALONE[0]}test_y"
+    for test, which, other in ((beside, "beside", "alone"), (alone, "alone", "beside")):
+        assert gpu_suite.wanted(test, which, {})
+        assert not gpu_suite.wanted(test, other, {})
+        assert gpu_suite.wanted(test, which, {test: FAILED})
+        assert not gpu_suite.wanted(test, which, {test: PASSED})
+        assert gpu_suite.wanted(test, which, {test + "z": PASSED})
+
+
+def test_the_last_outcome_with_this_code_counts(tmp_path):
+    path = tmp_path / "outcomes.jsonl"
+    lines = [("a", "x", "passed"), ("b", "x", "failed"), ("b", "y", "passed"), ("b", "x", "passed")]
+    path.write_text("".join(json.dumps({"code": k, "test": t, "outcome": outcome}) + "\n" for k, t, outcome in lines))
+    assert {test: line["outcome"] for test, line in gpu_suite.read(path, "b").items()} == {
+        "x": "passed",
+        "y": "passed",
+    }
+    assert gpu_suite.read(tmp_path / "none", "b") == {}
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_passes(): pass
+
+@pytest.mark.gpu
+def test_fails(): assert 1 + 1 == 3, "not so"
+
+@pytest.mark.gpu
+@pytest.mark.skip(reason="needs two GPUs")
+def test_skips(): pass
+
+def test_of_a_cpu(): assert False
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_the_command_records_failures_and_goes_on(tmp_path, processes, capfd):
+    (tmp_path / "test_few.py").write_text(TESTS)
+    arguments = [str(tmp_path / "test_few.py"), "--device", "cpu", "--matrix", "none", "--processes", processes]
+    arguments += ["--results", str(tmp_path / "results"), "--output", str(tmp_path / "outcomes.jsonl")]
+    assert gpu_suite.main([*arguments, "--commit", "abc", "--kernels-hash", "123"]) == 1
+    (path,) = (tmp_path / "results").glob("gpu-suite_cpu_*_abc.json")
+    written = json.loads(path.read_text())
+    assert (written["kernels"], written["left"]) == ("123", False)
+    assert written["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    (failure,) = written["rows"]
+    assert failure["test"].endswith("test_few.py::test_fails")
+    assert failure["message"].startswith("AssertionError: not so")
+    capfd.readouterr()
+    (tmp_path / "test_few.py").write_text(TESTS.replace("== 3", "== 2").replace("pass\n", "assert False\n", 1))
+    assert gpu_suite.main([*arguments, "--commit", "abc", "--kernels-hash", "123"]) == 0
+    assert "{'passed': 2, 'skipped': 1}" in capfd.readouterr().out
+
+
+def test_a_command_out_of_time_has_something_left(tmp_path):
+    arguments = ["--device", "cpu", "--matrix", "none", "--seconds", "0", "--commit", "abc", "--kernels-hash", "1"]
+    paths = ["--results", str(tmp_path), "--output", str(tmp_path / "outcomes.jsonl")]
+    assert gpu_suite.main([*arguments, *paths]) == 3
