@@ -98,7 +98,7 @@ def test_speeds_in_troubleshooting_are_those_of_the_file():
         if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
     }
     lines = re.findall(r"^\| `(\w+)` \| (\d+)K \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 18
+    assert len(lines) == 6
     for recipe, tokens, cells in lines:
         columns = [
             times[recipe, 1024 * int(tokens), head_dim, causal] for head_dim in (64, 128) for causal in (False, True)
@@ -117,6 +117,11 @@ def test_speeds_in_the_readme_are_those_of_the_file():
     }
     lines = re.findall(r"^\| `(\w+)`, head_dim (\d+)(, causal)? \| (.*) \|$", text, re.MULTILINE)
     assert len(lines) >= 4
+    least, most = re.search(
+        r"from 8K tokens on, forward \+ backward .* is ([\d.]+) to ([\d.]+) times as fast", text
+    ).groups()
+    from_8k = [ratio for *_, cells in lines for ratio in cells.split(" | ")[1:]]
+    assert (least, most) == (min(from_8k), max(from_8k))
     for recipe, head_dim, causal, cells in lines:
         rows = [times[recipe, int(head_dim), bool(causal), 4096 << n] for n in range(4)]
         assert cells.split(" | ") == [f"{row['peer_ms'] / row['ms']:.2f}" for row in rows]
@@ -212,6 +217,44 @@ def test_gaps_in_pretraining_are_those_of_the_files():
         for row in [] if of_mixed else [rows["token"], rows["paper"]]:
             expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
         assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
+        found = [rows["mixed"]] if of_mixed else [rows["token"], rows["paper"]]
+        assert re.findall(INTERVAL, cells) == [spelt(row.interval) for row in found if row.interval], name
+
+
+INTERVAL = r"[+-]\.\d{3} to [+-]\.\d{3}(?!\d)"
+
+
+def spelt(interval):
+    """An interval of gaps as documents have it."""
+    return "{:+.3f} to {:+.3f}".format(*interval).replace("0.", ".")
+
+
+def test_gaps_with_todays_gradients_are_those_of_the_table():
+    """Of `mixed`, in the table that has them by seed; and the README's of all three recipes."""
+    from sagebwd.training.gaps import gaps, interval
+
+    page = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    after = page[page.index("**With newer gradients") :]
+    lines = re.findall(
+        r"^\| (?:QK-norm, (\d+)K, )?seed \d \| .* \| ([+-]\.\d{4}) \| [+-]\.\d{4} \|$", after, re.MULTILINE
+    )
+    assert [size for size, _ in lines] == ["131", "", "", "16", "", ""]
+    large, small = ([float(gap) for _, gap in lines[start : start + 3]] for start in (0, 3))
+    assert re.findall(INTERVAL, after)[:2] == [spelt(interval(large)), spelt(interval(small))]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = {
+        name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1)
+        for name in ("mixed", "token", "paper")
+    }
+    expected = {"mixed": [(sum(x) / 3, interval(x)) for x in (small, large)], "token": [], "paper": []}
+    for size in ("small", "large"):
+        folder = ROOT / "docs" / "results" / "grid" / f"qknorm-{size}"
+        for row in gaps([folder, *(folder.with_name(f"{folder.name}-seed{seed}") for seed in (1, 2))]):
+            if row.variant in ("token", "paper"):
+                expected[row.variant].append((row.mean, row.interval))
+    for name, pairs in expected.items():
+        texts = [f"{mean:+.3f}".replace("0.", ".") + f" ({spelt(both)})" for mean, both in pairs]
+        assert cells[name] == " | ".join(texts)
 
 
 @pytest.mark.parametrize("folder", ["500-steps", "120-steps"])

@@ -32,7 +32,7 @@ INT8 = "int8"
 SIXTEEN_BIT = "16bit"
 FP8 = "fp8"
 
-# The default: each call takes the fastest recipe that training has proven on its GPU (`sagebwd.dispatch.automatic`).
+# The default: `mixed` where Hopper's kernels take the call, else `token` (`sagebwd.dispatch.automatic`).
 AUTO = "auto"
 
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
