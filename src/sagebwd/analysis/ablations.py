@@ -51,7 +51,9 @@ SWITCHES = (
     Ablation(
         "token(v_scale=block)", "less: forward 1.76 ms for 1.88 at head_dim 64, 1.20 for 1.22 at 128 (Triton)", True
     ),
-    Ablation("token(v_scale=sequence)", "less: forward 1449 us for `v_scale=block`'s 1546 at head_dim 64 (Triton)", True),
+    Ablation(
+        "token(v_scale=sequence)", "less: forward 1449 us for `v_scale=block`'s 1546 at head_dim 64 (Triton)", True
+    ),
     Ablation("token(do_scale=channel)", f"{NOT_MEASURED}; a vector for a scalar where dV's sums are rescaled"),
     Ablation("token(p_scale_dv=tile)", "more: a maximum over the whole program, not a quad shuffle"),
     Ablation("token(ds_scale_dq=tile)", "more: a maximum over the whole program, not a quad shuffle"),
