@@ -1,8 +1,9 @@
 """Is the recipe good enough? Floors of the error against FP64 attention, by recipe, kind of data and tensor.
 
-Each is the value measured on 2026-11-22 with the emulator in FP32 (256 tokens, head_dim 64, 2 heads, causal, seed 0)
-and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message. dK of "flat-and-sink" is
-one key's gradient and swings with the seed: over 12 seeds .006 to .021 (mean .012), `token_fp8` .030 to .109 (.059).
+Each is the value measured on 2026-11-22, of `token` on 2026-11-24, with the emulator in FP32 (256 tokens, head_dim 64,
+2 heads, causal, seed 0) and a margin of a tenth. Raise them freely; lowering one needs a reason in the commit message.
+dK of "flat-and-sink" is one key's gradient and swings with the seed: over 12 seeds .005 to .027 (mean .011),
+`token_fp8` .030 to .109 (.059).
 
 `python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md, and
 with ``lengths`` that of dQ by length there.
@@ -30,16 +31,16 @@ large_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 # (largest relative L2, least cosine) of o, dq, dk, dv
 FLOORS: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
     "token": {
-        "normal": ((0.0115, 0.99993), (0.0168, 0.99985), (0.0167, 0.99986), (0.0165, 0.99986)),
-        "mean-and-outliers": ((0.0022, 0.99999), (0.0545, 0.99852), (0.0311, 0.99952), (0.0325, 0.99948)),
-        "near-one-hot": ((0.0619, 0.99810), (0.4506, 0.89470), (0.4795, 0.88001), (0.0633, 0.99802)),
-        "flat-and-sink": ((0.0020, 0.99999), (0.0277, 0.99961), (0.0232, 0.99976), (0.0099, 0.99995)),
-        "sink": ((0.0037, 0.99999), (0.0266, 0.99966), (0.0235, 0.99976), (0.0099, 0.99995)),
-        "sinks": ((0.0065, 0.99997), (0.0502, 0.99876), (0.0310, 0.99956), (0.0108, 0.99994)),
-        "zero-block": ((0.0457, 0.99896), (0.0270, 0.99964), (0.0175, 0.99985), (0.0167, 0.99986)),
-        "huge": ((0.0110, 0.99994), (0.0171, 0.99985), (0.0168, 0.99986), (0.0164, 0.99987)),
-        "tiny": ((0.0071, 0.99997), (0.0092, 0.99995), (0.0131, 0.99991), (0.0137, 0.99991)),
-        "coherent": ((0.0015, 0.99999), (0.0181, 0.99983), (0.0062, 0.99998), (0.0051, 0.99998)),
+        "normal": ((0.0112, 0.99993), (0.0172, 0.99985), (0.0171, 0.99985), (0.0165, 0.99986)),
+        "mean-and-outliers": ((0.0022, 0.99999), (0.0552, 0.99848), (0.0309, 0.99952), (0.0325, 0.99948)),
+        "near-one-hot": ((0.0619, 0.99810), (0.4486, 0.89565), (0.4756, 0.88203), (0.0633, 0.99801)),
+        "flat-and-sink": ((0.0020, 0.99999), (0.0278, 0.99961), (0.0301, 0.99962), (0.0099, 0.99995)),
+        "sink": ((0.0037, 0.99999), (0.0268, 0.99965), (0.0218, 0.99978), (0.0099, 0.99995)),
+        "sinks": ((0.0058, 0.99998), (0.0392, 0.99925), (0.0232, 0.99974), (0.0108, 0.99994)),
+        "zero-block": ((0.0403, 0.99919), (0.0270, 0.99963), (0.0174, 0.99984), (0.0167, 0.99986)),
+        "huge": ((0.0106, 0.99994), (0.0170, 0.99985), (0.0168, 0.99986), (0.0164, 0.99986)),
+        "tiny": ((0.0061, 0.99998), (0.0094, 0.99995), (0.0135, 0.99990), (0.0137, 0.99990)),
+        "coherent": ((0.0015, 0.99999), (0.0187, 0.99982), (0.0066, 0.99997), (0.0051, 0.99998)),
     },
     "paper": {
         "normal": ((0.0170, 0.99986), (0.0493, 0.99880), (0.0493, 0.99880), (0.0624, 0.99807)),
@@ -187,7 +188,7 @@ def test_kernels_keep_the_size_of_gradients(tokens, head_dim, is_causal):
         assert all(0.99 < measured[name] < 1.01 for name in ("dk", "dv")), f"{recipe}: {measured}"
 
 
-# O is not better where rows of zeros lie beside others: V's scale is that of the whole sequence, paper's of 64 keys.
+# O is not better where rows of zeros lie beside others: less V's mean they are one number, whose rounding adds up.
 WORSE_O = ("zero-block",)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sagebwd import sage_attention
 from sagebwd.analysis import causality
+from sagebwd.metrics import relative_l2
 from sagebwd.recipe import Recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,9 +20,8 @@ SEQUENCE_WIDE = {
     "paper(smooth_k=False)": set(),
     "token": {"k", "v"},
     "token(smooth_k=False)": {"v"},
-    "token(smooth_k=False, smooth_v=False)": {"v"},
-    "token(smooth_k=False, v_scale=block)": {"v"},
-    "token(smooth_k=False, smooth_v=False, v_scale=block)": set(),
+    "token(smooth_k=False, smooth_v=False)": set(),
+    "token(v_scale=sequence, smooth_k=False, smooth_v=False)": {"v"},
     "token_fp8": {"k", "v"},
     "mixed": {"k"},
     "mixed(smooth_k=False)": set(),
@@ -55,6 +55,28 @@ def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
         assert causality.dependence(recipe, operand, 0, tokens=1024)["second half", "far"]["o"] < 2 * error
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("recipe", "bound"), {"paper": 2, "token": 2, "mixed": 0, "full": 0}.items())
+def test_an_outlier_moves_outputs_before_its_block_by_rounding(recipe, bound, head_dim):
+    """By at most twice the recipe's error without it: two results, each that near to the exact output, differ so much.
+
+    1000 in one of 1024 keys and values moves their means by 1: codes are somewhat coarser, measured 1.3 to 1.5 times
+    the error under `token`, .8 to 1.0 under `paper`. The last key is not in the sample whose mean `mixed` takes.
+    """
+    recipe, inputs = Recipe.parse(recipe), causality.draw(0, 1024, head_dim)
+    changed = inputs | {name: causality.added_to_last(inputs[name], 1000) for name in "kv"}
+    exact = causality.run({name: x.double() for name, x in inputs.items()}, Recipe.named("full"))
+    before, after, exact = (
+        x["o"][..., : 1024 - 128, :] for x in (causality.run(inputs, recipe), causality.run(changed, recipe), exact)
+    )
+    assert relative_l2(after, before) <= bound * relative_l2(before, exact)
+
+
+def test_a_scale_of_the_sequence_lets_an_outlier_reach_all_outputs():
+    """What the bound above is for: V's scale of the sequence makes V's channels 0 but for the outlier."""
+    assert causality.dependence(Recipe.named("token_fp8"), "v", 0)["outlier", "far"]["o"] > 1
+
+
 @pytest.mark.parametrize(
     ("recipe", "share"),
     {"full": (0, 0), "paper": (1, 0), "token": (1, 1), "mixed(k_mean=all)": (1, 0), "mixed": (0, 0)}.items(),
@@ -79,7 +101,7 @@ def kernel_outputs(impl, recipe, operand, device):
     ("impl", "recipe"),
     [
         *(pytest.param("triton", recipe) for recipe in ("full", "paper", "token")),
-        *(pytest.param("hopper", recipe, marks=pytest.mark.gpu) for recipe in ("mixed", "token", "token_fp8")),
+        *(pytest.param("hopper", recipe, marks=pytest.mark.gpu) for recipe in ("mixed", "token_fp8")),
     ],
 )
 def test_kernels_depend_on_what_the_emulator_does(impl, recipe, operand):

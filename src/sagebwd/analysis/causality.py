@@ -3,9 +3,9 @@
     python -m sagebwd.analysis.causality docs/results/causality.json
 
 Only tokens after a query are changed, so that the outputs of exact causal attention would stay as they are. `CHANGES`
-says how: the second half of the sequence is drawn anew, 100 is added to the last token, or the last token is NaN; in
-Q, in K or in V alone. Queries of the first half ("far") share no block with what is changed; the 63 before the last
-("near") share its blocks. Emulator in FP32, Gaussian inputs drawn in BF16.
+says how: the second half of the sequence is drawn anew, `OUTLIER` is added to the last token, or the last token is
+NaN; in Q, in K or in V alone. Queries of the first half ("far") share no block with what is changed; the 63 before
+the last ("near") share its blocks. Emulator in FP32, Gaussian inputs drawn in BF16.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ OPERANDS = ("q", "k", "v")
 TENSORS = {"o": "O", "dq": "dQ"}
 TOKENS, HEAD_DIM, SEEDS = 1024, 64, 2
 NEAR = 63
+OUTLIER = 1000
 Inputs = dict[str, Tensor]
 
 
@@ -53,7 +54,7 @@ def added_to_last(x: Tensor, by: float) -> Tensor:
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "second half": second_half,
-    "outlier": lambda x, other: added_to_last(x, 100),
+    "outlier": lambda x, other: added_to_last(x, OUTLIER),
     "nan": lambda x, other: added_to_last(x, math.nan),
 }
 PLACES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,7 +121,13 @@ def _short(x: float) -> float:
 
 def markdown(content: dict) -> str:
     """A table for O and one for dQ; three numbers are of changes to Q, to K and to V."""
-    heads = ("error", "second half drawn anew", "100 added to the last token", "the same, in its block", "NaN in it")
+    heads = (
+        "error",
+        "second half drawn anew",
+        f"{OUTLIER} added to the last token",
+        "the same, in its block",
+        "NaN in it",
+    )
     tables = []
     for tensor, label in TENSORS.items():
         lines = []
