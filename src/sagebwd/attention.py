@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ def sage_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be a symbol in a trace with dynamic=True, which is then made twice
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -117,7 +118,7 @@ def sage_attention(
         )
     key_mask, mask = mask_argument.read(attn_mask, block_mask, query, key)
     value_dim = value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _default_scale(query) if scale is None else scale
     query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl, mask is not None)
     arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
@@ -186,7 +187,7 @@ def sage_attention_varlen(
         if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
             raise ValueError(f"{name}={longest!r} must be an integer, at least 0")
     value_dim = value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _default_scale(query) if scale is None else scale
     query, key, value = _equal_head_dims(query, key, value)
     settings = _settings(query, is_causal, scale, window, recipe, impl)
     arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
@@ -264,10 +265,15 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _default_scale(query: Tensor) -> float:
+    """1 / sqrt(head_dim), of a head_dim that a trace with ``dynamic=True`` takes as a constant, as kernels do."""
+    return operator.index(query.shape[-1]) ** -0.5
+
+
 def _settings(
     query: Tensor,
     is_causal: bool,
-    scale: float | None,
+    scale: float,
     window: tuple[int, int] | None,
     recipe: str | Recipe,
     impl: str | None,
@@ -276,8 +282,6 @@ def _settings(
     """The checked scalar arguments of the operator, in its order."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal={is_causal!r} must be True or False")
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale={scale!r} must be a number or None")
     if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced

@@ -81,6 +81,8 @@ def _casts(q: Tensor) -> bool:
 
 def plan_of(kind: Hashable) -> Plan | None:
     """How to do a call of this kind again, if that is known."""
+    if kind is None:  # traced calls must not look at the plans: dynamo would compile anew whenever there is one more
+        return None
     try:
         return _plans.get(kind)
     except TypeError:  # of a setting that cannot be hashed, which checks will refuse

@@ -82,7 +82,7 @@ def in_four_dimensions(mask: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
             f"attn_mask: shape {tuple(mask.shape)} has no dimensions that broadcast to query's {tuple(query.shape)}"
         )
     mask = mask[(None,) * (query.dim() - mask.dim())]
-    if any(n not in (1, full) for n, full in zip(mask.shape[:-2], query.shape[:-2])):
+    if not _broadcast(mask.shape[:-2], query.shape[:-2]):
         raise ValueError(f"attn_mask: shape {tuple(mask.shape)} does not broadcast to query's {tuple(query.shape)}")
     if query.dim() > 4:
         before = mask.shape[:-3]
@@ -119,8 +119,7 @@ def _checked(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tens
             f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, or a "
             "floating-point dtype, which is added to the scores"
         )
-    fits = 2 <= mask.dim() <= 4 and all(n in (1, full) for n, full in zip(mask.shape[::-1], shape[::-1]))
-    if not fits:
+    if not (2 <= mask.dim() <= 4 and _broadcast(mask.shape[::-1], shape[::-1])):
         raise ValueError(
             f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {tuple(shape)}; accepted: {_SHAPES}, or its "
             "last two or three dimensions"
@@ -151,7 +150,7 @@ def _checked_block_mask(block_mask: BlockMask | Mask, shape: tuple[int, ...], de
             raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
         block_mask = read_block_mask(block_mask)
     sizes = *block_mask.tiles.shape[:2], block_mask.keys.shape[1]
-    if any(n not in (1, full) for n, full in zip(sizes[:2], shape)) or sizes[2] != shape[3]:
+    if not _broadcast(sizes[:2], shape[:2]) or sizes[2] != shape[3]:
         raise ValueError(
             f"block_mask: of batch {sizes[0]}, {sizes[1]} heads and {sizes[2]} keys does not fit a call of batch "
             f"{shape[0]}, {shape[1]} heads and {shape[3]} keys; batch and heads may be 1"
@@ -159,6 +158,11 @@ def _checked_block_mask(block_mask: BlockMask | Mask, shape: tuple[int, ...], de
     if block_mask.elements.device != device:
         raise ValueError(f"block_mask: device {block_mask.elements.device} differs from key's {device}")
     return block_mask
+
+
+def _broadcast(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether each size is 1 or the other's; by ``==``, since dynamo does not find a symbolic size by ``in``."""
+    return all(n == 1 or n == full for n, full in zip(sizes, to))
 
 
 def _is_block_mask(x: object) -> bool:

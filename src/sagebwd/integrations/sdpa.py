@@ -187,7 +187,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,  # as `sage_attention`
         is_causal: bool = False,
         *,
         scale: float | None = None,

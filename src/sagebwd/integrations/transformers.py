@@ -248,7 +248,7 @@ def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
 
     A sum's mask of older models is 0 where a key counts and a dtype's least number elsewhere; in all else, None.
     """
-    if mask.shape[1:] != (1, 1, key.shape[2]) or mask.shape[0] not in (1, key.shape[0]):
+    if mask.shape[1:] != (1, 1, key.shape[2]) or (mask.shape[0] != 1 and mask.shape[0] != key.shape[0]):
         return None
     if mask.dtype == torch.bool:
         return mask[:, 0, 0]

@@ -405,7 +405,7 @@ def mask(
         return Mask(shape, visible, dense=dense())
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
-    if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
+    if attention_mask is not None and attention_mask.shape[0] != 1 and attention_mask.shape[0] != batch_size:
         raise ValueError(
             f"attention_mask: got {attention_mask.shape[0]} rows for a batch of {batch_size}; accepted: as many, or 1"
         )
