@@ -27,8 +27,11 @@ def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(compile_, "unavailable", lambda: "nvidia-cutlass-dsl is not installed")
-    assert "nvidia-cutlass-dsl is not installed (in a clone: pip" in doctor.facts()["mixed on Hopper"]
+    assert doctor.facts()["mixed on Hopper"].endswith("slower: nvidia-cutlass-dsl is not installed")
     monkeypatch.setattr(compile_, "unavailable", lambda: None)
+    monkeypatch.setattr(compile_, "broken_compiler", lambda: "nvidia-cutlass-dsl is broken")
+    assert doctor.facts()["mixed on Hopper"].endswith("where it is compiled already: nvidia-cutlass-dsl is broken")
+    monkeypatch.setattr(compile_, "broken_compiler", lambda: None)
     assert doctor.facts()["mixed on Hopper"] == "forward in CuTe DSL"
     card.major = 8
     assert "mixed on Hopper" not in doctor.facts()

@@ -1,8 +1,8 @@
 """Which implementation runs a call: a table for each direction, fastest first, forward and backward chosen apart.
 
 A row names a family, which is what ``impl`` asks for, and a module that says what it cannot run (``unsupported``) and
-runs the rest (``forward`` or ``backward``; `sagebwd.call` has their arguments). A module is imported when a call first
-asks it.
+runs the rest (``forward`` or ``backward``; `sagebwd.call` has their arguments). A module that needs an extra also says
+what of it is missing or broken (``unavailable``). A module is imported when a call first asks it.
 """
 
 from __future__ import annotations
@@ -157,15 +157,22 @@ def _settled(impl: str, call: Call) -> str:
 def _first(
     table: tuple[Row, ...], families: tuple[str, ...], recipe: Recipe, head_dim: int, dtype: torch.dtype
 ) -> tuple[Row | None, str]:
-    """The first row of some families that runs a recipe; without one, what the last of each family says to it."""
-    reasons = {}
+    """The first row of some families that runs a recipe; without one, what the last of each family says to it.
+
+    Of a family that would run it with what is not there, that.
+    """
+    reasons, lacking = {}, {}
     for row in table:
         if row.family in families:
-            reason = _module(row).unsupported(recipe, head_dim, dtype)
+            module = _module(row)
+            reason = module.unsupported(recipe, head_dim, dtype)
             if reason is None:
-                return row, ""
+                reason = module.unavailable() if hasattr(module, "unavailable") else None
+                if reason is None:
+                    return row, ""
+                lacking[row.family] = reason
             reasons[row.family] = reason
-    return None, "; ".join(dict.fromkeys(reasons.values()))
+    return None, "; ".join(dict.fromkeys((reasons | lacking).values()))
 
 
 @cache

@@ -65,12 +65,13 @@ def facts() -> dict[str, str]:
 
 def _forward_of_mixed() -> str:
     """Which kernel runs the forward of `mixed` on a Hopper GPU."""
-    from sagebwd.kernels.sm90.compile import unavailable
+    from sagebwd.kernels.sm90.compile import broken_compiler, unavailable
 
-    reason = unavailable()
-    if reason is None:
-        return "forward in CuTe DSL"
-    return f"forward in Gluon, some 1.4 times slower: {reason} (in a clone: pip install '.[hopper]')"
+    if unavailable() is not None:
+        return f"forward in Gluon, some 1.4 times slower: {unavailable()}"
+    if broken_compiler() is not None:
+        return f"forward in CuTe DSL where it is compiled already: {broken_compiler()}"
+    return "forward in CuTe DSL"
 
 
 def recipe_of(device: str, dtype: torch.dtype, head_dim: int, recipe: str) -> Recipe:

@@ -13,7 +13,8 @@ from sagebwd.kernels.device import num_sms
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
 from sagebwd.kernels.replay import launch
-from sagebwd.kernels.sm90.compile import forward_kernel, unavailable
+from sagebwd.kernels.sm90.compile import forward_kernel
+from sagebwd.kernels.sm90.compile import unavailable as unavailable
 from sagebwd.kernels.sm90.config import SCALE_BLOCK, TILES, Arguments, Variant
 from sagebwd.kernels.support import lacks, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
@@ -28,8 +29,8 @@ FORWARD = {
 
 
 def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot run a forward, or None; whether the GPU is one of its is asked elsewhere."""
-    return outside("head_dim ", head_dim, HEAD_DIMS) or other_dtype(dtype) or lacks(recipe, FORWARD) or unavailable()
+    """Why this kernel cannot run a forward, or None; the GPU and `unavailable` are asked elsewhere."""
+    return outside("head_dim ", head_dim, HEAD_DIMS) or other_dtype(dtype) or lacks(recipe, FORWARD)
 
 
 class Written(NamedTuple):

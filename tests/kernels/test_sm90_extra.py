@@ -1,0 +1,150 @@
+"""Whatever is missing or broken of the extra ``hopper``, other kernels run; `doctor` says what, and what mends it."""
+
+from __future__ import annotations
+
+import _ctypes
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sagebwd.kernels.sm90 import compile as sm90
+
+ANY_LIBRARY = _ctypes.__file__
+REINSTALL = "(pip install --force-reinstall nvidia-cutlass-dsl=={nvidia-cutlass-dsl})".format(**sm90.VERSIONS)
+# A process that takes its GPU for an H100, and a folder's packages for those installed.
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.modules.pop("nvidia_cutlass_dsl", None)  # which a .pth imports
+from types import SimpleNamespace
+import torch
+import sagebwd
+from sagebwd import Recipe, dispatch, doctor
+from sagebwd.attention import choose_implementation, choose_recipe
+
+assert not {"cutlass", "tvm_ffi"} & set(sys.modules)
+dispatch.is_hopper = lambda device: device.type == "cuda"
+query = SimpleNamespace(shape=(1, 1, 1, 64), dtype=torch.bfloat16, device=torch.device("cuda", 0))
+for _ in range(2):
+    settled = choose_recipe(query, "auto", None)
+    assert settled == Recipe.named("mixed")
+    assert choose_implementation(query, settled, None) == "hopper"
+print(dispatch._first(dispatch.FORWARD, ("hopper",), settled, 64, torch.bfloat16)[0].module)
+alone = Recipe.parse("token(o=16bit, k_scale=lane, v_scale=channel)")  # Gluon has no such kernel
+try:
+    choose_implementation(query, alone, "hopper")
+except NotImplementedError as error:
+    print(error)
+else:
+    print("taken")
+print(doctor._forward_of_mixed())
+"""
+
+
+def installed(folder: Path, cutlass: str, tvm_ffi: str = "", runtime: bool = True) -> Path:
+    """A folder of packages in their versions, with the given ``__init__.py``."""
+    for package, version in sm90.VERSIONS.items():
+        information = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+        information.mkdir(parents=True)
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    found = f"class libinfo: find_libtvm_ffi = lambda: {ANY_LIBRARY!r}\n"
+    for package, text in (("cutlass", cutlass), ("tvm_ffi", found + tvm_ffi), ("nvidia_cutlass_dsl", "")):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(text)
+    if runtime:
+        library = folder / "nvidia_cutlass_dsl" / "cu12" / "lib" / "libcute_dsl_runtime.so"
+        library.parent.mkdir(parents=True)
+        library.symlink_to(ANY_LIBRARY)
+    return folder
+
+
+def asked(folder: Path, cache: Path) -> list[str]:
+    """Whose kernel runs ``auto``, what a call is told that CuTe DSL's alone would take, and what `doctor` says."""
+    environment = os.environ | {"SAGEBWD_CACHE_DIR": str(cache), "CC": sys.executable}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, folder], env=environment, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        # the wheel with cutlass.cute is missing, or another package is called cutlass
+        ({"cutlass": ""}, "ModuleNotFoundError: No module named 'cutlass.c"),
+        ({"cutlass": "raise OSError('libA.so: cannot open it')"}, "OSError: libA.so: cannot open it"),
+        ({"cutlass": "raise AttributeError('gone')"}, "AttributeError: gone"),
+        ({"cutlass": "", "runtime": False}, "FileNotFoundError: there is no nvidia_cutlass_dsl/cu*/lib/libcute_dsl_"),
+        ({"cutlass": "", "tvm_ffi": "raise ImportError('core')"}, "apache-tvm-ffi is installed but broken: ImportErr"),
+    ],
+    ids=["no cutlass.cute", "no library", "another interface", "no runtime", "no TVM-FFI"],
+)
+def test_what_is_broken_leaves_the_call_to_other_kernels(parts, reason, tmp_path):
+    module, refusal, advice = asked(installed(tmp_path / "packages", **parts), tmp_path)
+    assert module == "sagebwd.kernels.gluon.host"
+    assert refusal.startswith("impl='hopper' does not support this call: ")
+    assert reason in refusal
+    assert advice.startswith("forward in Gluon, some 1.4 times slower: ")
+    assert advice.count(reason) == 1
+    assert "(pip install --force-reinstall " in advice
+    assert ("nvidia-cutlass-dsl is installed but broken" in advice and REINSTALL in advice) or "tvm_ffi" in parts
+
+
+def test_what_is_compiled_runs_without_the_compiler(tmp_path):
+    folder = installed(tmp_path / "packages", "raise OSError('libA.so')")
+    objects = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n"
+         "from sagebwd.kernels.sm90 import compile as sm90; print(sm90._objects())", folder],
+        env=os.environ | {"SAGEBWD_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    Path(objects).mkdir(parents=True)
+    (Path(objects) / "forward-64-0.so").touch()
+    module, refusal, advice = asked(folder, tmp_path)
+    assert module == "sagebwd.kernels.sm90.launch"
+    assert refusal == "taken"
+    assert advice.startswith("forward in CuTe DSL where it is compiled already: nvidia-cutlass-dsl is installed but")
+    assert "OSError: libA.so" in advice
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({"apache-tvm-ffi": None}, "apache-tvm-ffi is not installed (in a clone: pip install '.[hopper]')"),
+        ({"nvidia-cutlass-dsl": None}, "nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"),
+        ({"nvidia-cutlass-dsl": "4.6.3"}, "nvidia-cutlass-dsl is 4.6.3, and these kernels are for "),
+        ({"nvidia-cutlass-dsl-libs-base": "4.7"}, "nvidia-cutlass-dsl-libs-base is 4.7, and these kernels are for "),
+    ],
+)
+def test_versions_are_told_without_an_import(versions, reason, monkeypatch):
+    monkeypatch.setattr(sm90, "_version", (sm90.VERSIONS | versions).get)
+    for load in ("_load_runtime", "runtime", "broken_compiler"):
+        monkeypatch.setattr(sm90, load, lambda: pytest.fail("imported"))
+    assert sm90.unavailable.__wrapped__().startswith(reason)
+
+
+def test_a_kernel_that_cannot_be_compiled_any_more_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(sm90, "object_path", lambda variant: tmp_path / "missing.so")
+    monkeypatch.setattr(sm90, "broken_compiler", lambda: "nvidia-cutlass-dsl is installed but broken")
+    with pytest.raises(NotImplementedError, match="nvidia-cutlass-dsl is installed but broken; recipe='token' needs"):
+        sm90.forward_kernel.__wrapped__(None)
+
+
+def test_a_compiler_that_is_not_there_is_no_linker(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    assert sm90._linker() is None
+    monkeypatch.setenv("CC", sys.executable)
+    assert sm90._linker() == sys.executable
+
+
+def test_versions_are_those_of_the_extra():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"([\w-]+)==([\w.]+);", " ".join(project["optional-dependencies"]["hopper"])))
+    assert pinned == sm90.VERSIONS
