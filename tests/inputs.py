@@ -51,8 +51,8 @@ def draw(
     k, v = normal(batch, kv_heads, kv_tokens, head_dim), normal(batch, kv_heads, kv_tokens, head_dim)
     if kind == "mean-and-outliers":
         k, v = (x + 3 * normal(1, kv_heads, 1, head_dim) for x in (k, v))
-        k[..., 3] *= 8
-        v[..., 5] *= 8
+        k[..., min(3, head_dim - 1)] *= 8
+        v[..., min(5, head_dim - 1)] *= 8
     elif kind == "near-one-hot":
         q, k = 10 * q, 10 * k
     elif kind in ("sink", "sinks"):

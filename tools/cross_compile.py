@@ -1,10 +1,11 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [MASK]` prints one JSON line a kernel; ARCH "hopper" means
-the Gluon kernels on sm_90; MASK "causal" (grouped heads too), "ungrouped" (causal alone), "full" or of
-`tests.masks.KINDS`. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with
-products. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve`
-in place of arguments answers several.
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper"
+means the Gluon kernels on sm_90; FORM "causal" (grouped heads too), "ungrouped" (causal alone), "full", "packed" (two
+sequences), "padded" (keys hidden by a mask of keys) or of `tests.masks.KINDS`; TOKENS are of all sequences together.
+"loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products, "assembly" the
+inline assembly that takes several elements at once. It runs in a process of its own, as kernels of a process with
+TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd import dispatch
-from sagebwd.kernels import alignment, device
+from sagebwd.kernels import device
 from tests.kernels.calls import KernelCall
 
 TYPES = {
@@ -42,10 +43,16 @@ TYPES = {
     torch.float32: "fp32",
     torch.bool: "i1",
 }
+# What a call may be beside one with a mask of `tests.masks.KINDS`.
+FORMS = ("causal", "ungrouped", "full", "packed", "padded")
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
+ASSEMBLY = re.compile(
+    r'tt\.elementwise_inline_asm "([^"]*)" .* packed_element = (\d+) .* -> tensor<\w+, (.+?)>(?: loc\(|$)',
+    re.MULTILINE,
+)
 MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
 
 
@@ -70,7 +77,9 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
         signature[parameter.name] = kind or "constexpr"
         if kind is None:
             constants[(index,)] = value
-        elif kind.startswith("*") or (kind == "i32" and not parameter.do_not_specialize and value % 16 == 0):
+        elif (kind[0] == "*" and value.data_ptr() % 16 == 0) or (
+            kind == "i32" and not parameter.do_not_specialize and value % 16 == 0
+        ):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_type = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
     source = source_type(fn, signature, constants, attributes)
@@ -128,6 +137,16 @@ def _matrix(lines: list[str], loop: tuple[int, int]) -> bool:
     return any(MATRIX.search(line) for line in lines[loop[0] : loop[1]])
 
 
+def packed_assembly(ttgir: str) -> list[dict]:
+    """Inline assembly that takes several elements at once: its text, how many, and the layout that says which."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    return [
+        {"text": text, "pack": int(pack), "layout": layouts.get(layout, layout)}
+        for text, pack, layout in ASSEMBLY.findall(ttgir)
+        if int(pack) > 1
+    ]
+
+
 def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
     """Tensor-core products by operand type, shared memory, and local-memory traffic of a compiled kernel."""
     lines = sass(kernel)
@@ -145,6 +164,7 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
         "instructions_in_loops": sum(loop.total() for loop in loops),
         "registers": registers(kernel),
+        "assembly": packed_assembly(kernel.asm["ttgir"]),
         "loops": [
             {
                 "instructions": loop.total(),
@@ -174,7 +194,6 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     device.capability = lambda device: arch
     dispatch.is_hopper = lambda device: arch == 90
     dispatch.FORWARD = tuple(row for row in dispatch.FORWARD if row.module != "sagebwd.kernels.sm90.launch")
-    alignment.fits_tma = lambda x: True
     JITFunction.run = record
     impl, inputs = "hopper" if gluon else "triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
@@ -185,12 +204,14 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     return found
 
 
-def rows(arch: str, head_dim: str, recipe: str, kind: str = "causal") -> list[dict]:
+def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str = "256") -> list[dict]:
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
-    causal = kind in ("causal", "ungrouped")
+    causal, count = form in ("causal", "ungrouped"), int(tokens)
+    lengths = [count - count // 3, count // 3] if form == "packed" else []
     shape = KernelCall(
-        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if kind == "causal" else 4, tokens_q=256,
-        tokens_k=256, is_causal=causal, mask="" if causal or kind == "full" else kind,
+        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if form == "causal" else 4, tokens_q=count,
+        tokens_k=count, lengths_q=lengths, lengths_k=lengths, is_causal=causal, masked=form == "padded",
+        mask="" if form in FORMS else form,
     )  # fmt: skip
     return launches(arch, shape)
 

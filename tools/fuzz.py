@@ -1,9 +1,12 @@
 """Random shapes and options against the emulator: `python -m tools.fuzz --cases 1000` (make fuzz-gpu).
 
 Every case follows from its seed, so a failure is reproduced by `--first SEED --cases 1`. Compiling kernels takes far
-longer than running them: so 25 seeds in a row share what they are compiled for (recipe, dtype, head_dim, layout, mask,
-whether heads are grouped) and differ in shapes, values, scale and windows, and such groups run in several processes on
-one GPU.
+longer than running them: so 25 seeds in a row share what they are compiled for (recipe, dtype, both head_dims, layout,
+mask, whether heads are grouped) and differ in shapes, values, scale and windows, and such groups run in several
+processes on one GPU.
+
+Some cases are repeated until heads times batch exceeds 65535, as far as a dimension of a grid may count; not on a CPU.
+Others are called again with a NaN or an infinity in a head of one sequence or batch element, which no other may feel.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from sagebwd.mask import Mask
 from sagebwd.recipe import FP8
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS
+from tests.masks import MODS
 from tests.masks import draw as draw_mask
 
 RECIPES = (
@@ -36,6 +40,12 @@ RECIPES = (
 )  # fmt: skip
 
 
+# head_dims of the kernels that are a GPU's own.
+OWN_WIDTHS = (64, 128)
+# What `outcome` returns.
+RESULTS = ("o", "lse", "dq", "dk", "dv")
+# Programs that two of a grid's dimensions count at most, and tokens of a sequence in cases that exceed it.
+GRID, FEW_TOKENS = 65535, 8
 # Seeds in a row that share their kernels.
 GROUP = 25
 # Seconds after which it says at the latest how far it is.
@@ -46,12 +56,17 @@ _checked: Synchronized
 
 @dataclass(frozen=True)
 class Case:
-    """One call, drawn from a seed."""
+    """One call, drawn from a seed.
+
+    repeats: how often its batch, or its sequences, come after one another. spoilt: which input of it is called again
+    with ``poison`` in one head of one batch element or sequence, or "".
+    """
 
     seed: int
     kind: str
     dtype: torch.dtype
     head_dim: int
+    value_dim: int
     heads: int
     kv_heads: int
     lengths_q: tuple[int, ...]
@@ -62,29 +77,36 @@ class Case:
     window: tuple[int, int] | None
     scale: float
     recipe: str
+    repeats: int = 1
+    spoilt: str = ""
+    poison: float = math.nan
 
     @classmethod
     def drawn(cls, seed: int, longest: int, recipe: str | None, impl: str | None = None) -> Case:
         """The case of a seed, no sequence longer than ``longest``.
 
-        A named recipe is drawn at the head_dims of every family, and no mask is where it or ``impl`` takes none.
+        No mask and no other head_dim is where a named recipe or ``impl`` takes none.
         """
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
+        repeated, spoilt = rng.random() < 0.01, rng.random() < 0.2
+        if repeated:
+            longest = min(longest, FEW_TOKENS)
 
         def length() -> int:
+            if repeated:
+                return rng.randint(1, longest)
             return rng.choice([rng.randint(1, longest), rng.choice((1, 17, 63, 64, 65, 127, 128, 129)), longest])
 
         layout = kernels.choice(("dense", "dense", "padded", "packed", "masked"))
         fp8 = recipe is not None and FP8 in asdict(Recipe.parse(recipe)).values()
         if layout == "masked" and (fp8 or impl == "hopper"):
             layout = "dense"
-        head_dim = kernels.choice((32, 64, 64, 64, 96, 128, 128, 128, 256, 40))
-        if recipe is not None:
-            head_dim = kernels.choice((64, 128))
+        head_dim, value_dim = _widths(kernels, own=fp8 or impl == "hopper")
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         grouped = kernels.random() < 0.5
         batch = rng.randint(1, 3)
         kv_heads = rng.choice((1, 2, 3))
+        heads = kv_heads * (rng.choice((2, 3, 4)) if grouped else 1)
         same = rng.random() < 0.5
         lengths_q = tuple(length() for _ in range(batch)) if layout == "packed" else (length(),) * batch
         lengths_k = lengths_q if same else tuple(length() for _ in range(batch))
@@ -92,36 +114,46 @@ class Case:
             lengths_k = (*lengths_k[:-1], 0)
         if layout in ("dense", "masked"):
             lengths_k = lengths_k[:1] * batch
+        mask = kernels.choice(MASKS)
+        if layout == "masked" and mask in MODS:  # of each batch element its own
+            repeated = False
         return cls(
             seed=seed,
             kind=rng.choice([kind for kind in KINDS if kind != "near-one-hot"]),
             dtype=kernels.choice((torch.bfloat16, torch.float16)),
             head_dim=head_dim,
-            heads=kv_heads * (rng.choice((2, 3, 4)) if grouped else 1),
+            value_dim=value_dim,
+            heads=heads,
             kv_heads=kv_heads,
             lengths_q=lengths_q,
             lengths_k=lengths_k,
             layout=layout,
-            mask=kernels.choice(MASKS),
+            mask=mask,
             is_causal=kernels.random() < 0.5,
             window=(rng.choice((0, 7, 100)) if left else -1, rng.choice((0, 30)) if right else -1)
             if left or right
             else None,
             scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
             recipe=recipe or kernels.choice(RECIPES),
+            repeats=GRID // (batch * heads) + 1 if repeated else 1,
+            spoilt=rng.choice(("q", "k", "v", "do")) if spoilt and not repeated else "",
+            poison=rng.choice((math.nan, math.nan, math.inf)),
         )
 
     def drawn_mask(self) -> Tensor | Mask:
         """The mask of a masked case."""
         shape = len(self.lengths_q), self.heads, max(self.lengths_q), max(self.lengths_k)
         mask = draw_mask(self.mask, shape, self.dtype, self.seed)
-        return mask if isinstance(mask, Tensor) else read_block_mask(mask)
+        if not isinstance(mask, Tensor):
+            return read_block_mask(mask)
+        return mask.repeat(self.repeats, 1, 1, 1) if len(mask) > 1 else mask
 
     def masks(self, device: str) -> dict[str, Tensor | Mask]:
         """The mask arguments of a dense call."""
         if self.layout == "padded":
             keys = torch.arange(max(self.lengths_k), device=device)
-            return {"attn_mask": (keys < torch.tensor(self.lengths_k, device=device)[:, None])[:, None, None]}
+            lengths = torch.tensor(self.lengths_k * self.repeats, device=device)
+            return {"attn_mask": (keys < lengths[:, None])[:, None, None]}
         if self.layout == "masked":
             mask = self.drawn_mask().to(device)
             return {"attn_mask" if isinstance(mask, Tensor) else "block_mask": mask}
@@ -137,15 +169,48 @@ class Case:
         if self.layout == "packed":
             starts = [sum(self.lengths_k[:n]) for n in range(len(self.lengths_k))]
             first_keys = [start for start, length in zip(starts, self.lengths_k) if length]
-        drawn = draw(
-            self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, self.head_dim, self.seed, torch.float32,
-            first_keys,
-        )  # fmt: skip
+
+        def drawn(width: int) -> tuple[Tensor, ...]:
+            return draw(
+                self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, width, self.seed, torch.float32,
+                first_keys,
+            )  # fmt: skip
+
+        q, k, v, do = drawn(self.head_dim)
+        if self.value_dim != self.head_dim:
+            *_, v, do = drawn(self.value_dim)
         if self.kind == "huge" and self.dtype == torch.float16:
-            drawn = [x.clamp(-6e4, 6e4) for x in drawn]
+            q, k, v, do = (x.clamp(-6e4, 6e4) for x in (q, k, v, do))
         # tokens before heads in memory, as after a projection
-        strided = [x.transpose(1, 2).contiguous().to(device, self.dtype).transpose(1, 2) for x in drawn]
-        return [x[0].transpose(0, 1) for x in strided] if self.layout == "packed" else strided
+        by_token = [x.transpose(1, 2).contiguous().to(device, self.dtype) for x in (q, k, v, do)]
+        if self.layout == "packed":
+            return [x[0].repeat(self.repeats, 1, 1) for x in by_token]
+        return [x.repeat(self.repeats, 1, 1, 1).transpose(1, 2) for x in by_token]
+
+    def part(self, name: str, element: int, kv_head: int) -> tuple[int | slice, slice]:
+        """Where a tensor has what belongs to a head of keys of one batch element or sequence."""
+        of_keys, group = name in ("k", "v", "dk", "dv"), self.heads // self.kv_heads
+        heads = slice(kv_head, kv_head + 1) if of_keys else slice(kv_head * group, (kv_head + 1) * group)
+        if self.layout != "packed":
+            return element, heads
+        lengths = self.lengths_k if of_keys else self.lengths_q
+        tokens = slice(sum(lengths[:element]), sum(lengths[: element + 1]))
+        return (heads, tokens) if name == "lse" else (tokens, heads)
+
+
+def _widths(kernels: random.Random, own: bool) -> tuple[int, int]:
+    """head_dim, and value's; own: of which a GPU's own kernels make one of their widths, as the lesser is filled."""
+
+    def any_width() -> int:
+        return kernels.choice(
+            (64, 128, 64, 128, 8 * kernels.randint(1, 32), 8 * kernels.randint(1, 32), kernels.randint(1, 256))
+        )
+
+    head_dim = kernels.choice(OWN_WIDTHS) if own else any_width()
+    if kernels.random() < 0.75:
+        return head_dim, head_dim
+    widths = head_dim, kernels.randint(1, head_dim) if own else any_width()
+    return widths if kernels.random() < 0.5 else widths[::-1]
 
 
 def attended(case: Case, leaves: list[Tensor], impl: str | None) -> tuple[Tensor, Tensor]:
@@ -157,7 +222,8 @@ def attended(case: Case, leaves: list[Tensor], impl: str | None) -> tuple[Tensor
     device = leaves[0].device
     if case.layout == "packed":
         offsets = [
-            torch.tensor([0, *lengths], device=device).cumsum(0).int() for lengths in (case.lengths_q, case.lengths_k)
+            torch.tensor([0, *lengths], device=device).cumsum(0).int()
+            for lengths in (case.lengths_q * case.repeats, case.lengths_k * case.repeats)
         ]
         return sage_attention_varlen(*leaves, *offsets, max(case.lengths_q), max(case.lengths_k), **shared)
     return sage_attention(*leaves, **case.masks(device), enable_gqa=True, **shared)
@@ -216,13 +282,23 @@ def emulated(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tenso
 
 def check(case: Case, impl: str | None, device: str) -> str | None:
     """None if the kernels' results are the recipe's, else what is wrong."""
-    inputs = case.inputs(device)
+    once, inputs = replace(case, repeats=1), case.inputs(device)
     actual = outcome(case, inputs, impl, case.dtype)
     pairs = [
         emulated(other, other.inputs(device))
-        for other in (replace(case, seed=case.seed + draw_index * 1_000_000) for draw_index in range(3))
+        for other in (replace(once, seed=case.seed + draw_index * 1_000_000) for draw_index in range(3))
     ]
-    return judge(case, inputs, actual, pairs)
+    problem = judge(case, inputs, actual, pairs)
+    if problem is not None or not case.spoilt:
+        return problem
+    healed, problem = isolation(case, inputs, actual, repeated(case, pairs[0][0]), impl)
+    return problem or judge(case, inputs, healed, pairs)
+
+
+def repeated(case: Case, results: list[Tensor]) -> list[Tensor]:
+    """The emulator's results of a case once, as the case has them again and again."""
+    axes = (1 if name == "lse" and case.layout == "packed" else 0 for name in RESULTS)
+    return [torch.cat([x] * case.repeats, axis) for x, axis in zip(results, axes)]
 
 
 def judge(
@@ -230,32 +306,70 @@ def judge(
 ) -> str | None:
     """None if ``actual`` is the recipe's, else what is wrong.
 
-    pairs: `emulated`, of these inputs and of other draws of the same shape.
+    pairs: `emulated`, of these inputs once and of other draws of the same shape.
     """
-    actual, eps = list(actual), torch.finfo(case.dtype).eps
+    once, eps = replace(case, repeats=1), torch.finfo(case.dtype).eps
+    low, high = pairs[0]
     fp8 = FP8 in asdict(Recipe.parse(case.recipe)).values()
-    turned = _turned(case, inputs, actual[0], pairs[0][1], eps) if fp8 else []
+    turned = []
+    if fp8:
+        inputs_once = [x[: len(x) // case.repeats] for x in inputs]
+        turned = _turned(once, inputs_once, actual[0][: len(high[0])], high, eps)
     q, k, v, do = (x.abs().max().item() if x.numel() else 0.0 for x in inputs)
-    cancelling = 2.0**-23 * case.head_dim**0.5 * do * v * max(q, k) * case.scale
+    cancelling = 2.0**-23 * max(case.head_dim, case.value_dim) ** 0.5 * do * v * max(q, k) * case.scale
     # where all queries see one key, its dK adds up their noise: of FP32 emulators 0.5 of it at 70, 1 to 3.5 at 700;
     # and as it is where dO, V and Q are much the same for every token
     alone = max(case.lengths_q) * case.heads / case.kv_heads if 1 in case.lengths_k else 1
     noises = {"dq": cancelling, "dk": cancelling * max(1.0, alone / 64) ** (1.0 if case.kind == "coherent" else 0.5)}
     if Recipe.parse(case.recipe).smooth_v:  # of values that are 0, their mean is taken off, scaled and added again
         noises["o"] = 2.0**-23 * v
-    for index, name in enumerate(("o", "lse", "dq", "dk", "dv")):
-        (low, high), *others = [(low[index], high[index]) for low, high in pairs]
-        if not torch.isfinite(low).all():  # the 16-bit output overflows for the emulator too
+    low, high = repeated(case, low), repeated(case, high)
+    for index, name in enumerate(RESULTS):
+        found = actual[index]
+        if not torch.isfinite(low[index]).all():  # the 16-bit output overflows for the emulator too
             continue
         if name == "dk":
-            actual[index] = _overflowed(actual[index], pairs[0][1][4], noises[name])
+            found = _overflowed(found, high[4], noises[name])
         # what vanishes in exact arithmetic (gradients of one visible key) is FP32 noise of the terms that cancel
         noise = [(noises[name], noises[name])] if name in noises else []
-        errors = noise + [emulator_error(*other) for other in others] + [error[index] for error in turned]
-        problem = violation(actual[index], low, high, eps, [e for e in errors if math.isfinite(e[0])])
+        others = [emulator_error(other_low[index], other_high[index]) for other_low, other_high in pairs[1:]]
+        errors = noise + others + [error[index] for error in turned]
+        problem = violation(found, low[index], high[index], eps, [e for e in errors if math.isfinite(e[0])])
         if problem is not None:
             return f"{name}: {problem}"
     return None
+
+
+def isolation(
+    case: Case, inputs: list[Tensor], clean: list[Tensor], low: list[Tensor], impl: str | None
+) -> tuple[list[Tensor], str | None]:
+    """Results beside a NaN or an infinity, with those of what it belongs to as they were; and what of it went wrong.
+
+    clean, low: results without it, the kernels' and the emulator's.
+    """
+    rng = random.Random(case.seed)
+    place = rng.randrange(len(case.lengths_q)), rng.randrange(case.kv_heads)
+    inputs = [x.clone() for x in inputs]
+    its_part = inputs[("q", "k", "v", "do").index(case.spoilt)][case.part(case.spoilt, *place)]
+    if not its_part.numel():
+        return clean, None
+    at = tuple(rng.randrange(size) for size in its_part.shape)
+    its_part[at] = case.poison
+    results = outcome(case, inputs, impl, case.dtype)
+    expected = outcome(case, inputs, "reference", case.dtype)
+    # the emulator multiplies it by 0 where the query sees no key, or no query the key; kernels may leave that out
+    of_row = "dv" if case.spoilt in ("k", "v") else "o"
+    seen = low[RESULTS.index(of_row)][case.part(of_row, *place)][at[:-1]].any()
+    added_in_any_order = {"dq"} if FP8 in asdict(Recipe.parse(case.recipe)).values() else set()
+    for name, found, should, before, usual in zip(RESULTS, results, expected, clean, low):
+        part = case.part(name, *place)
+        shown = should[part].isfinite().all() or not found[part].isfinite().all()
+        if seen and usual[part].isfinite().all() and not shown:
+            return results, f"{name}: finite in spite of {case.poison} in {case.spoilt}"
+        found[part] = before[part]
+        if name not in added_in_any_order and not torch.equal(found.nan_to_num(), before.nan_to_num()):
+            return results, f"{name}: {case.poison} in {case.spoilt} of {place} reaches others"
+    return results, None
 
 
 def _begin(checked: Synchronized) -> None:
@@ -270,6 +384,8 @@ def _run(seeds: range, impl: str | None, device: str, longest: int, recipe: str 
     failures = []
     for seed in seeds:
         case = Case.drawn(seed, longest, recipe, impl)
+        if device == "cpu":  # which would take hours
+            case = replace(case, repeats=1)
         try:
             problem = check(case, impl, device)
         except Exception as error:  # a crash is a finding, with its case

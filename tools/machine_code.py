@@ -3,9 +3,11 @@
 A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `tests/kernels/machine_code.json`
 holds, for each version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to.
 A change to it is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
-(`test_machine_code.py` beside it asks for both).
+(`test_machine_code.py` beside it asks for both). The same sources and triton compile to an instruction more or less
+on another machine. So CI lets instruction counts differ by 1%, and spills, registers and shared memory fall.
 
-    python -m tools.machine_code            prints what differs from the table
+    python -m tools.machine_code            prints what differs from the table; 1 where it is more than CI allows
+    python -m tools.machine_code --exact    the same; 1 where anything differs: for a commit that claims the same code
     python -m tools.machine_code --write    writes the table of this triton (PYTHONPATH chooses another)
 """
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
@@ -25,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests/kernels/machine_code.json"
 # A benchmark of a Hopper GPU times what triton 3.6 compiles: the version there.
 TIMED_VERSION = "3.6.0"
+
+# How far a count of instructions may be from the table's.
+INSTRUCTIONS_WITHIN = 0.01
 
 # Architecture, head_dim, recipe and mask; "hopper" is the Gluon kernels on sm_90.
 CALLS = {
@@ -108,16 +114,38 @@ def facts(call: tuple, triton_folder: str | None = None) -> dict[str, dict]:
     return kernels
 
 
-def differences(found: dict[str, dict], committed: dict[str, dict]) -> list[str]:
-    """Lines that say what a call's kernels compile to, and what the table has."""
-    lines = []
+class Difference(NamedTuple):
+    """What a kernel compiles to where the table has something else."""
+
+    text: str
+    allowed: bool  # may come of another machine, or is better
+
+
+def differences(found: dict[str, dict], committed: dict[str, dict]) -> list[Difference]:
+    """Every fact of a call's kernels that is not the table's."""
+    differ = []
     for name in dict.fromkeys([*committed, *found]):
         old, new = committed.get(name), found.get(name)
         if old is None or new is None:
-            lines.append(f"{name}: {'not in the table' if old is None else 'no longer launched'}")
+            text = "not in the table" if old is None else "no longer launched"
+            differ.append(Difference(f"{name}: {text}", allowed=False))
             continue
-        lines += [f"{name}: {fact} {old[fact]} -> {new[fact]}" for fact in new if new[fact] != old[fact]]
-    return lines
+        differ += [
+            Difference(f"{name}: {fact} {old[fact]} -> {new[fact]}", _allowed(fact, new[fact], old[fact]))
+            for fact in new
+            if new[fact] != old[fact]
+        ]
+    return differ
+
+
+def _allowed(fact: str, new: int | list[int], old: int | list[int]) -> bool:
+    """Whether CI lets it pass: counts of instructions close to the table's, and of all else no rise."""
+    pairs = [(new, old)] if isinstance(new, int) else list(zip(new, old))
+    if isinstance(new, list) and len(new) != len(old):
+        return False
+    if fact in ("instructions", "loops"):
+        return all(abs(n - o) <= INSTRUCTIONS_WITHIN * o for n, o in pairs)
+    return all(n <= o for n, o in pairs)
 
 
 def read() -> dict:
@@ -136,26 +164,26 @@ def _text(value: object, depth: int = 0) -> str:
 
 def main(arguments: list[str]) -> int:
     """Compare or write; 1 where something differs."""
-    if arguments not in ([], ["--write"]):
+    if arguments not in ([], ["--exact"], ["--write"]):
         print(__doc__)
         return 2
     table = read() if TABLE.exists() else {"timed": {}}
     mine = table.setdefault(triton.__version__, {})
-    differ = 0
+    failed = False
     for family, calls in CALLS.items():
         if triton.__version__ == TIMED_VERSION and family == "portable":
             continue  # of cards that were not timed
         known, mine[family] = mine.get(family, {}), {}
         for call in calls:
             mine[family][name_of(call)] = found = facts(call)
-            lines = differences(found, known.get(name_of(call), {}))
-            differ += len(lines)
-            print(f"triton {triton.__version__}, {name_of(call)}: {len(lines)} differences", flush=True)
-            print("".join(f"    {line}\n" for line in lines), end="")
-    if arguments:
+            differ = differences(found, known.get(name_of(call), {}))
+            failed |= any(arguments or not difference.allowed for difference in differ)
+            print(f"triton {triton.__version__}, {name_of(call)}: {len(differ)} differences", flush=True)
+            print("".join(f"    {x.text}{' (allowed)' * x.allowed}\n" for x in differ), end="")
+    if arguments == ["--write"]:
         TABLE.write_text(_text(table) + "\n", encoding="utf-8")
         print(f"wrote {TABLE}")
-    return int(bool(differ))
+    return int(failed)
 
 
 if __name__ == "__main__":

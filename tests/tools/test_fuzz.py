@@ -43,7 +43,7 @@ def test_a_packed_call_without_keys():
 
 # One query that sees one key, whose V is 0 where the mean over keys is not.
 ZERO_VALUE = fuzz.Case(
-    seed=166, kind="zero-block", dtype=torch.bfloat16, head_dim=64, heads=2, kv_heads=1, lengths_q=(1,),
+    seed=166, kind="zero-block", dtype=torch.bfloat16, head_dim=64, value_dim=64, heads=2, kv_heads=1, lengths_q=(1,),
     lengths_k=(100,), layout="dense", mask="", is_causal=True, window=None, scale=0.125, recipe=RECIPE,
 )  # fmt: skip
 
@@ -80,8 +80,9 @@ def replaced(monkeypatch, results):
 # In the row of UNLUCKY a key has half the weight, and its dS, in which delta is 3.5 times as large as what it leaves,
 # is 0.8% from where its code of e4m3 turns over: dQ moves by 2.1 of 12, and an O whose roundings add up is enough.
 ONE_KEY = fuzz.Case(
-    seed=108, kind="mean-and-outliers", dtype=torch.bfloat16, head_dim=128, heads=6, kv_heads=3, lengths_q=(700,),
-    lengths_k=(284,), layout="dense", mask="", is_causal=False, window=(-1, 0), scale=128**-0.5, recipe="mixed",
+    seed=108, kind="mean-and-outliers", dtype=torch.bfloat16, head_dim=128, value_dim=128, heads=6, kv_heads=3,
+    lengths_q=(700,), lengths_k=(284,), layout="dense", mask="", is_causal=False, window=(-1, 0), scale=128**-0.5,
+    recipe="mixed",
 )  # fmt: skip
 UNLUCKY = 0, 3, 424
 
@@ -111,8 +112,8 @@ def test_a_code_that_turns_over_with_the_rounding_of_o(monkeypatch):
 def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
     # each query sees one key, the last four are seen by none
     case = fuzz.Case(
-        seed=60, kind="huge", dtype=torch.float16, head_dim=64, heads=1, kv_heads=1, lengths_q=(8,), lengths_k=(12,),
-        layout="dense", mask="", is_causal=True, window=(0, -1), scale=0.125, recipe=recipe,
+        seed=60, kind="huge", dtype=torch.float16, head_dim=64, value_dim=64, heads=1, kv_heads=1, lengths_q=(8,),
+        lengths_k=(12,), layout="dense", mask="", is_causal=True, window=(0, -1), scale=0.125, recipe=recipe,
     )  # fmt: skip
 
     def found(case, key, wrong):
@@ -130,6 +131,110 @@ def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
     assert found(case, 9, torch.inf) == finite
     assert found(fuzz.replace(case, kind="normal"), 3, torch.inf) == finite
     assert found(fuzz.replace(case, dtype=torch.bfloat16), 3, torch.inf) == finite
+
+
+def test_any_width_is_drawn_and_seeds_of_a_group_have_one():
+    widths = set()
+    for first in range(0, 400 * fuzz.GROUP, fuzz.GROUP):
+        of_group = [fuzz.Case.drawn(first + n, LONGEST, RECIPE) for n in (0, fuzz.GROUP - 1)]
+        (pair,) = {(case.head_dim, case.value_dim) for case in of_group}
+        widths.add(pair)
+    assert {(64, 64), (128, 128)} <= widths
+    assert all(1 <= width <= 256 for pair in widths for width in pair)
+    for found in ({q for q, _ in widths}, {v for q, v in widths if v != q}):
+        assert any(width % 16 == 8 for width in found)
+        assert any(width % 8 for width in found)
+        assert max(found) > 128
+
+
+@pytest.mark.parametrize(("recipe", "impl"), [("mixed", None), ("token_fp8", "hopper"), (RECIPE, "hopper")])
+def test_kernels_of_a_gpu_get_their_widths(recipe, impl):
+    cases = [fuzz.Case.drawn(seed, LONGEST, recipe, impl) for seed in range(0, 100 * fuzz.GROUP, fuzz.GROUP)]
+    assert {max(case.head_dim, case.value_dim) for case in cases} == {64, 128}
+    assert any(case.head_dim < case.value_dim for case in cases)
+    assert any(case.head_dim > case.value_dim for case in cases)
+
+
+def first_drawn(wanted):
+    """The first case of each layout that is so; of few tokens, as `wanted` has them."""
+    found = {}
+    for seed in SEEDS:
+        case = fuzz.Case.drawn(seed, LONGEST, RECIPE)
+        if wanted(case):
+            found.setdefault(case.layout, case)
+    assert set(found) == {"dense", "padded", "packed", "masked"}
+    return found
+
+
+def test_cases_repeated_beyond_a_dimension_of_a_grid(monkeypatch):
+    outcome = fuzz.outcome
+    for case in first_drawn(lambda case: case.repeats > 1).values():
+        assert len(case.lengths_q) * case.heads * case.repeats > 65535
+        assert max(case.lengths_q + case.lengths_k) <= fuzz.FEW_TOKENS
+        case = fuzz.replace(case, repeats=3)
+        assert fuzz.check(case, "reference", "cpu") is None
+        for name in ("o", "dq"):
+
+            def last_is_wrong(case, inputs, impl, dtype, o=None, name=name):
+                results = outcome(case, inputs, "reference", dtype, o)
+                if impl == "kernel":
+                    results[fuzz.RESULTS.index(name)][-1] += 1
+                return results
+
+            with monkeypatch.context() as patch:
+                patch.setattr(fuzz, "outcome", last_is_wrong)
+                assert fuzz.check(case, "kernel", "cpu").startswith(f"{name}: error")
+
+
+# Two sequences of two heads of keys; NaN in one of the four is nothing to the others.
+SPOILT = fuzz.Case(
+    seed=0, kind="normal", dtype=torch.bfloat16, head_dim=16, value_dim=24, heads=4, kv_heads=2, lengths_q=(6, 9),
+    lengths_k=(5, 9), layout="packed", mask="", is_causal=False, window=None, scale=0.25, recipe=RECIPE, spoilt="k",
+)  # fmt: skip
+DENSE = fuzz.replace(SPOILT, layout="dense", lengths_q=(9, 9), lengths_k=(9, 9))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("case", [SPOILT, DENSE], ids=["packed", "dense"])
+def test_the_emulator_keeps_what_is_spoilt_apart(case, name, poison):
+    assert fuzz.check(fuzz.replace(case, spoilt=name, poison=poison), "reference", "cpu") is None
+
+
+@pytest.mark.parametrize("spoilt", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("case", [SPOILT, DENSE], ids=["packed", "dense"])
+def test_what_is_spoilt_and_reaches_others_or_nothing_is_found(monkeypatch, case, spoilt):
+    case, outcome = fuzz.replace(case, spoilt=spoilt), fuzz.outcome
+
+    def found(change):
+        def changed(case, inputs, impl, dtype, o=None):
+            results = outcome(case, inputs, "reference", dtype, o)
+            return change(results) if impl == "kernel" and any(x.isnan().any() for x in inputs) else results
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fuzz, "outcome", changed)
+            return fuzz.check(case, "kernel", "cpu")
+
+    assert found(lambda results: results) is None
+    assert "finite in spite of nan" in found(lambda results: [x.nan_to_num() for x in results])
+    assert "reaches others" in found(lambda results: [x * x.sum() for x in results])
+    nearly = [*(1.0,) * 4, 1.02]
+    assert found(lambda results: [x * y for x, y in zip(results, nearly)]).startswith("dv: nan in")
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(1.001, None), (1.5, "dq: error")])
+def test_dq_that_is_added_in_any_order_is_held_to_the_rule(monkeypatch, factor, problem):
+    case, outcome = fuzz.replace(SPOILT, recipe="mixed"), fuzz.outcome
+
+    def scaled(case, inputs, impl, dtype, o=None):
+        results = outcome(case, inputs, "reference", dtype, o)
+        if impl == "kernel" and any(x.isnan().any() for x in inputs):
+            results[2] = results[2] * factor
+        return results
+
+    monkeypatch.setattr(fuzz, "outcome", scaled)
+    found = fuzz.check(case, "kernel", "cpu")
+    assert found is None if problem is None else found.startswith(problem)
 
 
 def test_the_command_counts_its_cases(capfd, monkeypatch):

@@ -95,11 +95,10 @@ def _mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Te
     return mask if isinstance(mask, Tensor) else read_block_mask(mask)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell(Case):
     """One row: a form at its widths, of a recipe and dtype. The calls of a row differ in ``seed``."""
 
-    value_dim: int
     form: str
     shape: Form
 
