@@ -51,7 +51,7 @@ def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():
     assert large.LONG * large.FORMS["over-2^31"].heads * 128 > 2**31
     for form in FORMS:
         inputs = cell(form).inputs("cpu")
-        spoilt = cell(form).spoilt(inputs)
+        spoilt = cell(form).with_spoilt(inputs)
         assert [x.stride() for x in spoilt] == [x.stride() for x in inputs]
         same = all(map(torch.equal, inputs, spoilt))
         assert same == (not FORMS[form].spoilt), form

@@ -145,7 +145,7 @@ def _checked(cell: Cell, impl: str | None, device: str) -> dict[str, object]:
         drawn = replace(cell, seed=cell.seed + call * 1_000_000)
         inputs = drawn.inputs(device)
         clean.append(inputs)
-        actual.append(outcome(drawn, drawn.spoilt(inputs), impl, device))
+        actual.append(outcome(drawn, drawn.with_spoilt(inputs), impl, device))
         if cell.shape.deterministic:
             again = outcome(drawn, inputs, impl, device)
             if not all(map(torch.equal, actual[-1], again)):

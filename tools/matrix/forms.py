@@ -151,7 +151,7 @@ class Cell(Case):
             return x.contiguous()
         return x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    def spoilt(self, inputs: list[Tensor]) -> list[Tensor]:
+    def with_spoilt(self, inputs: list[Tensor]) -> list[Tensor]:
         """The inputs with what must not show, in the same places of memory."""
         what = self.shape.spoilt
         found = [x.clone() for x in inputs]  # which keeps strides
