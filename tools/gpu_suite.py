@@ -130,7 +130,9 @@ def _wait(command: list[str], until: float, say=None, env: dict[str, str] | None
     """The exit code of a command, None if it had to be ended; ``say()`` is printed now and then."""
     if time.monotonic() >= until:
         return None
-    process = subprocess.Popen(command, env=os.environ | (env or {}), start_new_session=True, **pipes)
+    # what a pytest that this runs under says of itself is not of those that it starts
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    process = subprocess.Popen(command, env=own | (env or {}), start_new_session=True, **pipes)
     began = time.monotonic()
     try:
         while True:
