@@ -195,6 +195,16 @@ def test_nan_and_inf_are_never_silent(where, bad, recipe):
         assert not torch.isfinite(tensor).any(dim=-1).all(), "a bad input came out finite"
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
+    # all scores of one sign, whatever codes it has: of -inf alone a row would be one without keys
+    call = KernelCall(device=DEVICE, recipe="token(smooth_k=False)")
+    q, k, *rest = call.inputs()
+    q[0, 0, 3, 5] = math.inf
+    actual = call.run("triton", [q, sign * k.abs(), *rest])
+    assert not torch.isfinite(actual["o"][0, 0, 3]).any()
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -220,9 +220,11 @@ def divide(x, scale, inverse):
 
 @triton.jit
 def psi_scale(amax):
-    """psi's scale of what has this largest magnitude: amax / 127, rounded as IEEE division is; under TINY 1."""
-    # infinity stays itself, which the correction of the quotient would make NaN
-    scale = tl.where(amax == float("inf"), amax, divide(amax, INT8_MAX, INVERSE_INT8_MAX))
+    """psi's scale of what has this largest magnitude: amax / 127, rounded as IEEE division is; under TINY 1.
+
+    Of infinity it is NaN: scores of -inf would pass for those of keys that are not seen.
+    """
+    scale = divide(amax + 0 * amax, INT8_MAX, INVERSE_INT8_MAX)
     return tl.where(amax < TINY, 1.0, scale)
 
 
