@@ -51,7 +51,7 @@ sanitize-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.sanitize
 
 bench:
-	PYTHONPATH=src $(PYTHON) -m sagebwd.cli bench
+	PYTHONPATH=src $(PYTHON) -m sagebwd.commands.main bench
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

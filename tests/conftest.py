@@ -50,8 +50,8 @@ def no_call_remembered():
     """Tests patch what calls launch."""
     if "sagebwd.eager" in sys.modules:
         sys.modules["sagebwd.eager"]._plans.clear()
-    if "sagebwd.kernels.replay" in sys.modules:
-        sys.modules["sagebwd.kernels.replay"]._calls.clear()
+    if "sagebwd.kernels.host.replay" in sys.modules:
+        sys.modules["sagebwd.kernels.host.replay"]._calls.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

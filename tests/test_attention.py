@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.switches import current as current_switches
 from tests.inputs import draw
 
@@ -294,7 +294,7 @@ REFUSED = [
     ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
     ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
     ({"window": (5, 1.5)}, ValueError, "window=(5, 1.5) must hold two integers"),
-    ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, token_fp8, mixed, full"),
+    ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, mixed, full"),
     ({"recipe": None}, TypeError, "recipe: expected a name or a Recipe, got NoneType"),
     ({"impl": "cuda"}, ValueError, "impl='cuda' is not known"),
     ({"impl": "triton"}, TypeError, "dtype float32 is not supported by impl='triton'"),
@@ -349,7 +349,7 @@ def test_recipe_object_name_and_text_are_one():
     assert not torch.equal(expected, sage_attention(q, k, v))
 
 
-@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8"])
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed"])
 @pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 3, 6, 8), (2, 1, 3, 6, 8), (2, 2, 1, 3, 6, 8)], ids=len)
 def test_any_number_of_dimensions(shape, recipe):
     q, k, v, do = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4))
@@ -373,7 +373,7 @@ def test_three_dimensions_are_sdpas():
     assert_close(sage_attention(q, keys, keys, **FULL), F.scaled_dot_product_attention(q, keys, keys))
 
 
-@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8", "token(smooth_v=True)"])
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed", "token(smooth_v=True)"])
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
 def test_values_of_another_head_dim(recipe, dims):
     """As in multi-head latent attention: as near to SDPA as with one head_dim, and the same packed."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from sagebwd import mask_argument, ops, read_block_mask, sage_attention
-from sagebwd.mask import shown
+from sagebwd.masks.mask import shown
 from tests.inputs import draw
 from tests.masks import KINDS, MODS
 from tests.masks import dense as dense_of
@@ -93,7 +93,7 @@ def test_any_number_of_dimensions(before, mask_before):
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
 
 
-@pytest.mark.parametrize("recipe", ["token", "paper", "token_fp8", "mixed"])
+@pytest.mark.parametrize("recipe", ["token", "paper", "mixed"])
 @pytest.mark.parametrize("kind", MODS)
 def test_a_block_mask_is_its_dense_mask(kind, recipe):
     leaves, do = inputs(dtype=torch.float32)
@@ -265,7 +265,7 @@ def test_what_is_refused(name):
         sage_attention(*leaves, **arguments, enable_gqa=True)
 
 
-@pytest.mark.parametrize("recipe", ["token_fp8", "mixed"])
+@pytest.mark.parametrize("recipe", ["mixed"])
 def test_kernels_refuse_recipes_with_fp8_gradients(recipe):
     pytest.importorskip("triton")
     leaves, _ = inputs(dtype=torch.bfloat16)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from sagebwd.band import Band
+from sagebwd.masks.band import Band
 
 
 def brute_force(is_causal, left, right, offset, tokens_q, tokens_k):

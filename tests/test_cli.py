@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from sagebwd import cli, doctor
 from sagebwd.benchmarks import attention, peers
 from sagebwd.benchmarks.shapes import Shape
+from sagebwd.commands import doctor
+from sagebwd.commands import main as cli
 from tests.scaled import scaled
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 def sagebwd(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "sagebwd.cli", *map(str, arguments)],
+        [sys.executable, "-m", "sagebwd.commands.main", *map(str, arguments)],
         capture_output=True, text=True, check=False, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         | environment,
@@ -128,13 +129,13 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     monkeypatch.setattr("sagebwd.benchmarks.shapes.TOTAL_TOKENS", 32)
     code, out, _ = command(
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--recipe", "token",
-        "--recipe", "token_fp8", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path,
+        "--recipe", "mixed", "--deterministic", "--no-special", "--rounds", 1, "--output", tmp_path,
         "--commit", "abc",
     )  # fmt: skip
     assert code == 0
     assert "reference token" in out
     assert "over the best baseline" in out
-    assert "token_fp8 (reference), time of the deterministic mode: fwd" in out
+    assert "mixed (reference), time of the deterministic mode: fwd" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 
@@ -294,7 +295,7 @@ def test_a_mistake_shows_no_traceback():
 
 def test_ctrl_c_is_exit_code_130(config, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(config), "--set",
+        [sys.executable, "-m", "sagebwd.commands.main", "pretrain", "--config", str(config), "--set",
          "optimisation.steps=100000", "--output", str(tmp_path / "run")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
@@ -311,7 +312,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
 
 
 def test_a_missing_extra_is_named():
-    program = "import sys; sys.modules['typer'] = None; import sagebwd.cli"
+    program = "import sys; sys.modules['typer'] = None; import sagebwd.commands.main"
     outcome = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},

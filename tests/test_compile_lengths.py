@@ -111,7 +111,7 @@ def test_one_graph_of_replaced_sdpa():
 def test_shapes_on_a_gpu_ask_for_no_length(head_dim, is_packed, monkeypatch):
     """What kernels save has more shapes than the reference's; those of `mixed`, at 64, have e4m3 products'."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
 

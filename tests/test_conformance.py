@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from sagebwd.conformance import emulator_error, violation
+from sagebwd.meaning.conformance import emulator_error, violation
 
 HIGH = torch.tensor([4.0, -1.0, 2.0, 1.0], dtype=torch.float64)
 LOW = HIGH + torch.tensor([0.5, 0.0, 0.0, 0.0], dtype=torch.float64)

@@ -1,49 +1,149 @@
-"""Which recipe "auto" is, and who asks."""
+"""Who runs a call and by which recipe, what is refused and how, and how often that is asked."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sagebwd import Recipe, dispatch, sage_attention, switches
-from sagebwd.attention import choose_recipe
+from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
+from sagebwd.attention import ask_of
+from sagebwd.call import Ask
+from sagebwd.kernels import table
+from sagebwd.kernels.sm90 import widths
 
-CARD = torch.device("cuda", 0)
+CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
+MIXED, TOKEN = Recipe.named("mixed"), Recipe.named("token")
+ASK = Ask("auto", 64, 64, torch.bfloat16, CARD)
+# Of the widths that Hopper's kernels run themselves.
+OWN = [row.head_dim for row in widths.WIDTHS if row.backward and row.head_dim == row.value_dim]
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Every CUDA device is an H100."""
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: device.type == "cuda")
+    """Every CUDA device is an H100 that has all of the extra."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
+    monkeypatch.setattr(dispatch, "_missing", lambda: None)
+    dispatch._choose.cache_clear()
+    yield
+    dispatch._choose.cache_clear()
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16)])
-def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype):
-    assert dispatch.automatic(None, head_dim, dtype, CARD) == "mixed"
-    assert dispatch.automatic("hopper", head_dim, dtype, CARD) == "mixed"
-    assert dispatch.automatic(dispatch.FASTEST, head_dim, dtype, CARD) == "mixed"
+@pytest.mark.parametrize("head_dim", OWN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", [None, "hopper", dispatch.FASTEST])
+def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):
+    choice = dispatch.choose(ASK._replace(head_dim=head_dim, value_dim=head_dim, dtype=dtype, impl=impl))
+    assert (choice.recipe, choice.name, choice.impl) == (MIXED, "hopper/hopper", "hopper")
+    assert choice.form(head_dim, head_dim) == widths.of_call(head_dim, head_dim)
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("changes", "name"),
     [
-        (None, 96, torch.bfloat16, CARD),
-        (None, 256, torch.bfloat16, CARD),
-        (None, 64, torch.float32, CARD),
-        (None, 64, torch.bfloat16, CARD, True),
-        ("triton", 64, torch.bfloat16, CARD),
-        ("reference", 64, torch.bfloat16, CARD),
-        (None, 64, torch.bfloat16, torch.device("cpu")),
+        ({"head_dim": 72, "value_dim": 72}, "triton/triton"),
+        ({"head_dim": 256, "value_dim": 256}, "triton/triton"),
+        ({"masked": True}, "triton/triton"),
+        ({"impl": "triton"}, "triton/triton"),
+        ({"impl": "reference"}, "reference/reference"),
+        ({"device": CPU}, "reference/reference"),
+        ({"device": CPU, "dtype": torch.float64}, "reference/reference"),
     ],
-    ids=["head_dim 96", "head_dim 256", "FP32", "a mask", "triton", "reference", "a CPU"],
 )
-def test_where_hoppers_kernels_do_not_run_mixed_auto_is_token(hopper, call):
-    assert dispatch.automatic(*call) == "token"
+def test_where_hoppers_kernels_do_not_run_mixed_auto_is_token(hopper, changes, name):
+    choice = dispatch.choose(ASK._replace(**changes))
+    assert (choice.recipe, choice.name) == (TOKEN, name)
 
 
 def test_on_another_card_auto_is_token(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: False)
-    assert dispatch.automatic(None, 64, torch.bfloat16, CARD) == "token"
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
+    assert dispatch.choose(ASK).recipe == TOKEN
+    with pytest.raises(ValueError, match=r"impl='hopper' needs a GPU of compute capability 9\.0 .*use impl='triton'"):
+        dispatch.choose(ASK._replace(impl="hopper"))
+
+
+def test_a_lesser_width_of_two_is_filled_up(hopper):
+    choice = dispatch.choose(ASK._replace(head_dim=64, value_dim=128))
+    assert (choice.name, choice.form(64, 128)) == ("hopper/hopper", (128, 128))
+    choice = dispatch.choose(ASK._replace(head_dim=192, value_dim=128, recipe=TOKEN))
+    assert (choice.name, choice.form(192, 128)) == ("triton/triton", (192, 192))
+
+
+def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
+    sixteen = MIXED.replace(dv="16bit", dq="16bit", dk="16bit")
+    assert dispatch.choose(ASK._replace(recipe=sixteen)).name == "hopper/triton"
+    assert dispatch.choose(ASK._replace(recipe=TOKEN)).name == "triton/triton"
+    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    dispatch._choose.cache_clear()
+    assert dispatch.choose(ASK).name == dispatch.choose(ASK._replace(impl="hopper")).name == "triton/hopper"
+    with pytest.raises(NotImplementedError, match="nvidia-cutlass-dsl is not installed"):
+        dispatch.choose(ASK._replace(recipe=sixteen, impl="hopper"))
+
+
+@pytest.mark.parametrize("row", table.ROWS, ids=lambda row: f"{row.direction}-{row.impl}")
+def test_a_choice_has_the_rows_of_its_name(row):
+    name = f"{row.impl}/{row.impl}"
+    choice = dispatch.named(TOKEN, name)
+    assert choice.name == name
+    assert row in choice
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"impl": "cuda"}, ValueError, "impl='cuda' is not known; accepted: None, 'reference', 'triton', 'hopper'"),
+        (
+            {"impl": "hopper", "device": CPU},
+            ValueError,
+            "needs a GPU of compute capability 9.0 .*use impl='reference'",
+        ),
+        ({"impl": "triton", "device": CPU}, ValueError, "impl='triton' needs a CUDA device, got cpu"),
+        ({"dtype": torch.float32}, TypeError, "query: dtype float32 is not supported by impl='triton'; accepted: bfl"),
+        ({"impl": "hopper", "recipe": TOKEN}, NotImplementedError, r"impl='hopper' .*recipe 'token' has o=int8"),
+        ({"impl": "hopper", "head_dim": 40}, NotImplementedError, "head_dim 40/64 is not one of"),
+        ({"impl": "hopper", "masked": True}, NotImplementedError, "masks other than causal"),
+        ({"recipe": MIXED, "masked": True}, NotImplementedError, "use recipe='token' for this call"),
+        ({"recipe": MIXED, "head_dim": 256}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
+        ({"recipe": TOKEN.replace(dp="int8")}, NotImplementedError, "dp=int8.*; impl='reference' does"),
+        ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),
+        ({"recipe": MIXED.replace(smooth_q=True), "impl": "hopper"}, NotImplementedError, "smooth_q=True"),
+    ],
+)
+def test_refusals_name_the_argument_and_the_way_out(hopper, monkeypatch, changes, error, match):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(error, match=match):
+        dispatch.choose(ASK._replace(**changes))
+
+
+def test_rows_need_no_import():
+    """What reads widths needs neither torch nor triton: a process that has none."""
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; import sagebwd.kernels.sm90.widths"
+    done = subprocess.run([sys.executable, "-c", "import sys\n" + code], capture_output=True, text=True, check=False)
+    assert "sagebwd/__init__.py" in done.stderr or done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls of `choose`."""
+    calls, real = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda ask: calls.append(ask) or real(ask))
+    return calls
+
+
+@pytest.mark.parametrize("recipe", ["auto", "token", "full"])
+def test_who_runs_a_call_is_asked_once(asked, recipe):
+    """By dense and packed calls, forward and backward together."""
+    q, k, v = (torch.randn(2, 2, 40, 32, requires_grad=True) for _ in range(3))
+    for count in (1, 2, 3):
+        sage_attention(q, k, v, is_causal=True, recipe=recipe).sum().backward()
+        assert len(asked) == count
+    asked.clear()
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    offsets = torch.tensor([0, 17, 40], dtype=torch.int32)
+    sage_attention_varlen(*packed, offsets, offsets, 23, 23, recipe=recipe).sum().backward()
+    assert len(asked) == 1
 
 
 def test_auto_is_the_default():
@@ -57,8 +157,7 @@ def test_auto_is_the_default():
 def test_under_a_switch_auto_is_token(hopper, switch):
     query = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="meta")
     with switches(**{switch: True}):
-        chosen = choose_recipe(query, "auto", None)
-        assert chosen == choose_recipe(query, Recipe.named("token"), None)
+        assert ask_of(query, query, "auto", None) == ask_of(query, query, TOKEN, None)
 
 
 def test_a_compiled_call_settles_auto_as_an_eager_one():
@@ -77,4 +176,4 @@ def test_auto_fixes_no_numbers():
     with pytest.raises(ValueError, match="'auto' is chosen call by call and fixes no numbers; name one: token, paper"):
         Recipe.parse("auto")
     assert Recipe.parse_or_auto("auto") == "auto"
-    assert Recipe.parse_or_auto("token") == Recipe.named("token")
+    assert Recipe.parse_or_auto("token") == TOKEN

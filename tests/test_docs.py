@@ -179,7 +179,7 @@ def test_every_command_has_its_row():
     pytest.importorskip("typer")
     import typer
 
-    from sagebwd.cli import app
+    from sagebwd.commands.main import app
 
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `sagebwd ([\w-]+)", text, re.MULTILINE)) == set(typer.main.get_command(app).commands)
@@ -319,7 +319,7 @@ def test_commands_in_the_documents_are_understood():
     """Every module exists; every command has the options that it is given, every config is there and has the keys."""
     typer = pytest.importorskip("typer")
 
-    from sagebwd.cli import app
+    from sagebwd.commands.main import app
     from sagebwd.training.config import Config, load
     from sagebwd.training.finetune_config import Finetuning
 

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import Recipe, dispatch, doctor
+from sagebwd import Recipe, dispatch
+from sagebwd.commands import doctor
 
 
 def test_facts_name_versions_and_gpu():
@@ -21,7 +22,7 @@ def test_facts_name_the_interpreter(monkeypatch):
 
 
 def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
-    compile_ = pytest.importorskip("sagebwd.kernels.sm90.compile")
+    compile_ = pytest.importorskip("sagebwd.kernels.sm90.forward.compile")
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -53,15 +54,17 @@ def test_answers_name_what_is_wrong_with_the_call():
 
 def test_answers_say_whose_backward_runs(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(doctor, "choose_implementation", lambda query, recipe, impl: impl or "hopper")
-    reasons = {
-        name: {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named(name))}
-        for name in ("token", "paper")
-    }
-    assert "backward" not in "".join([*reasons["token"].values(), reasons["paper"]["triton"]])
-    assert reasons["paper"]["hopper"] == (
-        "fastest that takes the call; backward runs triton's kernels, as hopper has none for this recipe"
-    )
+
+    def reasons(forward: str, backward: str) -> set[str]:
+        choice = dispatch.named(Recipe.named("mixed"), f"{forward}/{backward}")
+        monkeypatch.setattr(dispatch, "choose", lambda ask: choice)
+        return {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, choice.recipe)}
+
+    assert reasons("hopper", "hopper")["hopper"] == "fastest that takes the call"
+    for forward, backward, direction in (("hopper", "triton", "backward"), ("triton", "hopper", "forward")):
+        assert reasons(forward, backward)["hopper"] == (
+            f"fastest that takes the call; {direction} runs triton's kernels, as hopper has none here for this recipe"
+        )
 
 
 def test_self_test_compares_with_the_reference(monkeypatch):

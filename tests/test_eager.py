@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sagebwd import attention, dispatch, eager, sage_attention, sage_attention_varlen
+from sagebwd import dispatch, eager, sage_attention, sage_attention_varlen
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.recipe import Recipe
 from sagebwd.switches import switches
 
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("triton")
-from sagebwd.kernels import replay  # noqa: E402
+from sagebwd.kernels.host import replay  # noqa: E402
 
 SHAPE = 2, 3, 8, 4
 ROWS = SHAPE[0] * SHAPE[1] * SHAPE[2]
@@ -89,18 +89,15 @@ class Kernels:
     def __init__(self) -> None:
         self.first, self.second = Kernel(forward_kernel), Kernel(backward_kernel)
 
-    def unsupported(self, recipe, head_dim, dtype):
-        return None
-
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         o, lse = empty_like_rows(q), torch.empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]))
         kept, mean = torch.empty(2, *q.shape), torch.empty(call.keys.batch, call.keys.heads, call.head_dim)
         offsets = call.queries.cu_seqlens
         replay.launch(self.first, (1,), q, k, v, call.key_mask, o, lse, *kept.unbind(), mean, mean.numel(), offsets)
-        return Saved(o, lse, None, kept[0], None, kept[1], None, None, mean)
+        return Saved(o, lse, None, kept[0], None, kept[1], None, mean)
 
     def backward(self, call, saved, do, dlse, q, k, v):
-        gradients = empty_gradients(call.recipe, saved.o, v)
+        gradients = empty_gradients(call.recipe, call.head_dim, saved.o, v)
         zeros = torch.zeros(4)
         replay.launch(self.second, (1,), do, dlse, saved.q_scale, saved.k_scale, zeros, *gradients)
         return tuple(gradients)
@@ -110,10 +107,8 @@ class Kernels:
 def kernels(monkeypatch):
     """The kernels of ``impl="triton"``."""
     made = Kernels()
-    monkeypatch.setattr(dispatch, "FORWARD", (dispatch.Row("triton", "forward"),))
-    monkeypatch.setattr(dispatch, "BACKWARD", (dispatch.Row("triton", "backward"),))
-    monkeypatch.setattr(dispatch, "_module", lambda row: made)
-    monkeypatch.setattr(attention, "choose_implementation", lambda *_: "triton")
+    monkeypatch.setattr(dispatch, "_module", lambda name: made)
+    monkeypatch.setattr(dispatch, "choose", lambda ask: dispatch.named(Recipe.named("token"), "triton/triton"))
     return made
 
 

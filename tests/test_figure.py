@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-from sagebwd.figure import COLORS, save
+from sagebwd.commands.figure import COLORS, save
 
 
 def test_a_figure_of_few_colours_shows_what_was_drawn(tmp_path):

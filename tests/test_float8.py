@@ -1,4 +1,4 @@
-"""token_fp8: e4m3, the emulator against the formulas of `sagebwd.float8` row by row, and what follows from them."""
+"""e4m3: the emulator against the formulas of `sagebwd.meaning.float8` row by row, and what follows from them."""
 
 import math
 
@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sagebwd import dispatch, reference, sage_attention, sage_attention_varlen
+from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.analysis import sinks
-from sagebwd.band import Band
-from sagebwd.float8 import E4M3_MAX, _normalised, e4m3, queries_a_scale
-from sagebwd.metrics import relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning import reference
+from sagebwd.meaning.float8 import E4M3_MAX, _normalised, e4m3, queries_a_scale
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding
 
+# e4m3 gradients beside an INT8 forward
+E4M3 = "token(v_scale=sequence, dv=fp8, dq=fp8, dk=fp8)"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The magnitudes of e4m3 in the order of their codes: subnormal, then eight an octave; the last, 480, is NaN instead.
 GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0**octave for octave in range(-9, 6) for m in range(8)][:-1]
@@ -115,7 +118,7 @@ def case(name):
 )
 def test_emulator_is_the_formulas(name):
     (q, k, v, do), is_causal, dlse, valid, smooth_v = case(name)
-    recipe = Recipe.named("token_fp8").replace(smooth_v=smooth_v)
+    recipe = Recipe.parse(E4M3).replace(smooth_v=smooth_v)
     emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal), valid)
     o, lse, _ = emulator.forward()
     actual = emulator.backward(do, o, lse, dlse if name == "dlse" else None)
@@ -136,7 +139,7 @@ def test_emulator_is_the_formulas(name):
 
 def test_a_row_without_keys_has_no_gradient():
     (q, k, v, do), _, _, valid, _ = case("rows-without-keys")
-    emulator = reference.Emulator(q, k, v, Recipe.named("token_fp8"), 0.2, Band.of(True), valid)
+    emulator = reference.Emulator(q, k, v, Recipe.parse(E4M3), 0.2, Band.of(True), valid)
     o, lse, _ = emulator.forward()
     assert (emulator.backward(do, o, lse)[0][:, :, :3] == 0).all()
     do[:, :, :3] = 1e30
@@ -154,7 +157,7 @@ def test_packed_sequences_are_each_their_own():
     do[:, :, : ends_q[1]] *= 1000
     packed = [x[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
     offsets = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
-    options = {"is_causal": True, "recipe": "token_fp8"}
+    options = {"is_causal": True, "recipe": E4M3}
     o = sage_attention_varlen(*packed, *offsets, 33, 33, **options)
     gradients = torch.autograd.grad(o, packed, do[0].transpose(0, 1))
     for index, (tokens_q, tokens_k) in enumerate(lengths):
@@ -182,7 +185,7 @@ def test_scales_are_powers_of_two(which, n):
 
     def gradients(scale, q, k, v, do):
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        o = sage_attention(*leaves, enable_gqa=True, is_causal=True, scale=scale, recipe="token_fp8")
+        o = sage_attention(*leaves, enable_gqa=True, is_causal=True, scale=scale, recipe=E4M3)
         return torch.autograd.grad(o, leaves, do)
 
     expected = gradients(0.125, **inputs)
@@ -198,7 +201,7 @@ def test_a_token_of_zeros_costs_the_others_nothing():
     do[:, :, 1::2] = 0
     error = []
     for size in (1.0, 1e-9):
-        exact, actual = (_gradients(q, k, v, size * do, recipe) for recipe in ("full", "token_fp8"))
+        exact, actual = (_gradients(q, k, v, size * do, recipe) for recipe in ("full", E4M3))
         error.append([relative_l2(a, e) for a, e in zip(actual, exact)])
     assert_close(*error, rtol=0.1, atol=0)
 
@@ -215,7 +218,7 @@ def test_small_gradients_beside_large_ones():
     error = {}
     for n in (0, 4, 16):
         quiet = torch.cat([do[:, :, :128], do[:, :, 128:] * 2.0**-n], 2)  # blocks of 128 at head_dim 64
-        exact, actual = (_gradients(q, k, v, quiet, recipe) for recipe in ("full", "token_fp8"))
+        exact, actual = (_gradients(q, k, v, quiet, recipe) for recipe in ("full", E4M3))
         error[n] = [relative_l2(a[:, :, 128:], e[:, :, 128:]) for a, e in zip(actual, exact)]
     assert_close(error[4], error[0], rtol=0.1, atol=0)
     assert_close(error[16], error[0], rtol=0.1, atol=0)
@@ -223,7 +226,7 @@ def test_small_gradients_beside_large_ones():
 
 def test_each_product_is_chosen_by_itself():
     q, k, v, do = draw(tokens=100)
-    sides = [_gradients(q, k, v, do, recipe) for recipe in ("token(v_scale=sequence)", "token_fp8")]
+    sides = [_gradients(q, k, v, do, recipe) for recipe in ("token(v_scale=sequence)", E4M3)]
     for index, name in enumerate(("dq", "dk", "dv")):
         actual = _gradients(q, k, v, do, f"token({name}=fp8, v_scale=sequence)")
         for other, gradient in enumerate(actual):
@@ -233,7 +236,7 @@ def test_each_product_is_chosen_by_itself():
 
 def test_forward_is_that_of_token():
     inputs = draw(tokens=200)[:3]
-    recipes = ("token(v_scale=sequence)", "token_fp8")
+    recipes = ("token(v_scale=sequence)", E4M3)
     assert torch.equal(*(sage_attention(*inputs, recipe=recipe) for recipe in recipes))
 
 
@@ -267,29 +270,17 @@ def test_the_largest_power_of_two_that_fits(largest):
 
 def test_recipe_takes_fp8_in_gradient_products_alone():
     token = Recipe.named("token")
-    assert Recipe.named("token_fp8") == token.replace(dv="fp8", dq="fp8", dk="fp8", v_scale="sequence")
     assert str(token.replace(dv="fp8")) == "token(dv=fp8)"
     for product in ("s", "o", "dp"):
         with pytest.raises(ValueError, match=f"{product}='fp8' is not supported; accepted: int8, 16bit$"):
             token.replace(**{product: "fp8"})
 
 
-@pytest.mark.parametrize("recipe", ["token_fp8", "token(dv=fp8)", "paper(dk=fp8)"])
+@pytest.mark.parametrize("recipe", ["mixed", "token(dv=fp8)", "paper(dk=fp8)"])
 def test_triton_refuses_it_by_name(recipe):
     inputs = [x.to(DEVICE) for x in draw(tokens=16, dtype=torch.bfloat16)[:3]]
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 alone"):
+    with pytest.raises(NotImplementedError, match="fp8, which is not one of int8, 16bit"):
         sage_attention(*inputs, recipe=recipe, impl="triton")
-
-
-def test_hopper_takes_three_fp8_products_or_none():
-    pytest.importorskip("triton")
-    token = Recipe.parse("token(v_scale=sequence)")
-    for head_dim in (64, 128):
-        assert dispatch.unsupported("hopper", Recipe.named("token_fp8"), head_dim, torch.bfloat16) is None
-    assert "head_dim 96" in dispatch.unsupported("hopper", Recipe.named("token_fp8"), 96, torch.bfloat16)
-    for product in ("dv", "dq", "dk"):
-        reason = dispatch.unsupported("hopper", token.replace(**{product: "fp8"}), 64, torch.bfloat16)
-        assert "is not one with s='int8', dv='fp8', dq='fp8', dk='fp8'" in reason
 
 
 def test_a_sink_does_not_push_ds_below_range():
@@ -297,6 +288,6 @@ def test_a_sink_does_not_push_ds_below_range():
     tensors = sinks.draw("first", 12, 512, 128, 0)
     target = sinks.exact(tensors)
     assert sinks.weight_of_first(tensors, target["lse"]) > 0.95
-    for recipe in ("token_fp8", "mixed"):
+    for recipe in (E4M3, "mixed"):
         found = sinks.errors(sinks.run(tensors, Recipe.parse(recipe)), target)
         assert max(found["dq"], found["dk"]) < 0.07

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from sagebwd import mask as masks
-from sagebwd.mask import BLOCK, MASKED, SKIP, WHOLE, blocks_of, shown, tiles_of
+from sagebwd.masks import mask as masks
+from sagebwd.masks.mask import BLOCK, MASKED, SKIP, WHOLE, blocks_of, shown, tiles_of
 from tests.masks import AXES, MODS, bias, boolean, dense, draw
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sagebwd.metrics import Comparison, cosine, largest_logit, relative_l2, rms, sqnr_db
+from sagebwd.meaning.metrics import Comparison, cosine, largest_logit, relative_l2, rms, sqnr_db
 
 pytestmark = pytest.mark.rounding
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sagebwd.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.meaning.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 
 pytestmark = pytest.mark.rounding
 

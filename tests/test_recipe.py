@@ -16,12 +16,12 @@ def test_named_recipes_are_the_specification():
     assert {paper.p_scale_dv, paper.ds_scale_dq, paper.ds_scale_dk} == {"tile"}
     assert not paper.smooth_v
     assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "channel", "block")
-    assert {Recipe.named(name).v_scale for name in ("token_fp8", "mixed")} == {"sequence"}
+    assert {Recipe.named(name).v_scale for name in ("mixed",)} == {"sequence"}
     assert Recipe() == token
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
     assert token.smooth_v
     assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)
-    assert (token.first_key, paper.first_key, Recipe.named("token_fp8").first_key) == ("16bit", "int8", "16bit")
+    assert (token.first_key, paper.first_key, Recipe.named("mixed").first_key) == ("16bit", "int8", "16bit")
     assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
     assert {full.smooth_q, full.smooth_k, full.smooth_v} == {False}
 

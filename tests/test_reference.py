@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from sagebwd import reference
-from sagebwd.band import Band
-from sagebwd.metrics import relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning import reference
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import RECIPES, Recipe
 from tests.inputs import draw
 from tests.traced import trace
@@ -117,7 +117,7 @@ def test_full_recipe_is_attention(is_causal, heads, tokens):
         assert_close(actual, target)
 
 
-@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8", "token(smooth_q=True)"])
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed", "token(smooth_q=True)"])
 @pytest.mark.parametrize("window", [(-1, -1), (20, 0), (5, 40)])
 def test_small_chunks_change_nothing(monkeypatch, recipe, window):
     """Chunks bound memory; the numbers do not depend on them."""
@@ -210,7 +210,7 @@ def test_sixteen_bit_products_round_to_the_input_dtype():
         assert low < relative_l2(o, exact) < high
 
 
-@pytest.mark.parametrize("recipe", ["full", "token", "paper", "token_fp8"])
+@pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed"])
 @pytest.mark.parametrize("position", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_not_finite_in_is_not_finite_out(recipe, position, bad):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from sagebwd.band import Band
+from sagebwd.masks.band import Band
+from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
-from sagebwd.reference import Emulator
 
 
 def trace(

@@ -30,8 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTen
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd import dispatch
-from sagebwd.kernels import device
+from sagebwd.kernels.host import device
 from tests.kernels.calls import KernelCall
 
 TYPES = {
@@ -192,10 +191,8 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
             found.append(describe(fn, kernel) | {"deterministic": deterministic})
 
     device.capability = lambda device: arch
-    dispatch.is_hopper = lambda device: arch == 90
-    dispatch.FORWARD = tuple(row for row in dispatch.FORWARD if row.module != "sagebwd.kernels.sm90.launch")
     JITFunction.run = record
-    impl, inputs = "hopper" if gluon else "triton", kernel_call.inputs()
+    impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
     saved = kernel_call.forward(impl, call, inputs)
     kernel_call.backward(impl, call, saved, inputs)

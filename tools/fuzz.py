@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
-from sagebwd.conformance import emulator_error, violation
-from sagebwd.mask import Mask
+from sagebwd.masks.mask import Mask
+from sagebwd.meaning.conformance import emulator_error, violation
 from sagebwd.recipe import FP8, INT8
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS

@@ -25,10 +25,11 @@ import torch.nn.functional as F
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sagebwd import attention, dispatch, sage_attention
+from sagebwd import dispatch, sage_attention
 from sagebwd.call import Call
 from sagebwd.recipe import Recipe
 
+HOPPER = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
 # What Triton's driver and launchers are told by libcuda; whatever else they call succeeds.
 LIBCUDA = r"""
 #include <stdint.h>
@@ -91,8 +92,8 @@ def take_driver(folder: Path) -> None:
 
 def take_runtime(folder: Path) -> None:
     """Let CuTe's kernels be launched on a CPU's tensors by a runtime that does nothing."""
-    from sagebwd.kernels import ffi
-    from sagebwd.kernels.sm90 import compile as sm90
+    from sagebwd.kernels.host import ffi
+    from sagebwd.kernels.sm90.forward import compile as sm90
 
     library = folder / "libruntime.so"
     subprocess.run(
@@ -121,12 +122,11 @@ def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) 
 
 def pretend() -> None:
     """Take a CPU for an H200; a driver is taken already."""
-    from sagebwd.kernels import device
+    from sagebwd.kernels.host import device
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
-    dispatch.is_hopper = lambda device: True
-    attention.choose_implementation = lambda *_: "hopper"
+    dispatch.choose = lambda ask: HOPPER
 
 
 def inputs(device: str) -> list[torch.Tensor]:
@@ -154,8 +154,10 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
     if device == "cpu":
         pretend()
     q, k, v, do = inputs(device)
-    call = Call.of(q, k, None, None, None, TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, Recipe.parse(recipe))
-    saved = dispatch.forward("hopper", call, q, k, v)
+    choice = HOPPER._replace(recipe=Recipe.parse(recipe))
+    masks, settings = (None,) * 3, (TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, choice.recipe)
+    call = Call.of(q, k, (HEAD_DIM, HEAD_DIM), *masks, *settings)
+    saved = dispatch.forward(choice, call, q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
@@ -164,10 +166,10 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
     for _ in range(3):  # the third is replayed
         out = attend(*leaves)
     calls_by_name = {
-        "forward": lambda: dispatch.forward("hopper", call, q, k, v),
+        "forward": lambda: dispatch.forward(choice, call, q, k, v),
         "sage_attention": lambda: attend(*leaves),
         "without gradients": lambda: attend(q, k, v),
-        "backward": lambda: dispatch.backward("hopper", call, saved, do, None, None, None, v),
+        "backward": lambda: dispatch.backward(choice, call, saved, do, None, None, None, v),
         "autograd": lambda: torch.autograd.grad(out, leaves, do, retain_graph=True),
     }
     return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}
@@ -176,7 +178,7 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
 def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
     device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
-    recipes = arguments[device == "cuda" :] or ["token(v_scale=sequence)", "token_fp8", "mixed"]
+    recipes = arguments[device == "cuda" :] or ["mixed"]
     with tempfile.TemporaryDirectory() as folder:
         if device == "cpu":
             take_driver(Path(folder))

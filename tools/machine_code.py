@@ -32,18 +32,11 @@ TIMED_VERSION = "3.6.0"
 # How far a count of instructions may be from the table's.
 INSTRUCTIONS_WITHIN = 0.01
 
-# Architecture, head_dim, recipe and mask; "hopper" is the Gluon kernels on sm_90.
+# Architecture, head_dim, recipe and mask; "hopper" is the Gluon kernels on sm_90, and a portable forward for them.
 CALLS = {
     "hopper": [
-        ("hopper", head_dim, recipe, mask)
-        for head_dim in (64, 128)
-        for recipe, *masks in (
-            ("token(v_scale=sequence)", "full", "causal"), ("token_fp8", "full", "causal"),
-            ("mixed", "full", "causal"), ("paper", "causal"),
-        )
-        for mask in masks
-    ]
-    + [("hopper", head_dim, "mixed", "ungrouped") for head_dim in (64, 128)],
+        ("hopper", head_dim, "mixed", mask) for head_dim in (64, 128) for mask in ("full", "causal", "ungrouped")
+    ],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip

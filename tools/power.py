@@ -23,9 +23,9 @@ from sagebwd import sage_attention
 from sagebwd.benchmarks.peers import baselines
 from sagebwd.benchmarks.shapes import Shape
 from sagebwd.call import Call
-from sagebwd.kernels.operands.lane_codes import launch_codes
-from sagebwd.kernels.sm90.config import SCALE_BLOCK
-from sagebwd.kernels.sm90.launch import launch_forward
+from sagebwd.kernels.sm90.forward.launch import launch_forward
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
+from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
 from sagebwd.recipe import Recipe
 
 REST_SECONDS = 0.15

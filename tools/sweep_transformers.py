@@ -30,7 +30,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.mask import HIDDEN_ELSE
+from sagebwd.masks.mask import HIDDEN_ELSE
 from tools import forked, sweep_page
 from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
 from tools.tiny_models import candidates, use_tests

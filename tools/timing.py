@@ -1,8 +1,8 @@
 """Each kernel's own time by the profiler, and the error against cuDNN, on a GPU: for work on kernels, not for claims.
 
-`python -m tools.timing --recipe token_fp8 --head-dim 64` prints a line a shape. `--replace
-backward_kernel=variant.py` runs another file's kernel of that name in place of the Hopper host's, `--set
-BACKWARD.64.STAGES=2` changes `sagebwd.kernels.gluon.config`; both may be repeated. Claims come from `sagebwd bench`.
+`python -m tools.timing --recipe mixed --head-dim 64` prints a line a shape. `--replace backward_kernel=variant.py`
+runs another file's kernel of that name in place of Hopper's, `--set backward.64.stages=2` changes a row of
+`sagebwd.kernels.sm90.widths`; both may be repeated. Claims come from `sagebwd bench`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import sage_attention
-from sagebwd.kernels.gluon import config, gradients, host
-from sagebwd.metrics import relative_l2
+from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.backward import launch
+from sagebwd.meaning.metrics import relative_l2
 
 TOTAL_TOKENS, MODEL_WIDTH = 16384, 2048
 
@@ -29,20 +30,20 @@ def replace_kernel(text: str) -> None:
     spec = importlib.util.spec_from_file_location(f"replaced_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    owner = next((owner for owner in (host, gradients) if hasattr(owner, name)), None)
-    if owner is None:
-        raise ValueError(f"--replace {text}: sagebwd.kernels.gluon launches no {name}")
-    setattr(owner, name, getattr(module, name))
+    if not hasattr(launch, name):
+        raise ValueError(f"--replace {text}: {launch.__name__} launches no {name}")
+    setattr(launch, name, getattr(module, name))
 
 
 def change_launch(text: str) -> None:
-    """TABLE.HEAD_DIM.OPTION=VALUE of `sagebwd.kernels.gluon.config`."""
+    """DIRECTION.HEAD_DIM.OPTION=VALUE of a row of `sagebwd.kernels.sm90.widths`."""
     path, value = text.split("=", 1)
-    table, head_dim, option = path.split(".")
-    options = getattr(config, table)[int(head_dim)]
-    if option not in options:
-        raise ValueError(f"--set {text}: {table} has {', '.join(options)}")
-    options[option] = int(value)
+    direction, head_dim, option = path.split(".")
+    row = widths.width(int(head_dim), int(head_dim))
+    tile = getattr(row, direction)
+    if option not in tile._fields:
+        raise ValueError(f"--set {text}: {direction} has {', '.join(tile._fields)}")
+    widths._OF[row[:2]] = row._replace(**{direction: tile._replace(**{option: int(value)})})
 
 
 def step(q, k, v, do, attention):
@@ -81,12 +82,12 @@ def measure(recipe: str, impl: str | None, head_dim: int, tokens: int, is_causal
 def main() -> None:
     """Parse the command line and print a line for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="token")
+    parser.add_argument("--recipe", default="mixed")
     parser.add_argument("--impl")
     parser.add_argument("--head-dim", type=int, action="append")
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--replace", action="append", default=[], metavar="NAME=FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="TABLE.HEAD_DIM.OPTION=VALUE")
+    parser.add_argument("--set", action="append", default=[], metavar="DIRECTION.HEAD_DIM.OPTION=VALUE")
     arguments = parser.parse_args()
     for text in arguments.replace:
         replace_kernel(text)

@@ -1,5 +1,5 @@
 """`python -m sagebwd`: the command line."""
 
-from sagebwd.cli import main
+from sagebwd.commands.main import main
 
 main()

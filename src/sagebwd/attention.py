@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 import operator
-import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from sagebwd import dispatch, eager, mask_argument, ops, switches
-from sagebwd.mask import Mask
+from sagebwd.call import Ask
+from sagebwd.kernels import table
+from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MAX_HEAD_DIM = 256
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
-REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
 
 
 def sage_attention(
@@ -52,7 +49,8 @@ def sage_attention(
             begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the first is heads
             with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
-            the lesser is filled with zeros, which changes no number and costs as much as the greater.
+            where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
+            the greater.
         attn_mask: (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), or fewer of the last dimensions: boolean,
             True where a query sees a key, or floating point, added to the scaled scores; a number of at most -1.6e38,
             of fp16 -32752, hides as -inf does. ``is_causal`` and ``window`` hold beside it. Keys that no query sees
@@ -64,13 +62,13 @@ def sage_attention(
         block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it,
             which torch.compile needs; attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
-        recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "token_fp8", "paper", "full"), a text such as
+        recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
             "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" is "mixed" on compute
             capability 9.0 where Hopper's kernels take the call, else "token".
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
-            that lacks the call raises. "hopper" is one family in forward; of recipes that it has no gradients for,
-            such as "paper", backward runs Triton's kernels, to the same recipe. `sagebwd doctor` says whose.
+            that lacks the call raises. Where "hopper" lacks one direction of a recipe, Triton's kernels run that, to
+            the same recipe. `sagebwd doctor` says whose.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
@@ -117,17 +115,14 @@ def sage_attention(
             "apply dropout to the output, or call torch.nn.functional.scaled_dot_product_attention"
         )
     key_mask, mask = mask_argument.read(attn_mask, block_mask, query, key)
-    value_dim = value.shape[-1]
     scale = _default_scale(query) if scale is None else scale
-    query, key, value = _equal_head_dims(query, key, value)
-    settings = _settings(query, is_causal, scale, window, recipe, impl, mask is not None)
+    settings = _settings(query, value, is_causal, scale, window, recipe, impl, mask is not None)
     arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
     elements = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
     o, lse, *_, k_mean = ops.attention(*arguments[:4], *elements, *arguments[4:])
     plain = attn_mask is None or (mask is None and attn_mask.shape == (query.shape[0], 1, 1, key.shape[2]))
     if kind is not None and plain:
         eager.remember(kind, given, arguments, with_lse=return_lse)
-    o = o[..., :value_dim]
     return _with_true_lse(query, None, settings[3], o, lse, k_mean) if return_lse else o
 
 
@@ -186,15 +181,12 @@ def sage_attention_varlen(
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
             raise ValueError(f"{name}={longest!r} must be an integer, at least 0")
-    value_dim = value.shape[-1]
     scale = _default_scale(query) if scale is None else scale
-    query, key, value = _equal_head_dims(query, key, value)
-    settings = _settings(query, is_causal, scale, window, recipe, impl)
+    settings = _settings(query, value, is_causal, scale, window, recipe, impl)
     arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
     o, lse, *_, k_mean = ops.attention(*arguments[:4], None, None, None, *arguments[4:])
     if kind is not None:
         eager.remember(kind, given, arguments, with_lse=return_lse)
-    o = o[..., :value_dim]
     return _with_true_lse(query, cu_seqlens_q, settings[3], o, lse, k_mean) if return_lse else o
 
 
@@ -213,56 +205,22 @@ def _with_true_lse(
     return o, lse + (query.to(lse.dtype) * k_mean[sequence]).sum(-1).T * scale
 
 
-def choose_recipe(query: Tensor, recipe: Recipe | str, impl: str | None, masked: bool = False) -> Recipe | str:
-    """The recipe that a call runs by, of a recipe or "auto", which while torch.compile traces the operators settle.
+def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None, masked: bool = False) -> Ask:
+    """What `sagebwd.dispatch.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
 
-    impl, masked: as in `choose_implementation`.
+    recipe, impl: as the public functions take them. masked: by a mask that is more than key padding.
     """
-    if isinstance(recipe, str):
-        if switches.current.disabled or switches.current.backward_16bit:
-            recipe = Recipe.named("token")
-        elif torch.compiler.is_compiling():
+    return Ask.of(query, value, _switched(recipe), impl, masked)
+
+
+def _switched(recipe: str | Recipe) -> str | Recipe:
+    """The recipe that runs where one or "auto" is asked for, as `sagebwd.switches` are."""
+    recipe = Recipe.parse_or_auto(recipe)
+    if recipe == AUTO:
+        if not (switches.current.disabled or switches.current.backward_16bit):
             return AUTO
-        else:
-            recipe = Recipe.named(dispatch.automatic(impl, query.shape[-1], query.dtype, query.device, masked))
+        recipe = Recipe.named("token")
     return switches.apply_to(recipe)
-
-
-def choose_implementation(query: Tensor, recipe: Recipe | str, impl: str | None, masked: bool = False) -> str:
-    """The implementation that a call runs on; `dispatch.FASTEST` for the kernels of a GPU while torch.compile traces.
-
-    recipe: as `choose_recipe` gives it. masked: by a mask that is more than key padding.
-
-    Raises ValueError for an unknown name or device, TypeError for a dtype and NotImplementedError for a recipe that
-    the implementation lacks, each naming the way out.
-    """
-    dispatch.check_known(impl)
-    chosen = impl or (dispatch.FASTEST if query.device.type == "cuda" else "reference")
-    dtypes = REFERENCE_DTYPES if chosen == "reference" else KERNEL_DTYPES
-    if query.dtype not in dtypes:
-        raise TypeError(
-            f"query: dtype {_names([query.dtype])} is not supported by impl={chosen!r}; accepted: "
-            f"{_names(dtypes)}. Run under torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
-        )
-    if chosen == "hopper" and query.device.type != "cuda":
-        raise ValueError(
-            f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {query.device}; "
-            "use impl='reference' on a CPU"
-        )
-    if chosen == "triton" and query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"impl='triton' needs a CUDA device, got {query.device}; "
-            "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
-        )
-    if not torch.compiler.is_compiling():  # importing kernels cannot be traced; the operator checks again
-        if chosen == dispatch.FASTEST:
-            chosen = dispatch.fastest(recipe, query.shape[-1], query.dtype, query.device, masked)
-        dispatch.check_supported(chosen, recipe, query.shape[-1], query.dtype, masked)
-    return chosen
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _default_scale(query: Tensor) -> float:
@@ -272,6 +230,7 @@ def _default_scale(query: Tensor) -> float:
 
 def _settings(
     query: Tensor,
+    value: Tensor,
     is_causal: bool,
     scale: float,
     window: tuple[int, int] | None,
@@ -287,9 +246,13 @@ def _settings(
     if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced
         raise ValueError(f"scale={scale} must be finite")
     left, right = _window(window)
-    parsed = choose_recipe(query, Recipe.parse_or_auto(recipe), impl, masked)
-    chosen = choose_implementation(query, parsed, impl, masked)
-    return is_causal, left, right, float(scale), str(parsed), chosen, switches.current.deterministic
+    if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
+        dispatch.check_traced(impl, query.device, query.dtype)
+        recipe, impl = str(_switched(recipe)), impl or dispatch.FASTEST
+    else:
+        choice = dispatch.choose(ask_of(query, value, recipe, impl, masked))
+        recipe, impl = str(choice.recipe), choice.name
+    return is_causal, left, right, float(scale), recipe, impl, switches.current.deterministic
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:
@@ -344,7 +307,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None:
         return tensors
-    castable = (torch.float32, *KERNEL_DTYPES)
+    castable = (torch.bfloat16, torch.float16, torch.float32)
     return tuple(tensor.to(dtype) if tensor.dtype in castable else tensor for tensor in tensors)
 
 
@@ -368,29 +331,21 @@ def _four_dimensions(x: Tensor, enable_gqa: bool) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors filled with zeros to one head_dim: scores, scales and means stay, the output gains zeros."""
-    missing = query.shape[-1] - value.shape[-1]
-    if missing > 0:
-        value = F.pad(value, (0, missing))
-    elif missing < 0:
-        query, key = F.pad(query, (0, -missing)), F.pad(key, (0, -missing))
-    return query, key, value
-
-
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in REFERENCE_DTYPES:
-            raise TypeError(f"{name}: dtype {tensor.dtype} is not supported; accepted: {_names(REFERENCE_DTYPES)}")
+            raise TypeError(
+                f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(table.REFERENCE_DTYPES)}"
+            )
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
         if tensor.device != query.device:
             raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
-        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+        if not 1 <= tensor.shape[-1] <= table.MAX_HEAD_DIM:
             raise ValueError(
-                f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {MAX_HEAD_DIM}. "
+                f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {table.MAX_HEAD_DIM}. "
                 "Keep torch.nn.functional.scaled_dot_product_attention for this layer"
             )
     if key.shape[-1] != query.shape[-1]:

@@ -1,10 +1,11 @@
-"""What an implementation of attention is given and gives back: `Call` says what is asked, `Saved` what forward leaves.
+"""A call of attention: `Ask` chooses who runs it, `Call` is what that is given, `Saved` what its forward leaves.
 
 An implementation is a pair of functions, ``forward(call, q, k, v) -> Saved`` and
-``backward(call, saved, do, dlse, q, k, v) -> (dq, dk, dv)``; `sagebwd.dispatch` chooses each.
+``backward(call, saved, do, dlse, q, k, v) -> (dq, dk, dv)``; `sagebwd.dispatch.choose` chooses each.
 
-Shapes, dense (cu_seqlens None): q, o (B, Hq, N, D), k, v (B, Hkv, M, D), lse (B, Hq, N), key_mask (B, M) bool.
-Packed: q, o (total_q, Hq, D), k, v (total_k, Hkv, D), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
+Shapes, dense (cu_seqlens None): q (B, Hq, N, D), o (B, Hq, N, Dv), k (B, Hkv, M, D), v (B, Hkv, M, Dv), lse
+(B, Hq, N), key_mask (B, M) bool. Packed: q (total_q, Hq, D), o (total_q, Hq, Dv), k (total_k, Hkv, D),
+v (total_k, Hkv, Dv), lse (Hq, total_q), cu_seqlens (sequences + 1,) int32.
 Dense and packed calls differ in strides and sequence bounds alone: `Packing` hides which one it is.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.mask import Mask
+from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
@@ -74,6 +75,27 @@ class Packing(NamedTuple):
         return x if self.cu_seqlens is None else x.transpose(0, 1).unsqueeze(0)
 
 
+class Ask(NamedTuple):
+    """What decides who runs a call, the answer's key.
+
+    recipe: "auto" too. masked: by a mask that is more than causal, a window and key padding. impl: as the public
+    functions take it; None is the fastest.
+    """
+
+    recipe: Recipe | str
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    masked: bool = False
+    impl: str | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, recipe: Recipe | str, impl: str | None = None, masked: bool = False) -> Ask:
+        """Of tensors, or whatever has their shape, dtype and device."""
+        return cls(recipe, int(q.shape[-1]), int(v.shape[-1]), q.dtype, q.device, masked, impl)
+
+
 class Call(NamedTuple):
     """One attention call, but for q, k and v themselves."""
 
@@ -82,6 +104,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     head_dim: int
+    value_dim: int
     queries: Packing
     keys: Packing
     key_mask: Tensor | None = None
@@ -97,6 +120,7 @@ class Call(NamedTuple):
         cls,
         q: Tensor,
         k: Tensor,
+        dims: tuple[int, int],
         key_mask: Tensor | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
@@ -110,10 +134,13 @@ class Call(NamedTuple):
         deterministic: bool = False,
         mask: Mask | None = None,
     ) -> Call:
-        """The call of the operators' arguments; q and k, or tensors of their shapes and q's dtype."""
+        """The call of the operators' arguments.
+
+        q and k, or tensors of their shapes but for the last dimension and q's dtype; dims, head_dim and value's.
+        """
         queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
         return cls(
-            recipe, scale, q.dtype, q.device, q.shape[-1], queries, keys, key_mask, is_causal, window_left,
+            recipe, scale, q.dtype, q.device, *dims, queries, keys, key_mask, is_causal, window_left,
             window_right, deterministic, mask,
         )  # fmt: skip
 
@@ -147,10 +174,9 @@ class Saved(NamedTuple):
     """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for.
 
     ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean
-    taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape, with one FP32
-    scale a token, shaped as lse. Where a gradient product is FP8, also ``row_max``, the largest score of each query
-    times log2(e), shaped as lse, and, where V is quantised or smoothed, ``v_scale`` (B, Hkv, D), psi's scale of each
-    of V's channels.
+    taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape but as wide as
+    the kernels are (`sagebwd.kernels.table`), with one FP32 scale a token, shaped as lse. Where a gradient product is
+    FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse.
     """
 
     o: Tensor
@@ -160,25 +186,29 @@ class Saved(NamedTuple):
     k_int8: Tensor | None
     k_scale: Tensor | None
     row_max: Tensor | None
-    v_scale: Tensor | None
     k_mean: Tensor
 
 
-def empty_like_rows(x: Tensor) -> Tensor:
-    """Uninitialised and dense, of x's shape and dtype, with the heads of a token side by side where x has them so.
+def empty_like_rows(x: Tensor, head_dim: int | None = None) -> Tensor:
+    """Uninitialised and dense, of x's shape (with another last dimension) and dtype, heads side by side where x's are.
 
     Models project (B, N, H, D) and hand it over as (B, H, N, D): what is written as it is read need not be copied.
     """
+    dim = x.shape[-1] if head_dim is None else head_dim
+    shape = (*x.shape[:-1], dim)
     if x.dim() == 4 and x.stride(1) < x.stride(2):
-        _, heads, tokens, head_dim = x.shape
-        return x.new_empty_strided(x.shape, (tokens * heads * head_dim, head_dim, heads * head_dim, 1))
-    return x.new_empty(x.shape)
+        _, heads, tokens, _ = shape
+        return x.new_empty_strided(shape, (tokens * heads * dim, dim, heads * dim, 1))
+    return x.new_empty(shape)
 
 
-def empty_gradients(recipe: Recipe, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq as o lies and dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
-    dk, dv = (v.new_empty(v.shape) if recipe.dv == FP8 else empty_like_rows(v) for _ in range(2))
-    return empty_like_rows(o), dk, dv
+def empty_gradients(recipe: Recipe, head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies, dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
+    if recipe.dv == FP8:
+        dk, dv = v.new_empty((*v.shape[:-1], head_dim)), v.new_empty(v.shape)
+    else:
+        dk, dv = empty_like_rows(v, head_dim), empty_like_rows(v)
+    return empty_like_rows(o, head_dim), dk, dv
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -186,7 +216,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def keeps_inputs(recipe: Recipe, impl: str) -> tuple[bool, bool]:
-    """Whether backward reads q and k themselves, for a 16-bit product or a smoothing correction."""
-    always = impl == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
+def keeps_inputs(recipe: Recipe, backward: str) -> tuple[bool, bool]:
+    """Whether the backward of an implementation reads q and k: for a 16-bit product, or a smoothing correction."""
+    always = backward == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
     return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

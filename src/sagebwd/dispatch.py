@@ -1,13 +1,12 @@
-"""Which implementation runs a call: a table for each direction, fastest first, forward and backward chosen apart.
+"""Who runs a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
-A row names a family, which is what ``impl`` asks for, and a module that says what it cannot run (``unsupported``) and
-runs the rest (``forward`` or ``backward``; `sagebwd.call` has their arguments). A module that needs an extra also says
-what of it is missing or broken (``unavailable``). A module is imported when a call first asks it.
+The rows that it chooses from are static (`sagebwd.kernels.table`); a module is imported when a call first runs on it.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,124 +14,116 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
-from sagebwd.recipe import FP8, Recipe
+from sagebwd.call import Ask, Call, Saved
+from sagebwd.kernels import table
+from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, Row
+from sagebwd.recipe import AUTO, FP8, Recipe
 
 if TYPE_CHECKING:
-    from sagebwd.kernels.replay import Recording
+    from sagebwd.kernels.host.replay import Recording
 
-
-class Row(NamedTuple):
-    """One implementation of a direction."""
-
-    family: str
-    module: str
-
-
-FORWARD = (
-    Row("hopper", "sagebwd.kernels.sm90.launch"),
-    Row("hopper", "sagebwd.kernels.gluon.host"),
-    Row("triton", "sagebwd.kernels.portable.host"),
-    Row("reference", "sagebwd.reference"),
-)
-BACKWARD = (
-    Row("hopper", "sagebwd.kernels.gluon.gradients"),
-    Row("triton", "sagebwd.kernels.portable.gradients"),
-    Row("reference", "sagebwd.reference"),
-)
-# What ``impl`` may name, and whose backward reads what its forward saves.
-BACKWARD_FAMILIES = {"reference": ("reference",), "triton": ("triton",), "hopper": ("hopper", "triton")}
-IMPLEMENTATIONS = tuple(BACKWARD_FAMILIES)
-# The fastest that takes the call, settled inside the operators.
+# What "auto" stands for, by implementation.
+AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "token"}
+# An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
+# Of a choice's name, the forward's before it and the backward's behind.
+SEPARATOR = "/"
 
 
-def forward(impl: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """The output, and what `backward` reads of it."""
-    impl = _settled(impl, call)
-    kind = call.recipe, call.head_dim, call.dtype
-    check_supported(impl, *kind, call.mask is not None)
-    row, _ = _first(FORWARD, (impl,), *kind)
-    if impl == "reference":
-        return _module(row).forward(call, q, k, v)
-    if impl == "hopper" and not is_hopper(call.device):
-        raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {call.device}")
-    return _driver().forward(_module(row).forward, call, q, k, v)
+class Choice(NamedTuple):
+    """A recipe, and who runs each direction of a call."""
+
+    recipe: Recipe
+    forward: Row
+    backward: Row
+
+    @property
+    def name(self) -> str:
+        """By which `named` finds the rows again."""
+        return f"{self.forward.impl}{SEPARATOR}{self.backward.impl}"
+
+    @property
+    def impl(self) -> str:
+        """What ``impl`` would name: "hopper" where either direction is its own."""
+        return max(self.forward.impl, self.backward.impl, key=("reference", "triton", "hopper").index)
+
+    def form(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """The widths that its kernels run at, which a call's are filled up to with zeros."""
+        return self.forward.form(head_dim, value_dim)
 
 
-def backward(
-    impl: str, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
-    impl = _settled(impl, call)
-    row, _ = _first(BACKWARD, BACKWARD_FAMILIES[impl], call.recipe, call.head_dim, call.dtype)
-    if impl == "reference":
-        return _module(row).backward(call, saved, do, dlse, q, k, v)
-    return _driver().backward(_module(row).backward, call, saved, do, dlse, q, k, v)
+def choose(ask: Ask) -> Choice:
+    """Who runs a call, and by which recipe.
 
+    "auto" is `mixed` where Hopper's kernels run it, else `token`. The implementation is the named one, or Hopper's
+    kernels on compute capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
 
-def recorded_forward(impl: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Recording | None:
-    """What a later `forward` of this kind will launch, if that is recorded."""
-    if impl == "reference":
-        return None
-    row, _ = _first(FORWARD, (impl,), call.recipe, call.head_dim, call.dtype)
-    return _driver().recorded(_module(row).forward, call, q, k, v)
-
-
-def recorded_backward(
-    impl: str, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
-) -> Recording | None:
-    """What a later `backward` of this kind will launch, if that is recorded."""
-    row, _ = _first(BACKWARD, BACKWARD_FAMILIES[impl], call.recipe, call.head_dim, call.dtype)
-    return _driver().recorded(_module(row).backward, call, saved, do, dlse, q, k, v)
-
-
-def fastest(recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
-    """The fastest kernels that take a call: "hopper" on compute capability 9.0 where they can, else "triton".
-
-    masked: by a mask that is more than key padding.
+    Raises ValueError for an unknown implementation or the wrong device, TypeError for a dtype and NotImplementedError
+    for a recipe, width or mask that it lacks, each naming the way out.
     """
-    if is_hopper(device) and is_supported("hopper", recipe, head_dim, dtype, masked):
-        return "hopper"
-    return "triton"
+    return _choose(ask, arch_of(ask.device), os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def automatic(impl: str | None, head_dim: int, dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
-    """The recipe that "auto" stands for in a call: "mixed" where Hopper's kernels run it, else "token".
+@cache
+def _choose(ask: Ask, arch: int, interpreted: bool) -> Choice:
+    check_known(None if ask.impl == FASTEST else ask.impl)
+    if ask.impl not in (None, FASTEST):
+        wanted = (ask.impl,)
+    elif ask.device.type == "cuda":
+        wanted = ("hopper", "triton") if arch == 90 else ("triton",)
+    else:
+        wanted = ("reference",)
+    _check_device(wanted[-1], ask.device, arch, interpreted)
+    _check_dtype(wanted[-1], ask.dtype)
+    reasons = {}
+    for impl in wanted:
+        recipe = Recipe.named(AUTOMATIC[impl]) if ask.recipe == AUTO else ask.recipe
+        found = _rows(impl, recipe, ask)
+        if not isinstance(found, str):
+            return Choice(recipe, *found)
+        reasons[found] = None
+    raise NotImplementedError(
+        f"impl={wanted[-1]!r} does not support this call: {'; '.join(reasons)}; impl='reference' does"
+    )
 
-    masked: by a mask that is more than key padding.
+
+def refusal(ask: Ask) -> str | None:
+    """Why the implementation that is asked for lacks a recipe, width or mask, or None; the device is not looked at."""
+    found = _rows(ask.impl, ask.recipe, ask)
+    return found if isinstance(found, str) else None
+
+
+def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
+    """The rows of an implementation for both directions, or why it lacks the call.
+
+    "hopper" has at least one of the two itself; the other is Triton's, to the same recipe, where it lacks that or
+    where the extra is missing.
     """
-    hopper = impl in (None, FASTEST, "hopper") and is_hopper(device)
-    fits = hopper and is_supported("hopper", Recipe.named("mixed"), head_dim, dtype, masked)
-    return "mixed" if fits else "token"
-
-
-def is_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> bool:
-    """Whether a kernel family runs a recipe, forward and backward; the reference runs all."""
-    return unsupported(impl, recipe, head_dim, dtype, masked) is None
-
-
-def unsupported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> str | None:
-    """Why a kernel family cannot run a recipe, or None."""
-    if masked and impl == "hopper":
+    dtype = str(ask.dtype).removeprefix("torch.")
+    if ask.masked and impl == "hopper":
         return "masks other than causal, windows and key padding run on impl='triton'"
-    if masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
+    if ask.masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
         return (
             f"recipe {str(recipe)!r} has FP8 gradients, which Hopper's own kernels alone compute, and these take no "
             "masks but causal, windows and key padding; use recipe='token' for this call"
         )
-    for table, families in ((FORWARD, (impl,)), (BACKWARD, BACKWARD_FAMILIES[impl])):
-        row, reason = _first(table, families, recipe, head_dim, dtype)
-        if row is None:
-            return reason
-    return None
+    rows, refusals = [], []
+    for direction in (FORWARD, BACKWARD):
+        for candidate in (impl, "triton") if impl == "hopper" else (impl,):
+            row = table.row(direction, candidate)
+            reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype) or (_missing() if row.extra else None)
+            if reason is None:
+                rows.append(row)
+                break
+            refusals.append(reason)
+    if len(rows) == 2 and impl in (row.impl for row in rows):
+        return rows[0], rows[1]
+    return "; ".join(dict.fromkeys(refusals))
 
 
-def check_supported(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype, masked: bool = False) -> None:
-    """Raises NotImplementedError where a kernel family cannot run a recipe; the reference runs all."""
-    reason = unsupported(impl, recipe, head_dim, dtype, masked)
-    if reason is not None:
-        raise NotImplementedError(f"impl={impl!r} does not support this call: {reason}; impl='reference' does")
+def _missing() -> str | None:
+    """What is missing or broken of the extra ``hopper``, or None."""
+    return importlib.import_module("sagebwd.kernels.sm90.forward.compile").unavailable()
 
 
 def check_known(impl: str | None) -> None:
@@ -141,51 +132,99 @@ def check_known(impl: str | None) -> None:
         raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
-def backward_family(impl: str, recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str:
-    """Whose backward an implementation runs: its own, but for recipes of which "hopper" has the forward alone."""
-    row, _ = _first(BACKWARD, BACKWARD_FAMILIES[impl], recipe, head_dim, dtype)
-    return row.family
+def check_traced(impl: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises what `choose` does, as far as a trace knows: the operators choose when it runs."""
+    check_known(impl)
+    on_gpu = device.type == "cuda"
+    likely = impl or ("triton" if on_gpu else "reference")
+    _check_device(likely, device, 90 if on_gpu else 0, os.environ.get("TRITON_INTERPRET") == "1")
+    _check_dtype(likely, dtype)
 
 
-def _settled(impl: str, call: Call) -> str:
-    if impl != FASTEST:
-        return impl
-    return fastest(call.recipe, call.head_dim, call.dtype, call.device, call.mask is not None)
+def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool) -> None:
+    if impl == "hopper" and arch != 90:
+        raise ValueError(
+            f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; "
+            + ("use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU")
+        )
+    if impl == "triton" and device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"impl='triton' needs a CUDA device, got {device}; "
+            "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
+        )
+
+
+def _check_dtype(impl: str, dtype: torch.dtype) -> None:
+    accepted = table.row(FORWARD, impl).dtypes
+    name = str(dtype).removeprefix("torch.")
+    if name not in accepted:
+        raise TypeError(
+            f"query: dtype {name} is not supported by impl={impl!r}; accepted: {', '.join(accepted)}. Run under "
+            "torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
+        )
+
+
+def named(recipe: Recipe, name: str) -> Choice:
+    """The choice of a recipe and a `Choice.name`."""
+    forward, _, backward = name.partition(SEPARATOR)
+    return Choice(recipe, table.row(FORWARD, forward), table.row(BACKWARD, backward))
+
+
+def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """The output, and what `backward` reads of it."""
+    module = _module(choice.forward.module)
+    if choice.forward.impl == "reference":
+        return module.forward(call, q, k, v)
+    return _driver().forward(module, choice.form(call.head_dim, call.value_dim), call, q, k, v)
+
+
+def backward(
+    choice: Choice, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
+    v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
+    module = _module(choice.backward.module)
+    if choice.backward.impl == "reference":
+        return module.backward(call, saved, do, dlse, q, k, v)
+    form = choice.form(call.head_dim, call.value_dim)
+    return _driver().backward(module, form, call, saved, do, dlse, q, k, v)
+
+
+def recorded_forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Recording | None:
+    """What a later `forward` of this kind will launch, if that is recorded and nothing is filled up."""
+    dims = call.head_dim, call.value_dim
+    if choice.forward.impl == "reference" or choice.form(*dims) != dims:
+        return None
+    return _driver().recorded(_module(choice.forward.module).forward, call, q, k, v)
+
+
+def recorded_backward(
+    choice: Choice, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
+    v: Tensor,
+) -> Recording | None:  # fmt: skip
+    """What a later `backward` of this kind will launch, if that is recorded."""
+    return _driver().recorded(_module(choice.backward.module).backward, call, saved, do, dlse, q, k, v)
 
 
 @cache
-def _first(
-    table: tuple[Row, ...], families: tuple[str, ...], recipe: Recipe, head_dim: int, dtype: torch.dtype
-) -> tuple[Row | None, str]:
-    """The first row of some families that runs a recipe; without one, what the last of each family says to it.
-
-    Of a family that would run it with what is not there, that.
-    """
-    reasons, lacking = {}, {}
-    for row in table:
-        if row.family in families:
-            module = _module(row)
-            reason = module.unsupported(recipe, head_dim, dtype)
-            if reason is None:
-                reason = module.unavailable() if hasattr(module, "unavailable") else None
-                if reason is None:
-                    return row, ""
-                lacking[row.family] = reason
-            reasons[row.family] = reason
-    return None, "; ".join(dict.fromkeys((reasons | lacking).values()))
-
-
-@cache
-def _module(row: Row) -> ModuleType:
-    return importlib.import_module(row.module)
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
 
 
 @cache
 def _driver() -> ModuleType:
-    return importlib.import_module("sagebwd.kernels.driver")
+    return importlib.import_module("sagebwd.kernels.host.driver")
 
 
 @cache
+def arch_of(device: torch.device) -> int:
+    """90 for compute capability 9.0; 0 where there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is of compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return arch_of(device) == 90

@@ -1,8 +1,9 @@
 """Calls outside torch.compile, equal to earlier ones in all but addresses: replayed without asking anything again.
 
 Checks, operators and views take longer than many a call runs (docs/log/2026-11-23-host.md). What they decide follows
-from a call's `kind_of`. Once `sagebwd.kernels.replay` has recorded a forward of a kind, its later calls allocate the
-output and one buffer for all that backward reads, and launch; so does their backward, once its launches are recorded.
+from a call's `kind_of`. Once `sagebwd.kernels.host.replay` has recorded a forward of a kind, its later calls allocate
+the output and one buffer for all that backward reads, and launch; so does their backward, once its launches are
+recorded.
 Whatever is not plain takes the operators: modes and subclasses of tensors, transforms, tracing, and hooks of saved
 tensors, as non-reentrant checkpointing has, which wants the same ones saved in every call.
 """
@@ -18,18 +19,19 @@ from torch.autograd import forward_ad
 
 from sagebwd import dispatch, switches
 from sagebwd.call import Call, Saved, keeps_inputs
+from sagebwd.dispatch import Choice
 from sagebwd.ops import once_differentiable
 from sagebwd.recipe import Recipe
 
 if TYPE_CHECKING:
-    from sagebwd.kernels.replay import Recording
+    from sagebwd.kernels.host.replay import Recording
 
 CONTIGUOUS = torch.contiguous_format
 
 # As `replay.MOST_CALLS`.
 MOST_KINDS = 1024
 PLAIN = (Tensor, torch.nn.Parameter)
-# Addresses that kernels take as they are (`sagebwd.kernels.alignment`), and where pieces of the buffer begin.
+# Addresses that kernels take as they are (`sagebwd.kernels.host.alignment`), and where pieces of the buffer begin.
 TAKEN, ALIGNMENT = 16, 512
 # None after a kind's first call.
 _plans: dict[Hashable, Plan | None] = {}
@@ -102,13 +104,14 @@ def remember(kind: Hashable, given: tuple, arguments: tuple, *, with_lse: bool) 
     q, k, v, *rest, recipe, impl, deterministic = arguments
     tensors = {id(x): x for x in arguments[:6] if x is not None}
     if any(a is not b for a, b in zip(given, arguments[:3])):
-        return  # cast or padded
+        return  # cast
     if len({x.data_ptr() for x in tensors.values()}) < len(tensors):
         return  # two begin at one address, and need not the next time
-    call = Call.of(q, k, *rest, Recipe.parse(recipe), deterministic)
-    forward = dispatch.recorded_forward(impl, call, q, k, v)
+    choice = dispatch.named(Recipe.parse(recipe), impl)
+    call = Call.of(q, k, (q.shape[-1], v.shape[-1]), *rest, choice.recipe, deterministic)
+    forward = dispatch.recorded_forward(choice, call, q, k, v)
     if forward is not None and all(make is not torch.zeros for make, *_ in forward.memory):
-        _plans[kind] = Plan(impl, call, forward, with_lse)
+        _plans[kind] = Plan(choice, call, forward, with_lse)
 
 
 class _Piece(NamedTuple):
@@ -133,10 +136,10 @@ class Plan:
     in one buffer, and tensors are made of its pieces only for a backward that is not recorded yet.
     """
 
-    def __init__(self, impl: str, call: Call, forward: Recording, with_lse: bool) -> None:
+    def __init__(self, choice: Choice, call: Call, forward: Recording, with_lse: bool) -> None:
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
-        self.impl, self.call = impl, call._replace(queries=queries, keys=keys, key_mask=None)  # no tensor is kept
-        self.forward, self.keeps = forward, keeps_inputs(call.recipe, impl)
+        self.choice, self.call = choice, call._replace(queries=queries, keys=keys, key_mask=None)  # no tensor is kept
+        self.forward, self.keeps = forward, keeps_inputs(call.recipe, choice.backward.impl)
         self.backwards: dict[Hashable, Recording] = {}
         saved = dict(zip(Saved._fields, forward.outputs))
         names = ("o", "lse", "k_mean") if with_lse else ("o",)
@@ -211,7 +214,7 @@ class Plan:
         deterministic = self.call.deterministic or kind[-1]
         call = self.call._replace(queries=queries, keys=keys, key_mask=key_mask, deterministic=deterministic)
         saved = Saved(*(None if piece is None else piece.of(buffer, outputs) for piece in self.saved))
-        given = self.impl, call, saved, do, dlse, q, k, v
+        given = self.choice, call, saved, do, dlse, q, k, v
         with torch.no_grad():
             gradients = dispatch.backward(*given)
         recording = dispatch.recorded_backward(*given)

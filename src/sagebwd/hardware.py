@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sagebwd.band import Band
+from sagebwd.masks.band import Band
 
 
 @dataclass(frozen=True)

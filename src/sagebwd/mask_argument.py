@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import ops
-from sagebwd.mask import Mask, tiles_of
-from sagebwd.remember import Memory
+from sagebwd.masks.mask import Mask, tiles_of
+from sagebwd.masks.remember import Memory
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,9 +1,10 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
-chooses for ``impl``. Autocast is off inside: the reference's own products must not be rounded. `sagebwd.call` has the
-shapes; what `sagebwd.call.Saved` lacks is an empty tensor here. mask, mask_tiles and mask_blocks are elements, tiles
-and blocks of `sagebwd.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves are kept for
+chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast
+is off inside: the reference's own products must not be rounded. `sagebwd.call` has the shapes; what
+`sagebwd.call.Saved` lacks is an empty tensor here. mask, mask_tiles and mask_blocks are elements, tiles and blocks of
+`sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves are kept for
 backward only where a product needs them in 16 bit.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
-from sagebwd.mask import BLOCK, Mask, blocks_of
+from sagebwd.call import Ask, Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.dispatch import Choice
+from sagebwd.masks.mask import BLOCK, Mask, blocks_of
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
@@ -35,8 +37,8 @@ def _operator(fn: Callable) -> torch._ops.OpOverload:
     return getattr(torch.ops.sagebwd, fn.__name__).default
 
 
-def _saved_like(x: Tensor, scale_shape: tuple[int, ...], keep: bool) -> tuple[Tensor, Tensor]:
-    shape = x.shape if keep else (0,)
+def _saved_like(x: Tensor, width: int, scale_shape: tuple[int, ...], keep: bool) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], width) if keep else (0,)
     return x.new_empty(shape, dtype=torch.int8), x.new_empty(scale_shape if keep else (0,), dtype=torch.float32)
 
 
@@ -68,16 +70,17 @@ def _parsed(recipe: str) -> Recipe:
     return Recipe.parse(recipe)
 
 
-def _read(recipe: str, impl: str, x: Tensor, mask: Tensor | None) -> Recipe:
-    """The recipe of a call on x; "auto" comes from calls that were traced, where nobody could ask for kernels."""
-    if recipe == AUTO:
-        recipe = dispatch.automatic(impl, int(x.shape[-1]), x.dtype, x.device, mask is not None)
-    return _parsed(recipe)
+def _chosen(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tensor | None) -> Choice:
+    """What was chosen for a call, or is now; dims: head_dim and value's; x: of query's dtype and device."""
+    if dispatch.SEPARATOR in impl:
+        return dispatch.named(_parsed(recipe), impl)
+    wanted = recipe if recipe == AUTO else _parsed(recipe)
+    return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, mask is not None, impl))
 
 
 @_operator
 def mask_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`sagebwd.mask.blocks_of` a mask in four dimensions."""
+    """`sagebwd.masks.mask.blocks_of` a mask in four dimensions."""
     return blocks_of(mask)
 
 
@@ -108,20 +111,22 @@ def attention(
     recipe: str,
     impl: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean; see the module's text."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean; see the module's text."""
     if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":
         _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
         _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
+    dims = q.shape[-1], v.shape[-1]
+    choice = _chosen(recipe, impl, dims, q, mask)
     if q.numel() == 0 or k.numel() == 0:
-        o, lse, *saved = _attention_shapes(q, k, cu_seqlens_k, _read(recipe, impl, q, mask), impl)
+        o, lse, *saved = _attention_shapes(q, k, v, cu_seqlens_k, choice)
         return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
     call = Call.of(
-        q, k, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-        scale, _read(recipe, impl, q, mask), deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
+        q, k, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+        window_right, scale, choice.recipe, deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), _device_of(q):
-        return _without_none(dispatch.forward(impl, call, q, k, v))
+        return _without_none(dispatch.forward(choice, call, q, k, v))
 
 
 def _device_of(x: Tensor) -> AbstractContextManager:
@@ -143,25 +148,22 @@ def _without_none(saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _attention_shapes(
-    q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, recipe: Recipe, impl: str
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, choice: Choice
 ) -> tuple[Tensor, ...]:
     """Empty tensors in the shapes and dtypes that ``attention`` returns."""
-    packed = cu_seqlens_k is not None
-    saves = impl != "reference"
-    q_saved = _saved_like(q, _token_shape(q, packed), saves and INT8 in (recipe.s, recipe.dk))
-    k_saved = _saved_like(k, _token_shape(k, packed), saves and INT8 in (recipe.s, recipe.dq))
+    recipe, packed = choice.recipe, cu_seqlens_k is not None
+    saves = choice.forward.impl != "reference"
+    width, _ = choice.form(q.shape[-1], v.shape[-1])
+    q_saved = _saved_like(q, width, _token_shape(q, packed), saves and INT8 in (recipe.s, recipe.dk))
+    k_saved = _saved_like(k, width, _token_shape(k, packed), saves and INT8 in (recipe.s, recipe.dq))
     batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
-    fp8 = saves and FP8 in (recipe.dv, recipe.dq, recipe.dk)
-    # found in backward where forward reads V once, as it lies
-    v_scale = fp8 and (recipe.o == INT8 or recipe.smooth_v)
-    v_scale_shape = (batch, k.shape[1], k.shape[-1])
+    fp8 = saves and recipe.dv == FP8
     return (
-        empty_like_rows(q),
+        empty_like_rows(q, v.shape[-1]),
         q.new_empty(_token_shape(q, packed), dtype=_accumulator(q)),
         *q_saved,
         *k_saved,
         q.new_empty(_token_shape(q, packed) if fp8 else (0,), dtype=torch.float32),
-        k.new_empty(v_scale_shape if v_scale else (0,), dtype=torch.float32),
         k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
     )
 
@@ -171,7 +173,8 @@ def _(
     q, k, v, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
-    return _attention_shapes(q, k, cu_seqlens_k, _read(recipe, impl, q, mask), impl)
+    choice = _chosen(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+    return _attention_shapes(q, k, v, cu_seqlens_k, choice)
 
 
 @_operator
@@ -188,7 +191,6 @@ def attention_backward(
     k_int8: Tensor,
     k_scale: Tensor,
     row_max: Tensor,
-    v_scale: Tensor,
     k_mean: Tensor,
     key_mask: Tensor | None,
     mask: Tensor | None,
@@ -207,25 +209,28 @@ def attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where `keeps_inputs` says so."""
+    dims = k_mean.shape[-1], v.shape[-1]
+    choice = _chosen(recipe, impl, dims, v, mask)
     if o.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in empty_gradients(_read(recipe, impl, v, mask), o, v))
+        return tuple(x.zero_() for x in empty_gradients(choice.recipe, dims[0], o, v))
     call = Call.of(
-        o, v, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right,
-        scale, _read(recipe, impl, v, mask), deterministic or torch.are_deterministic_algorithms_enabled(),
+        o, v, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
+        window_right, scale, choice.recipe, deterministic or torch.are_deterministic_algorithms_enabled(),
         _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
-    there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max, v_scale))
+    there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max))
     saved = Saved(o, lse, *there, k_mean)
     with torch.autocast(v.device.type, enabled=False), _device_of(v):
-        return dispatch.backward(impl, call, saved, do, dlse, q, k, v)
+        return dispatch.backward(choice, call, saved, do, dlse, q, k, v)
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
 def _(
-    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, v_scale, k_mean, key_mask, mask, *settings
+    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, key_mask, mask, *settings
 ):  # fmt: skip
     recipe, impl, _ = settings[-3:]
-    return empty_gradients(_read(recipe, impl, v, mask), o, v)
+    choice = _chosen(recipe, impl, (k_mean.shape[-1], v.shape[-1]), v, mask)
+    return empty_gradients(choice.recipe, k_mean.shape[-1], o, v)
 
 
 class _Attention(torch.autograd.Function):
@@ -241,7 +246,8 @@ class _Attention(torch.autograd.Function):
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
         _, mask, *_ = masks
-        keep_q, keep_k = keeps_inputs(_read(recipe, impl, q, mask), impl)
+        choice = _chosen(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
         ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
         return output
 

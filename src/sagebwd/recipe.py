@@ -10,7 +10,7 @@ Attention has seven matrix products: six that are ours to choose, of which the f
     dK = dS^T Q     backward, reduces over queries
 
 A product is ``"int8"`` (INT8 operands, INT32 sums) or ``"16bit"`` (operands in the dtype of the input, FP32 sums);
-dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.float8` has the scales).
+dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.meaning.float8` has the scales).
 Where a scale may sit follows from one rule: on an axis that the product does not reduce over it is free to apply.
 An operand scale that does lie on the reduced axis (Q's scale per token in dK, K's in dQ) is folded into dS before dS
 is quantised, so that the sum over tokens stays an integer product.
@@ -18,9 +18,9 @@ is quantised, so that the sum over tokens stays an integer product.
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
-is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``token_fp8`` is
-``token`` with V's scale one a channel of the sequence and the three gradient products in e4m3: on Gaussian inputs
-about twice its error in them, and faster on Hopper, where rescaling INT32 sums costs more than multiplying.
+is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``mixed`` is
+what Hopper's kernels run: O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there
+than multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INT8 = "int8"
 SIXTEEN_BIT = "16bit"
 FP8 = "fp8"
 
-# The default: `mixed` where Hopper's kernels take the call, else `token` (`sagebwd.dispatch.automatic`).
+# The default: `mixed` where Hopper's kernels take the call, else `token` (`sagebwd.dispatch.choose`).
 AUTO = "auto"
 
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
@@ -163,7 +163,7 @@ class Recipe:
 
     @classmethod
     def parse_or_auto(cls, text: str | Recipe) -> Recipe | str:
-        """As `parse`, but for "auto", which each call is to choose for itself (`sagebwd.dispatch.automatic`)."""
+        """As `parse`, but for "auto", which each call is to choose for itself (`sagebwd.dispatch.choose`)."""
         return AUTO if isinstance(text, str) and text == AUTO else cls.parse(text)
 
     def replace(self, **changes: object) -> Recipe:
@@ -227,7 +227,6 @@ RECIPES: dict[str, Recipe] = {
         block_k=64,
         smooth_v=False,
     ),
-    "token_fp8": Recipe(dv=FP8, dq=FP8, dk=FP8, v_scale="sequence"),
     "mixed": Recipe(
         o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", v_scale="sequence", smooth_v=False, k_mean="sample"
     ),

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from sagebwd.analysis import capture as study
 from sagebwd.analysis.capture import capture
 from sagebwd.analysis.trace import Exact
-from sagebwd.band import Band
-from sagebwd.metrics import relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 FP32 = 2e-5  # two FP32 computations of one thing in another order, through two layers

@@ -8,7 +8,7 @@ import torch
 
 from sagebwd import sage_attention
 from sagebwd.analysis import causality
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,7 +22,6 @@ SEQUENCE_WIDE = {
     "token(smooth_k=False)": {"v"},
     "token(smooth_k=False, smooth_v=False)": set(),
     "token(v_scale=sequence, smooth_k=False, smooth_v=False)": {"v"},
-    "token_fp8": {"k", "v"},
     "mixed": {"k"},
     "mixed(smooth_k=False)": set(),
 }
@@ -74,7 +73,7 @@ def test_an_outlier_moves_outputs_before_its_block_by_rounding(recipe, bound, he
 
 def test_a_scale_of_the_sequence_lets_an_outlier_reach_all_outputs():
     """What the bound above is for: V's scale of the sequence makes V's channels 0 but for the outlier."""
-    assert causality.dependence(Recipe.named("token_fp8"), "v", 0)["outlier", "far"]["o"] > 1
+    assert causality.dependence(Recipe.parse("token(v_scale=sequence)"), "v", 0)["outlier", "far"]["o"] > 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def kernel_outputs(impl, recipe, operand, device):
     ("impl", "recipe"),
     [
         *(pytest.param("triton", recipe) for recipe in ("full", "paper", "token")),
-        *(pytest.param("hopper", recipe, marks=pytest.mark.gpu) for recipe in ("mixed", "token_fp8")),
+        *(pytest.param("hopper", recipe, marks=pytest.mark.gpu) for recipe in ("mixed",)),
     ],
 )
 def test_kernels_depend_on_what_the_emulator_does(impl, recipe, operand):

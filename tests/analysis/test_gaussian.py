@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sagebwd.analysis.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measure
-from sagebwd.metrics import rms
+from sagebwd.meaning.metrics import rms
 from sagebwd.recipe import Recipe
 
 pytestmark = pytest.mark.rounding

@@ -9,11 +9,11 @@ import torch
 from sagebwd.analysis import ablations, capture, study, variants
 from sagebwd.analysis.ablations import Ablation
 from sagebwd.analysis.study_tables import markdown, ratios
-from sagebwd.band import Band
-from sagebwd.metrics import relative_l2
-from sagebwd.quantize import quantize
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
+from sagebwd.meaning.quantize import quantize
+from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
-from sagebwd.reference import Emulator
 from tests.analysis.test_trace import random_call
 
 pytestmark = pytest.mark.rounding

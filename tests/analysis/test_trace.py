@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from sagebwd import cli, reference
 from sagebwd.analysis import trace as study
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.gaussian import draw, with_sinks
-from sagebwd.metrics import cosine, largest_logit, relative_l2, rms
+from sagebwd.commands import main as cli
+from sagebwd.meaning import reference
+from sagebwd.meaning.metrics import cosine, largest_logit, relative_l2, rms
 from sagebwd.recipe import Recipe
 from tests.analysis.test_capture import build, tokens
 from tests.traced import trace

@@ -40,12 +40,12 @@ def test_rows_of_one_shape():
 
 
 def test_the_deterministic_mode_beside_the_default():
-    rows = bench.measure_shape(SHAPE, ["token", "token_fp8"], ["reference"], "cpu", rounds=1, deterministic=True)
+    rows = bench.measure_shape(SHAPE, ["token", "mixed"], ["reference"], "cpu", rounds=1, deterministic=True)
     ours = {row.recipe: row for row in rows if row.direction == "bwd" and row.recipe != "bf16"}
-    assert set(ours) == {"token", "token_fp8", "token_fp8 (deterministic)"}  # INT8 gradients always repeat
+    assert set(ours) == {"token", "mixed", "mixed (deterministic)"}  # INT8 gradients always repeat
     assert {row.gate for row in ours.values()} == {"ok"}
-    cost = bench.deterministic_cost(rows, "reference", "token_fp8", "bwd")
-    assert cost == pytest.approx(ours["token_fp8 (deterministic)"].ms / ours["token_fp8"].ms)
+    cost = bench.deterministic_cost(rows, "reference", "mixed", "bwd")
+    assert cost == pytest.approx(ours["mixed (deterministic)"].ms / ours["mixed"].ms)
     assert bench.deterministic_cost(rows, "reference", "token", "bwd") is None
 
 
@@ -55,7 +55,7 @@ def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
     monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: attention(*inputs[:3]) or "FAILED")
     monkeypatch.setattr(bench, "candidates", lambda shape, device: {})
     monkeypatch.setattr(bench, "memory", lambda attention, inputs: (None, None))
-    bench.measure_shape(SHAPE, ["token_fp8"], ["reference"], "cpu", deterministic=True)
+    bench.measure_shape(SHAPE, ["mixed"], ["reference"], "cpu", deterministic=True)
     assert seen == [False, True]
     assert not current.deterministic
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from sagebwd import cli, hardware
+from sagebwd import hardware
 from sagebwd.benchmarks import largest_context as longest
 from sagebwd.benchmarks import training
 from sagebwd.benchmarks import training_tables as tables
@@ -15,6 +15,7 @@ from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.largest_context import Trial, search
 from sagebwd.benchmarks.results import save
 from sagebwd.benchmarks.runner import Runner
+from sagebwd.commands import main as cli
 from tests.benchmarks.test_training import TINY
 
 

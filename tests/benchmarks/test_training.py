@@ -13,10 +13,10 @@ from functorch.compile import nop
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd import cli
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.benchmarks import training_tables as tables
+from sagebwd.commands import main as cli
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
 
@@ -186,7 +186,7 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
     finished = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-            "sagebwd.cli", *arguments.split(),
+            "sagebwd.commands.main", *arguments.split(),
         ],
         capture_output=True, text=True, check=False, timeout=300,
         env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 
 pytestmark = pytest.mark.rounding
 

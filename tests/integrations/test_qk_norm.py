@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from sagebwd.integrations.transformers import add_qk_norm
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.training.config import Config
 from sagebwd.training.model import build
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from sagebwd import sage_attention
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from tests.integrations.test_sdpa import ORIGINAL, in_int8, is_original_or_int8
 
 pytestmark = pytest.mark.rounding

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 

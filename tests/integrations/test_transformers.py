@@ -31,7 +31,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.metrics import cosine, relative_l2
+from sagebwd.meaning.metrics import cosine, relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
 

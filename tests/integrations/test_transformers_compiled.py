@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from sagebwd.benchmarks import flash_attention_4
-from sagebwd.metrics import relative_l2
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.training import full_precision
 from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.analysis.gaussian import with_sinks
-from sagebwd.call import Call, Saved, keeps_inputs
-from sagebwd.conformance import emulator_error, violation
-from sagebwd.mask import Mask
+from sagebwd.call import Ask, Call, Saved, keeps_inputs
+from sagebwd.dispatch import Choice
+from sagebwd.masks.mask import Mask
+from sagebwd.meaning.conformance import emulator_error, violation
 from sagebwd.recipe import Recipe
 from tests.masks import drawn
 
@@ -126,18 +127,30 @@ class KernelCall:
 
     def call(self, q: Tensor, k: Tensor) -> Call:
         """As an implementation gets it."""
-        return Call.of(q, k, *self.settings(), self.deterministic, self.mask_of())
+        dims = self.head_dim, self.head_dim
+        return Call.of(q, k, dims, *self.settings(), self.deterministic, self.mask_of())
+
+    def choice(self, impl: str) -> Choice:
+        """Who runs the call: of an implementation, or of a choice's name, whatever GPU is here."""
+        recipe = Recipe.parse(self.recipe)
+        if dispatch.SEPARATOR not in impl:
+            device, masked = torch.device(self.device), bool(self.mask)
+            found = dispatch._rows(impl, recipe, Ask(recipe, self.head_dim, self.head_dim, self.dtype, device, masked))
+            assert not isinstance(found, str), found
+            impl = dispatch.SEPARATOR.join(row.impl for row in found)
+        return dispatch.named(recipe, impl)
 
     def forward(self, impl: str, call: Call, inputs: tuple[Tensor, ...]) -> Saved:
         """What backward gets of forward."""
-        outputs = dispatch.forward(impl, call, *inputs[:3])
+        outputs = dispatch.forward(self.choice(impl), call, *inputs[:3])
         return Saved(*self._placed(("saved",) * len(outputs), outputs))
 
     def backward(self, impl: str, call: Call, saved: Saved, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dq, dk and dv; q and k are kept as `sagebwd.ops` does."""
         q, k, v, do, dlse = inputs
-        keep_q, keep_k = keeps_inputs(call.recipe, impl)
-        return dispatch.backward(impl, call, saved, do, dlse, q if keep_q else None, k if keep_k else None, v)
+        choice = self.choice(impl)
+        keep_q, keep_k = keeps_inputs(call.recipe, choice.backward.impl)
+        return dispatch.backward(choice, call, saved, do, dlse, q if keep_q else None, k if keep_k else None, v)
 
     def run(self, impl: str, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Outputs, gradients and saved tensors of an implementation."""
@@ -168,7 +181,7 @@ class KernelCall:
 
         Those that are copied then give the same bits; others are read by a kernel that is compiled for them.
         """
-        from sagebwd.kernels import replay
+        from sagebwd.kernels.host import replay
 
         odd = dataclasses.replace(self, unaligned=names)
         expected = self.run(impl, self.inputs())

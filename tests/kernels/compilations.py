@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-from sagebwd import dispatch
-from sagebwd.kernels import device
+from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
 from tests.kernels.calls import KernelCall
 
@@ -52,10 +51,9 @@ def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list
 
     JITFunction.run = record
     device.capability = lambda device: arch
-    dispatch.is_hopper = lambda device: arch == 90
     tune._time = time
     torch.cuda.get_device_name = lambda: f"sm_{arch}"
-    impl, rows = "hopper" if gluon else "triton", []
+    impl, rows = "triton/hopper" if gluon else "triton/triton", []
     for length in lengths:
         new.clear()
         timed.clear()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-ffi = pytest.importorskip("sagebwd.kernels.ffi")
-from sagebwd.kernels import replay  # noqa: E402
+ffi = pytest.importorskip("sagebwd.kernels.host.ffi")
+from sagebwd.kernels.host import replay  # noqa: E402
 
 # out[i, j] = factor * x[i, j] by their own strides, and the sums of shapes and strides in told; fails for factor 0
 SOURCE = """

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from tests.conftest import _poison
 from tests.kernels.calls import KernelCall
-from tests.kernels.test_gluon import CALLS as GLUON
-from tests.kernels.test_gluon import VARIED
 from tests.kernels.test_masks import CALLS as MASKED
 from tests.kernels.test_portable import CALLS as PORTABLE
+from tests.kernels.test_sm90_backward import CALLS as HOPPER
+from tests.kernels.test_sm90_backward import VARIED
 
 pytest.importorskip("triton")
-from sagebwd import attention, dispatch, eager, sage_attention, sage_attention_varlen
+from sagebwd import dispatch, eager, sage_attention, sage_attention_varlen
 from sagebwd.call import Call
-from sagebwd.kernels import device, replay
+from sagebwd.kernels.host import device, replay
 from sagebwd.kernels.portable import lists
 from sagebwd.switches import switches
 
-ALL = [("hopper", change + name) for change in ("", "fp8-", "fp8-deterministic-", "16bit-o-") for name in VARIED]
+ALL = [("hopper", change + name) for change in ("", "deterministic-", "16bit-") for name in VARIED]
 ALL += [("triton", name) for name in PORTABLE]
 UNDER_A_MASK = ("bias-float32-window", "bias-fp16", "document", "paper-document")
-CALLS = {"hopper": GLUON, "triton": PORTABLE | {name: MASKED[name] for name in UNDER_A_MASK}}
+CALLS = {"hopper": HOPPER, "triton": PORTABLE | {name: MASKED[name] for name in UNDER_A_MASK}}
 
 # no size or stride is so large, no address so small: at a fixed address, Python's heap begins at some 10 MiB
 SMALLEST_ADDRESS = 1 << 23
@@ -133,7 +133,6 @@ def notes(monkeypatch):
     """What is launched as if there were an H200."""
     monkeypatch.setattr(device, "capability", lambda device: 90)
     monkeypatch.setattr(device, "num_sms", lambda device: 132)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     noted = Notes()
     monkeypatch.setattr(replay, "_start", noted.launch)
     return noted
@@ -213,7 +212,7 @@ def test_calls_without_operators_launch_the_same(impl, name, notes, monkeypatch)
         return held[-1]
 
     monkeypatch.setattr(torch, "empty", kept)
-    monkeypatch.setattr(attention, "choose_implementation", lambda *_: impl)
+    monkeypatch.setattr(dispatch, "choose", lambda ask: call.choice(impl))
     results = []
     for seed in (3, 4, 5, 6):
         *inputs, do, _ = dataclasses.replace(call, seed=seed).inputs()

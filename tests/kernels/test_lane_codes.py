@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sagebwd.call import Packing
-from sagebwd.kernels.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
-from sagebwd.quantize import quantize_tokens, smooth
+from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
+from sagebwd.meaning.quantize import quantize_tokens, smooth
 
 BLOCK_K = 128
 

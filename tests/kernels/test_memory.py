@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels import device, replay
-from sagebwd.kernels.gluon.gradients import float8_gradients
+from sagebwd.kernels.host import device, replay
+from sagebwd.kernels.sm90.backward.launch import backward
 from sagebwd.recipe import Recipe
 
 META = torch.device("meta")
@@ -37,15 +37,15 @@ def peak(heads: int, kv_heads: int, head_dim: int, tokens: int, layout: str) -> 
     q, k = rows(heads), rows(kv_heads)
     offsets = torch.empty(9, dtype=torch.int32, device=META) if layout == "packed" else None
     longest = tokens // 8 if layout == "packed" else tokens
-    call = Call.of(q, k, None, offsets, offsets, longest, longest, False, -1, -1, 1.0, Recipe.named("mixed"))
+    call = Call.of(
+        q, k, (head_dim, head_dim), None, offsets, offsets, longest, longest, False, -1, -1, 1.0, Recipe.named("mixed")
+    )
     codes = [torch.empty(x.shape, dtype=torch.int8, device=META) for x in (q, k)]
     lse, q_scale, row_max = (call.queries.per_token(META) for _ in range(3))
     k_mean = torch.empty(call.keys.batch, kv_heads, head_dim, device=META)
-    saved = Saved(
-        empty_like_rows(q), lse, codes[0], q_scale, codes[1], call.keys.per_token(META), row_max, None, k_mean
-    )
+    saved = Saved(empty_like_rows(q), lse, codes[0], q_scale, codes[1], call.keys.per_token(META), row_max, k_mean)
     with Made() as made:
-        float8_gradients(call, saved, q, None, k)
+        backward(call, saved, q, None, None, None, k)
     return sum(x.nbytes for x in saved if x is not None) + made.total
 
 

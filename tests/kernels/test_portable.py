@@ -6,17 +6,16 @@ import math
 import pytest
 import torch
 
-from sagebwd.quantize import quantize_tokens, smooth
+from sagebwd.meaning.quantize import quantize_tokens, smooth
 from sagebwd.recipe import Recipe
 from tests.kernels.calls import TENSORS, KernelCall
 
 pytest.importorskip("triton")
-from sagebwd import dispatch
 from sagebwd.call import Call, Packing
-from sagebwd.kernels import replay
+from sagebwd.kernels.host import replay
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
-from sagebwd.kernels.portable import gradients, tune
+from sagebwd.kernels.portable import launch, tune
 from sagebwd.kernels.portable.config import choose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -227,7 +226,7 @@ def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
     # parts of a tile add up in FP32 in another order
     monkeypatch.setattr(tune, "choose", lambda *args: dataclasses.replace(choose(*args), step=None))
     shared = call.run("triton", inputs)
-    monkeypatch.setattr(gradients, "_tile_maxima", lambda *args: None)
+    monkeypatch.setattr(launch, "_tile_maxima", lambda *args: None)
     own = call.run("triton", inputs)
     assert (bad is None) == all(own[name].isfinite().all() for name in ("dq", "dk", "dv"))
     for name in ("dq", "dk", "dv"):
@@ -250,7 +249,7 @@ def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared
     packing = Packing(1, 16, tokens, tokens, None)
     call = Call(Recipe.parse(recipe), 1.0, torch.bfloat16, torch.device("meta"), 128, packing, packing)
     gradient = torch.empty(1, 16, tokens, 128, dtype=torch.bfloat16, device="meta")
-    maxima = gradients._tile_maxima(call)
+    maxima = launch._tile_maxima(call)
     assert (maxima is not None) == shared
     assert maxima is None or maxima.nbytes <= gradient.nbytes
 
@@ -281,12 +280,3 @@ def test_repeats_bit_for_bit():
     first, second = (call.run("triton", inputs) for _ in range(2))
     for name, tensor in first.items():
         assert tensor is None or torch.equal(tensor, second[name]), name
-
-
-def test_unsupported_says_why():
-    token = Recipe.named("token")
-    assert dispatch.unsupported("triton", token, 64, torch.bfloat16) is None
-    assert "dp" in dispatch.unsupported("triton", token.replace(dp="int8"), 64, torch.bfloat16)
-    assert "256" in dispatch.unsupported("triton", token, 512, torch.bfloat16)
-    assert "float32" in dispatch.unsupported("triton", token, 64, torch.float32)
-    assert "block_k" in dispatch.unsupported("triton", token.replace(block_k=16), 64, torch.bfloat16)

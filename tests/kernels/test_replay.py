@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-replay = pytest.importorskip("sagebwd.kernels.replay")
+replay = pytest.importorskip("sagebwd.kernels.host.replay")
 
 
 class Kernel:

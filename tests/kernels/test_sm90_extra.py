@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sagebwd.kernels.sm90 import compile as sm90
+from sagebwd.kernels.sm90.forward import compile as sm90
 
 ANY_LIBRARY = _ctypes.__file__
 REINSTALL = "(pip install --force-reinstall nvidia-cutlass-dsl=={nvidia-cutlass-dsl})".format(**sm90.VERSIONS)
@@ -24,21 +24,22 @@ sys.modules.pop("nvidia_cutlass_dsl", None)  # which a .pth imports
 from types import SimpleNamespace
 import torch
 import sagebwd
-from sagebwd import Recipe, dispatch, doctor
-from sagebwd.attention import choose_implementation, choose_recipe
+from sagebwd import Recipe, dispatch
+from sagebwd.commands import doctor
+from sagebwd.attention import ask_of
 
 assert not {"cutlass", "tvm_ffi"} & set(sys.modules)
-dispatch.is_hopper = lambda device: device.type == "cuda"
+dispatch.arch_of = lambda device: 90 if device.type == "cuda" else 0
 query = SimpleNamespace(shape=(1, 1, 1, 64), dtype=torch.bfloat16, device=torch.device("cuda", 0))
 for _ in range(2):
-    settled = choose_recipe(query, "auto", None)
-    assert settled == Recipe.named("mixed")
-    assert choose_implementation(query, settled, None) == "hopper"
-print(dispatch._first(dispatch.FORWARD, ("hopper",), settled, 64, torch.bfloat16)[0].module)
-# as where no other kernel takes the recipe: of today's Gluon takes all
-dispatch.FORWARD = tuple(row for row in dispatch.FORWARD if row.module != "sagebwd.kernels.gluon.host")
+    choice = dispatch.choose(ask_of(query, query, "auto", None))
+    assert choice.recipe == Recipe.named("mixed")
+    assert choice.impl == "hopper"
+print(choice.name)
+# what CuTe's kernel alone takes
+recipe = choice.recipe.replace(dv="16bit", dq="16bit", dk="16bit")
 try:
-    choose_implementation(query, settled, "hopper")
+    dispatch.choose(ask_of(query, query, recipe, "hopper"))
 except NotImplementedError as error:
     print(error)
 else:
@@ -88,11 +89,11 @@ def asked(folder: Path, cache: Path) -> list[str]:
     ids=["no cutlass.cute", "no library", "another interface", "no runtime", "no TVM-FFI"],
 )
 def test_what_is_broken_leaves_the_call_to_other_kernels(parts, reason, tmp_path):
-    module, refusal, advice = asked(installed(tmp_path / "packages", **parts), tmp_path)
-    assert module == "sagebwd.kernels.gluon.host"
+    name, refusal, advice = asked(installed(tmp_path / "packages", **parts), tmp_path)
+    assert name == "triton/hopper"
     assert refusal.startswith("impl='hopper' does not support this call: ")
     assert reason in refusal
-    assert advice.startswith("forward in Gluon, some 1.4 times slower: ")
+    assert advice.startswith("forward on the portable kernels, which are slower: ")
     assert advice.count(reason) == 1
     assert "(pip install --force-reinstall " in advice
     assert ("nvidia-cutlass-dsl is installed but broken" in advice and REINSTALL in advice) or "tvm_ffi" in parts
@@ -102,13 +103,13 @@ def test_what_is_compiled_runs_without_the_compiler(tmp_path):
     folder = installed(tmp_path / "packages", "raise OSError('libA.so')")
     objects = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n"
-         "from sagebwd.kernels.sm90 import compile as sm90; print(sm90._objects())", folder],
+         "from sagebwd.kernels.sm90.forward import compile as sm90; print(sm90._objects())", folder],
         env=os.environ | {"SAGEBWD_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     Path(objects).mkdir(parents=True)
     (Path(objects) / "forward-64-0.so").touch()
-    module, refusal, advice = asked(folder, tmp_path)
-    assert module == "sagebwd.kernels.sm90.launch"
+    name, refusal, advice = asked(folder, tmp_path)
+    assert name == "hopper/hopper"
     assert refusal == "taken"
     assert advice.startswith("forward in CuTe DSL where it is compiled already: nvidia-cutlass-dsl is installed but")
     assert "OSError: libA.so" in advice

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.band import Band
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.device import capability
+from sagebwd.kernels.host.device import capability
 from sagebwd.kernels.operands.codes import launch_quantize
-from sagebwd.kernels.operands.lane_codes import Codes, launch_codes
-from sagebwd.kernels.sm90 import compile as sm90
-from sagebwd.kernels.sm90.launch import Written, launch_forward
+from sagebwd.kernels.sm90.forward import compile as sm90
+from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
+from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
+from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.

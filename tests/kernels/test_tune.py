@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sagebwd.kernels import device
+from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
 from sagebwd.kernels.portable.config import Config, choose, smaller
 from sagebwd.recipe import Recipe

@@ -52,7 +52,7 @@ variants:
     )
     folder = tmp_path / "runs"
     chosen = [part for name in ("sdpa", "token", "no smoothing") for part in ("--only", name)]
-    command = ("-m", "sagebwd.cli", "compare", "--config", config, "--output", folder)
+    command = ("-m", "sagebwd.commands.main", "compare", "--config", config, "--output", folder)
     _, said = run(*command, *chosen, code=0)
     assert "QK-norm" not in said
     _, said = run(
@@ -77,14 +77,14 @@ def test_story_10_doctor_says_why_there_is_no_kernel():
     """“prints GPU/arch/torch/triton and PASS, on CPU-only prints why not and exits non-zero without traceback”.
 
     The clean install is `make package` (tools/package.py)."""
-    said, _ = run("-m", "sagebwd.cli", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
+    said, _ = run("-m", "sagebwd.commands.main", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
     assert torch.__version__ in said
     for part in ("triton", "GPU none that torch can see", "needs a CUDA device", "self-test PASS", "right and slow"):
         assert part in said
 
 
 SMALL_BENCH = """
-from sagebwd import cli
+from sagebwd.commands import main as cli
 from sagebwd.benchmarks import shapes
 shapes.TOTAL_TOKENS = 64
 cli.main()

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sagebwd
 from sagebwd import sage_attention, sage_attention_varlen
-from sagebwd.metrics import cosine, relative_l2
+from sagebwd.meaning.metrics import cosine, relative_l2
 from tests.stories import leaves, on_each_device, randn
 
 
@@ -139,9 +139,9 @@ def test_story_8_compile_and_opcheck(device):
         # strides of heads are multiples of 16 at some lengths only
         ("90", 72, "token", "heads", 9),
         # dQ, or the three gradients: for lengths that are whole blocks, and for the others
-        ("hopper", 64, "token(v_scale=sequence)", "tokens", 1),
-        ("hopper", 128, "token_fp8", "heads", 1),
-        ("hopper", 128, "token(v_scale=sequence)", "packed", 0),
+        ("hopper", 64, "mixed", "tokens", 1),
+        ("hopper", 128, "mixed", "heads", 1),
+        ("hopper", 128, "mixed", "packed", 0),
     ],
 )
 def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again):
@@ -156,7 +156,7 @@ def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, 
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     first, ragged, *others = [json.loads(line) for line in result.stdout.splitlines()]
-    backward = {"backward_kernel"} if recipe == "token_fp8" else {"dkdv_kernel", "dq_kernel"}
+    backward = {"backward_kernel"} if recipe == "mixed" else {"dkdv_kernel", "dq_kernel"}
     assert {"forward_kernel", *backward} <= set(first["compiled"])
     assert len(ragged["compiled"]) == again
     assert [row["length"] for row in others if row["compiled"]] == []

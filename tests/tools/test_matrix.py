@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sagebwd.attention import MAX_HEAD_DIM
+from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools import fuzz
 from tools.matrix import __main__ as matrix
 from tools.matrix import check, exact, forms, large, workers

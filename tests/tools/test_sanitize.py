@@ -82,10 +82,9 @@ def test_every_kernel_is_checked_in_both_tools():
     for tool in ("memcheck", "racecheck"):
         ours = [check for check in made if check.tool == tool]
         assert [(check.recipe, check.seed, check.deterministic) for check in ours] == [
-            (None, 0, False), ("token_fp8", 1, False), ("token_fp8", 26, False), ("token_fp8", 1, True),
-            ("token(v_scale=sequence)", 1, False), ("mixed", 1, False),
+            (None, 0, False), ("mixed", 1, False), ("mixed", 26, False), ("mixed", 1, True),
         ]  # fmt: skip
     command = made[1].command(300, sanitize.kernel_names())
     assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert "kns=backward_kernel" in command
-    assert command[-6:] == ["--impl", "hopper", "--recipe", "token_fp8", "--processes", "1"]
+    assert command[-6:] == ["--impl", "hopper", "--recipe", "mixed", "--processes", "1"]

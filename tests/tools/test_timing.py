@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("sagebwd.kernels.gluon")
-from sagebwd.kernels.gluon import config, gradients
+from sagebwd.kernels.sm90.backward import launch as gradients
+from sagebwd.kernels.sm90.backward import turns as config
 from tools import timing
 
 

@@ -57,7 +57,9 @@ def _processes(count: int, device: str, target: Callable[..., None], *given: obj
     # a server that has imported torch once starts CPU processes in no time; CUDA does not survive a fork
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
-        context.set_forkserver_preload(["sagebwd.training.compare", "sagebwd.cli", "torch.utils.tensorboard"])
+        context.set_forkserver_preload(
+            ["sagebwd.training.compare", "sagebwd.commands.main", "torch.utils.tensorboard"]
+        )
     started = [
         context.Process(target=_enter, args=(rank, count, port, device, target, given)) for rank in range(count)
     ]
@@ -139,7 +141,7 @@ def gloo_threads() -> list[Path]:
 
 
 def _command(arguments: list[str], log: Path) -> None:
-    from sagebwd import cli
+    from sagebwd.commands import main as cli
 
     with log.open("a", encoding="utf-8") as printed:
         for stream in (sys.stdout, sys.stderr):

@@ -9,6 +9,7 @@ import torch
 
 from sagebwd import dispatch
 from sagebwd.analysis.capture import capture
+from sagebwd.call import Ask
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.training import monitor as monitoring
 from sagebwd.training.config import Monitor
@@ -126,7 +127,8 @@ def test_an_error_that_is_not_a_number_is_above(judged):
 def test_kernels_run_every_rung(name, head_dim):
     pytest.importorskip("triton")
     for recipe in ladder(Recipe.named(name)):
-        reasons = [dispatch.unsupported(impl, recipe, head_dim, torch.bfloat16) for impl in ("hopper", "triton")]
+        ask = Ask(recipe, head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+        reasons = [dispatch.refusal(ask._replace(impl=impl)) for impl in ("hopper", "triton")]
         assert None in reasons, (str(recipe), reasons)
 
 
@@ -139,11 +141,11 @@ def test_ladders_end_in_full_precision_and_repeat_nothing():
 
 
 def test_rungs_that_the_implementation_lacks_are_left_out(judged, monkeypatch):
-    def refuse(query, recipe, impl):
-        if recipe != Recipe.named("token"):
-            raise NotImplementedError(f"{impl} has no {recipe}")
+    def refuse(ask):
+        if ask.recipe != Recipe.named("token"):
+            raise NotImplementedError(f"{ask.impl} has no {ask.recipe}")
 
-    monkeypatch.setattr(monitoring, "choose_implementation", refuse)
+    monkeypatch.setattr(dispatch, "choose", refuse)
     layer, check = judged(threshold=0.1, precision="auto", checks=1)
     assert "no finer recipe" in check(token=0.2)[0]
     assert layer.recipe == "token"

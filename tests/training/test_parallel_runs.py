@@ -32,7 +32,7 @@ class Forked:
     """In place of subprocess.Popen: the command in a process that need not import torch again."""
 
     def __init__(self, arguments, env, stdin, stdout, stderr):
-        assert arguments[:3] == [sys.executable, "-m", "sagebwd.cli"]
+        assert arguments[:3] == [sys.executable, "-m", "sagebwd.commands.main"]
         (self.process,) = command(arguments[3:], 1, Path(stdout.name))
 
     def poll(self):

@@ -35,7 +35,7 @@ def launch(tmp_path):
     def run(name, config, output, launcher=TORCHRUN):
         finished = subprocess.run(
             [
-                sys.executable, "-m", *launcher, "-m", "sagebwd.cli", name,
+                sys.executable, "-m", *launcher, "-m", "sagebwd.commands.main", name,
                 "--config", written(config, tmp_path), "--output", str(output),
             ],
             capture_output=True, text=True, check=False, timeout=300,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.mask import Mask, shown
+from sagebwd.masks.mask import Mask, shown
 from tests.masks import dense
 from tools.matrix.forms import Cell
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
-from sagebwd.attention import MAX_HEAD_DIM
-from sagebwd.mask import Mask
+from sagebwd.kernels.table import MAX_HEAD_DIM
+from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, FP8
 from tests.inputs import draw
 from tests.masks import draw as draw_mask

@@ -35,7 +35,6 @@ class Ablation:
 
 BASES = (
     Ablation("token", "0", True),
-    Ablation("token_fp8", "less: 11.3 for 21.0 instructions in dK/dV, 8.2 for 13.0 in dQ (Hopper, head_dim 64)", True),
     Ablation("paper", "dK/dV 2346 us for `token`'s 2764 at head_dim 64, 3024 for 2739 at 128 (Triton)"),
 )
 

@@ -31,8 +31,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from sagebwd.band import Band
 from sagebwd.hardware import check_device
+from sagebwd.masks.band import Band
 
 NAME = "sagebwd_capture"
 TENSORS = ("q", "k", "v", "do")

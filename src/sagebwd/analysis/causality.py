@@ -21,11 +21,11 @@ from torch import Tensor
 
 from sagebwd.analysis.study_tables import table
 from sagebwd.analysis.trace import emulate
-from sagebwd.band import Band
-from sagebwd.metrics import relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
 
-RECIPES = ("full", "paper", "token", "token_fp8", "mixed")
+RECIPES = ("full", "paper", "token", "mixed")
 OPERANDS = ("q", "k", "v")
 TENSORS = {"o": "O", "dq": "dQ"}
 TOKENS, HEAD_DIM, SEEDS = 1024, 64, 2

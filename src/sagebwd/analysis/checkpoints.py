@@ -17,7 +17,7 @@ from pathlib import Path
 from sagebwd.analysis.study_tables import table
 from sagebwd.analysis.tables import LABELS
 from sagebwd.analysis.trace import OUTPUTS
-from sagebwd.figure import save
+from sagebwd.commands.figure import save
 
 COMPARED = ("ds", "dq", "dk", "dv", "o")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.attention import sage_attention
-from sagebwd.metrics import cosine, relative_l2
+from sagebwd.meaning.metrics import cosine, relative_l2
 from sagebwd.recipe import Recipe
 
 TENSORS = ("o", "dq", "dk", "dv")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sagebwd.analysis.trace import Row, means
-from sagebwd.figure import save
+from sagebwd.commands.figure import save
 
 ERRORS = {"o": "O", "delta": "delta", "p": "P", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
 

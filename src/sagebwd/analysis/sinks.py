@@ -20,15 +20,15 @@ from torch import Tensor
 
 from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.analysis.trace import OUTPUTS, emulate, sources, without
-from sagebwd.band import Band
-from sagebwd.figure import save
-from sagebwd.metrics import relative_l2
-from sagebwd.quantize import pad_tokens
+from sagebwd.commands.figure import save
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
+from sagebwd.meaning.quantize import pad_tokens
+from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
-from sagebwd.reference import Emulator
 
 KINDS = ("first", "first and mean", "four", "delimiter")
-RECIPES = ("token", "token(first_key=int8)", "paper", "paper(first_key=16bit)", "token_fp8", "mixed")
+RECIPES = ("token", "token(first_key=int8)", "paper", "paper(first_key=16bit)", "mixed")
 STRENGTHS = (0, 2, 4, 6, 8, 10, 12, 14)
 CAUSAL = Band.of(True)
 

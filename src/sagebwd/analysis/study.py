@@ -22,9 +22,9 @@ from sagebwd.analysis import gaussian, variants
 from sagebwd.analysis.ablations import ABLATIONS, BASES, Ablation
 from sagebwd.analysis.study_tables import markdown
 from sagebwd.analysis.variants import Variant
-from sagebwd.band import Band
-from sagebwd.figure import save
-from sagebwd.metrics import relative_l2
+from sagebwd.commands.figure import save
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
 
 TENSORS = gaussian.TENSORS

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from sagebwd.analysis.capture import Captured
-from sagebwd.band import Band
-from sagebwd.metrics import Comparison, relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import Comparison, relative_l2
+from sagebwd.meaning.reference import Emulator, Observer
 from sagebwd.recipe import PRODUCTS, SIXTEEN_BIT, Recipe
-from sagebwd.reference import Emulator, Observer
 
 TENSORS = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
 OUTPUTS = ("o", "dq", "dk", "dv")
@@ -164,7 +164,7 @@ def emulate(
     band: Band,
     observe: Observer | None = None,
 ) -> dict[str, Tensor]:
-    """o, lse, delta, dq, dk and dv of q, k, v and do under a recipe; observe, as in `sagebwd.reference.Emulator`."""
+    """o, lse, delta, dq, dk and dv of a recipe; observe, as in `sagebwd.meaning.reference.Emulator`."""
     q, k, v, do = tensors
     emulator = Emulator(q, k, v, recipe, scale, band)
     o, lse, _ = emulator.forward()

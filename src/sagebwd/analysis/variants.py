@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sagebwd.band import Band
-from sagebwd.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
+from sagebwd.masks.band import Band
+from sagebwd.meaning.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
+from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
-from sagebwd.reference import Emulator
 
 Psi = Callable[[Tensor, tuple[int, ...]], Tensor]
 """x and the dimensions that share a scale, to codes times scale."""

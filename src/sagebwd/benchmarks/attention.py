@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagebwd.attention import choose_implementation, sage_attention
+from sagebwd import dispatch
+from sagebwd.attention import sage_attention
 from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
 from sagebwd.benchmarks.peers import Attention, candidates, refusal
 from sagebwd.benchmarks.shapes import Shape
-from sagebwd.dispatch import is_supported
+from sagebwd.call import Ask
 from sagebwd.recipe import FP8, Recipe
 from sagebwd.switches import switches
 
@@ -190,14 +191,13 @@ def _pairs(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str, dtype: torch.dtype
 ) -> list[tuple[str, Recipe]]:
     """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
-    width = max(shape.head_dim, shape.value_dim)
-    like = torch.empty(1, 1, 1, width, device=device, dtype=dtype)
+    ask = Ask("", shape.head_dim, shape.value_dim, dtype, torch.device(device))
     pairs = []
     for recipe in map(Recipe.parse, recipes):
         if impls is None:
-            pairs.append((choose_implementation(like, recipe, None), recipe))
+            pairs.append((dispatch.choose(ask._replace(recipe=recipe)).impl, recipe))
             continue
-        runs = [impl for impl in impls if is_supported(impl, recipe, width, dtype)]
+        runs = [impl for impl in impls if dispatch.refusal(ask._replace(recipe=recipe, impl=impl)) is None]
         pairs += [(impl, recipe) for impl in runs or impls]
     return pairs
 

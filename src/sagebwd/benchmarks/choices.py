@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sagebwd.attention import choose_implementation
+from sagebwd import dispatch
+from sagebwd.attention import ask_of
 from sagebwd.benchmarks import flash_attention_4
 from sagebwd.integrations.transformers import NAME
 from sagebwd.recipe import Recipe
@@ -38,7 +39,7 @@ class Choice:
         recipe, _, impl = text.partition("@")
         parsed = Recipe.parse(recipe)
         like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
-        chosen = choose_implementation(like, parsed, impl or None)
+        chosen = dispatch.choose(ask_of(like, like, parsed, impl or None)).impl
         return Choice(f"{recipe}@{chosen}", str(parsed), chosen)
 
     @contextmanager

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.band import Band
 from sagebwd.benchmarks.peers import Attention
 from sagebwd.benchmarks.shapes import Shape
-from sagebwd.conformance import violation
-from sagebwd.metrics import relative_l2
+from sagebwd.masks.band import Band
+from sagebwd.meaning.conformance import violation
+from sagebwd.meaning.metrics import relative_l2
+from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
-from sagebwd.reference import Emulator
 
 TENSORS = ("o", "dq", "dk", "dv")
 PEER_LIMIT = 0.05
@@ -31,7 +31,7 @@ Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 def gate(shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...]) -> str:
     """Whether the call is the recipe: "ok" or "FAILED".
 
-    By `sagebwd.conformance`, with the emulator in the inputs' dtype for the kernel's precision.
+    By `sagebwd.meaning.conformance`, with the emulator in the inputs' dtype for the kernel's precision.
     """
     low, high = (emulated(shape, recipe, inputs, dtype) for dtype in (inputs[0].dtype, torch.float64))
     eps = torch.finfo(inputs[0].dtype).eps

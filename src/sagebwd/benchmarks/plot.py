@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sagebwd.benchmarks.shapes import on_grid, value_dim_of
-from sagebwd.figure import save
+from sagebwd.commands.figure import save
 
 STEP_PARTS = {
     "attention": ("attention", "C0"),

@@ -31,7 +31,7 @@ from sagebwd.benchmarks.choices import Choice
 from sagebwd.benchmarks.results import environment
 from sagebwd.benchmarks.runner import Runner
 from sagebwd.hardware import peak_rates
-from sagebwd.metrics import Comparison
+from sagebwd.meaning.metrics import Comparison
 from sagebwd.training import processes
 from sagebwd.training.config import Config
 

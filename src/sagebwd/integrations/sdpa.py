@@ -29,13 +29,12 @@ from torch.autograd import forward_ad
 
 from sagebwd import dispatch
 from sagebwd.attention import (
-    MAX_HEAD_DIM,
     REFERENCE_DTYPES,
     _autocast,
-    choose_implementation,
-    choose_recipe,
+    ask_of,
     sage_attention,
 )
+from sagebwd.kernels import table
 from sagebwd.mask_argument import in_four_dimensions, is_key_padding
 from sagebwd.recipe import AUTO, Recipe
 
@@ -322,7 +321,7 @@ def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: boo
     if not query.dim() == key.dim() == value.dim() >= 2:
         return "dimensions differ"
     for head_dim in (query.shape[-1], value.shape[-1]):
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
+        if not 1 <= head_dim <= table.MAX_HEAD_DIM:
             return f"head_dim {head_dim}"
     if query.shape[-1] != key.shape[-1]:
         return "head_dims differ"
@@ -391,8 +390,10 @@ def _reason_in_implementation(
     if query.dtype not in REFERENCE_DTYPES:
         return f"dtype {dtype}"
     try:
-        recipe = choose_recipe(query, settings.recipe, settings.impl, masked)
-        choose_implementation(query, recipe, settings.impl, masked)
+        if torch.compiler.is_compiling():
+            dispatch.check_traced(settings.impl, query.device, query.dtype)
+        else:
+            dispatch.choose(ask_of(query, value, settings.recipe, settings.impl, masked))
     except TypeError:
         return f"dtype {dtype}"
     except NotImplementedError:

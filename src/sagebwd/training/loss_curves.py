@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sagebwd.figure import save
+from sagebwd.commands.figure import save
 from sagebwd.training.packed import read
 from sagebwd.training.report import Run, gap, smoothed
 

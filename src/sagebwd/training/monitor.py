@@ -43,7 +43,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCall
 from sagebwd import dispatch
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.trace import Row, measure
-from sagebwd.attention import choose_implementation
+from sagebwd.attention import ask_of
+from sagebwd.call import Ask
 from sagebwd.integrations.transformers import NAME, settings
 from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.training.config import Monitor
@@ -345,7 +346,7 @@ def _advice(index: int, finer: tuple[str, float] | None, automatic: bool) -> str
 
 def _supported(call: Captured, recipe: Recipe, impl: str | None) -> bool:
     try:
-        choose_implementation(call.q, recipe, impl)
+        dispatch.choose(ask_of(call.q, call.v, recipe, impl))
     except NotImplementedError:
         return False
     return True
@@ -363,7 +364,8 @@ def _name_recipes(config: PreTrainedConfig, layers: list[int], model: PreTrained
         chosen = settings(config, index)
         if chosen["recipe"] == AUTO:
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            _set_recipe(config, index, dispatch.automatic(chosen["impl"], head_dim, dtype, model.device))
+            ask = Ask(AUTO, head_dim, head_dim, dtype, model.device, impl=chosen["impl"])
+            _set_recipe(config, index, str(dispatch.choose(ask).recipe))
 
 
 def _set_recipe(config: PreTrainedConfig, index: int, recipe: str) -> None:

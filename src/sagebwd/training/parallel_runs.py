@@ -83,7 +83,16 @@ def _start(config: Config, run_dir: Path, gpu: str | None, jobs: int) -> subproc
     """`sagebwd pretrain` of a config on a GPU, its threads a share of the cores."""
     written = run_dir.with_name(f"{run_dir.name}.yaml")
     written.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "sagebwd.cli", "pretrain", "--config", str(written), "--output", str(run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "sagebwd.commands.main",
+        "pretrain",
+        "--config",
+        str(written),
+        "--output",
+        str(run_dir),
+    ]
     threads = str(max(1, (os.cpu_count() or 1) // (2 * jobs)))
     environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
     if gpu is not None:

@@ -32,7 +32,7 @@ from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingA
 from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd.hardware import command_output
-from sagebwd.metrics import largest_logit
+from sagebwd.meaning.metrics import largest_logit
 from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
 from sagebwd.training import processes, sharding

@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
-from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import (
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import (
     ROUND_BITS,
     abs_max,
     block_and_head,
@@ -28,6 +27,7 @@ from sagebwd.kernels.tile import (
     to_int8,
     whose,
 )
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

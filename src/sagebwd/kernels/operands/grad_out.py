@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
-from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import (
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
     block_and_head,
@@ -21,6 +20,7 @@ from sagebwd.kernels.tile import (
     to_int8,
     whose,
 )
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
 from sagebwd.recipe import INT8
 
 

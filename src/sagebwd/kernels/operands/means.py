@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import block_and_head, load_rows, psi_scale, sequence
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import block_and_head, load_rows, psi_scale, sequence
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.

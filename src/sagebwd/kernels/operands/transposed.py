@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
 

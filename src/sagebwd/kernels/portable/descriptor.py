@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels import alignment
+from sagebwd.kernels.host import alignment
 
 
 def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:

@@ -13,12 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
-from sagebwd.kernels.portable import lists
-from sagebwd.kernels.portable.config import Config
-from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
-from sagebwd.kernels.portable.tune import run_best
-from sagebwd.kernels.replay import launch
-from sagebwd.kernels.tile import (
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import (
     LOG2_E,
     block_range,
     codes_of,
@@ -39,6 +35,10 @@ from sagebwd.kernels.tile import (
     to_16bit,
     visible,
 )
+from sagebwd.kernels.portable import lists
+from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.tune import run_best
 from sagebwd.recipe import INT8
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.band import Band
 from sagebwd.call import Call
-from sagebwd.kernels import device
+from sagebwd.kernels.host import device
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
-from sagebwd.mask import BLOCK, SKIP, TILE, WHOLE
+from sagebwd.masks.band import Band
+from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE
+from sagebwd.masks.remember import Memory
 from sagebwd.recipe import INT8, SIXTEEN_BIT
-from sagebwd.remember import Memory
 
 _memory = Memory()
 
@@ -105,8 +105,8 @@ def lists_of(
 ) -> Tensor:  # fmt: skip
     """Lists of every tile[0] queries, or by_key of every tile[1] keys.
 
-    Args: blocks and tiles of `sagebwd.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile, queries and
-    keys; first_apart, whether the first key that counts is left out of the blocks, which makes its own one in part.
+    Args: blocks and tiles of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile,
+    queries and keys; first_apart, whether the first key that counts is left out, whose block is then in part.
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
     """

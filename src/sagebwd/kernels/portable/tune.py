@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from sagebwd.call import Call
 from sagebwd.environment import cache_folder, is_on
-from sagebwd.kernels import device
+from sagebwd.kernels.host import device
 from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
 
 CACHE = cache_folder() / "launch.json"

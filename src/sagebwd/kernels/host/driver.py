@@ -1,0 +1,66 @@
+"""A call on kernels: its tensors where they can read them, its launches replayed where an earlier call was alike.
+
+A family is a module with ``forward`` or ``backward`` (`sagebwd.call`), and with ``prepare(direction, call)`` where its
+kernels read more of a mask than is in the call.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.host.alignment import aligned_rows, contiguous
+from sagebwd.kernels.host.replay import recorded, repeat
+
+__all__ = ["backward", "forward", "recorded"]
+
+
+def forward(family: ModuleType, form: tuple[int, int], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """What ``family.forward(call, q, k, v)`` gives, at the widths of ``form``."""
+    dims = call.head_dim, call.value_dim
+    wide = _prepared(family, "forward", call._replace(head_dim=form[0], value_dim=form[1]))
+    given = _filled(q, form[0]), _filled(k, form[0]), _filled(v, form[1])
+    saved = Saved(*repeat(family.forward, wide, *map(aligned_rows, given)))
+    if form == dims:
+        return saved
+    o = empty_like_rows(q, call.value_dim).copy_(saved.o[..., : call.value_dim])
+    return saved._replace(o=o, k_mean=saved.k_mean[..., : call.head_dim].contiguous())
+
+
+def backward(
+    family: ModuleType,
+    form: tuple[int, int],
+    call: Call,
+    saved: Saved,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``family.backward(call, saved, do, dlse, q, k, v)`` gives, at the widths of ``form``."""
+    wide = _prepared(family, "backward", call._replace(head_dim=form[0], value_dim=form[1]))
+    rows = {"o": _filled(saved.o, form[1]), "q_int8": saved.q_int8, "k_int8": saved.k_int8}
+    rows = {name: aligned_rows(x) for name, x in rows.items()}
+    given = saved._replace(**rows, k_mean=_filled(saved.k_mean, form[0])), aligned_rows(_filled(do, form[1]))
+    inputs = (aligned_rows(_filled(x, width)) for x, width in zip((q, k, v), (form[0], *form)))
+    gradients = repeat(family.backward, wide, *given, contiguous(dlse), *inputs)
+    if form == (call.head_dim, call.value_dim):
+        return gradients
+    narrow = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+    return tuple(x.copy_(gradient[..., : x.shape[-1]]) for x, gradient in zip(narrow, gradients))
+
+
+def _prepared(family: ModuleType, direction: str, call: Call) -> Call:
+    call = call._replace(key_mask=contiguous(call.key_mask))
+    return family.prepare(direction, call) if hasattr(family, "prepare") else call
+
+
+def _filled(x: Tensor | None, width: int) -> Tensor | None:
+    """x with zeros up to a width: scores, scales and means stay, the output and gradients gain zeros."""
+    if x is None or x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,113 @@
+"""The portable kernels: which passes run and what they hand on, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.operands.codes import Quantized, launch_quantize
+from sagebwd.kernels.operands.grad_out import launch_grad_out
+from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.transposed import launch_transpose
+from sagebwd.kernels.portable import lists
+from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
+from sagebwd.kernels.portable.descriptor import SmoothQ
+from sagebwd.kernels.portable.dkdv import launch_dkdv
+from sagebwd.kernels.portable.dq import launch_dq
+from sagebwd.kernels.portable.forward import launch_forward
+from sagebwd.recipe import INT8, SIXTEEN_BIT
+
+
+def prepare(direction: str, call: Call) -> Call:
+    """The call with lists of its mask's blocks, where there is a mask."""
+    if call.mask is None:
+        return call
+    return call._replace(lists=(lists.of_forward if direction == "forward" else lists.of_backward)(call))
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """o, lse of the smoothed scores, and what backward reads."""
+    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
+    s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
+    first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
+    q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
+    k_mean, v_mean, v_scale, first_key = launch_statistics(
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
+        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart, k_sampled=recipe.k_mean == "sample",
+    )  # fmt: skip
+    k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
+
+    q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
+    if q_int8 or recipe.smooth_q:
+        smoothed = recipe.smooth_q and not s_int8
+        q_pass = launch_quantize(
+            q, queries, recipe.q_scale, recipe.block_q, codes=q_int8, smoothed=smoothed, block_mean=recipe.smooth_q,
+        )  # fmt: skip
+    k_smoothed = not s_int8 and recipe.smooth_k
+    if k_int8 or k_smoothed:
+        k_pass = launch_quantize(
+            k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed,
+        )  # fmt: skip
+    v_smoothed = not o_int8 and key_mask is not None  # a masked key's V may be anything, NaN too
+    if o_int8 or v_smoothed:
+        v_pass = launch_quantize(
+            v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
+            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
+            smoothed=v_smoothed, first_row=first_apart, first_key=first_key,
+        )  # fmt: skip
+
+    o = empty_like_rows(q)
+    lse, row_max = launch_forward(
+        call,
+        q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
+        k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
+        v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v,
+        q_pass.token_scale,
+        k_pass.token_scale,
+        v_pass.block_scale if v_scale is None else v_scale,
+        v_pass.column_sum,
+        v_shift,
+        SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
+        v_pass.first_row,
+        first_key,
+        o,
+    )
+    q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
+    return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, row_max, k_mean)
+
+
+def backward(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
+    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
+    o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean = saved
+    s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
+
+    q_rows, k_rows, smooth_q = q, k, SmoothQ()
+    # a masked key's K may be anything, NaN too
+    if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
+        shift = k_mean if recipe.smooth_k else None
+        k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
+    if recipe.smooth_q:
+        q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
+        q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
+    q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
+    k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
+    row_values, do_scale, do_t, q_t = launch_grad_out(
+        call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
+    )
+    shared = q_operand, k_operand, v, do, k_scale
+    tile_maxima = _tile_maxima(call)
+    dq, dk, dv = empty_gradients(recipe, call.head_dim, o, v)
+    launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima, dq)
+    launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima, dk, dv)
+    return dq, dk, dv
+
+
+def _tile_maxima(call: Call) -> Tensor | None:
+    """Room for two maxima of every tile, which dQ's kernel finds and dK and dV's reads; None for its own."""
+    if not shares_maxima(call):
+        return None
+    return torch.empty(maxima_shape(call), dtype=torch.float32, device=call.device)

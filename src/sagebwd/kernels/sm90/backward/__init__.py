@@ -1,0 +1,1 @@
+"""The backward, in Gluon."""

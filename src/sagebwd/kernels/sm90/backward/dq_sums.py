@@ -1,0 +1,117 @@
+"""What the one-kernel backward does for dQ^T: K's copy, half of a block a warpgroup, and TMA's adding blocks up."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from sagebwd.kernels.sm90.backward.tile import (
+    CONSUMERS,
+    PACKED_FLOAT8,
+    ROWS,
+    add_tile,
+    barrier,
+    block_range,
+    float8_factor,
+    reinterpret,
+    store_tile,
+    store_transposed,
+    writes_done,
+)
+
+
+@gluon.jit
+def copy_keys(memory, k, key_scale, largest):
+    """e4m3 of 64 keys' codes times their scales and 2^g, transposed as dS^T is: to memory, as dQ's operand."""
+    WIDTH: gl.constexpr = 32  # all channels at once have more addresses, which would be kept through all steps
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    memory = reinterpret(memory, gl.int16, [k.shape[1], ROWS // 2], PAIRS)
+    scale = gl.expand_dims(key_scale, 1)
+    factor = float8_factor(gl.load(largest))
+    for part in gl.static_range(k.shape[1] // WIDTH):
+        x = k.slice(part * WIDTH, WIDTH, 1).load(LAYOUT).to(gl.float32) * scale * factor
+        codes = gl.inline_asm_elementwise(PACKED_FLOAT8, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+        store_transposed(memory.slice(part * WIDTH, WIDTH, 0), codes)
+
+
+@gluon.jit
+def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight.
+
+    none, never: as of `promotion.new_product`.
+    """
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
+    dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), none, use_acc=never, is_async=True)
+    return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
+
+
+@gluon.jit
+def counter_rank_and_count(
+    row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Where this warpgroup's half of a block of dQ^T is counted, how many blocks of keys come before first_k's, and
+    how many have added: asked for here, there when it is needed."""
+    if added is None:
+        return -1, 0, 0
+    else:
+        SPAN: gl.constexpr = CONSUMERS * ROWS
+        _, _, _, end = block_range(
+            (block - 1) * BLOCK_Q, length_k, lower, upper, BLOCK_Q, SPAN, HAS_LOWER, HAS_UPPER, False
+        )
+        counter = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
+        return counter, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(counter, 0), volatile=True)
+
+
+@gluon.jit
+def store_dq(memory, dq, added, counter_before):
+    """Leave a block of dQ^T for `add_dq`, once TMA has read, or where blocks are counted written, the one before."""
+    if added is None:
+        tma.store_wait(0)
+        barrier()
+    else:
+        count_added(added, counter_before)
+    memory.store(dq.to(memory.dtype))
+
+
+@gluon.jit
+def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
+    """Hand a block of dQ^T to TMA.
+
+    added: how many blocks of keys have added to each block of dQ^T, by counter; this one comes after ``rank`` of
+    them, of which ``count`` had when last asked. None: in any order. A counter under 0 is that of zeros, which may
+    come at any time.
+    """
+    fence_async_shared()
+    barrier()
+    if added is not None:  # noqa: SIM102 (one is of compile time)
+        if counter >= 0:
+            while count != rank:
+                count = gl.load(added + counter, volatile=True)
+    add_tile(dq_desc, [row, column], memory)
+
+
+@gluon.jit
+def count_added(added, counter):
+    """Let the next block of keys add to a block of dQ^T, now that TMA has.
+
+    Relaxed: nothing but TMA's additions need be seen, and those are done. A release would wait for all stores besides.
+    """
+    writes_done(counter)
+    barrier()
+    if counter >= 0:
+        gl.atomic_add(added + counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def store_block(desc, memory, x, row):
+    """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
+    tma.store_wait(0)
+    barrier()
+    memory.store(x.to(memory.dtype))
+    fence_async_shared()
+    barrier()
+    store_tile(desc, [row, 0], memory)

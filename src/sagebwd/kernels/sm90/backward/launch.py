@@ -1,0 +1,135 @@
+"""The backward on Hopper: its passes, and one kernel for dQ, dK and dV."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.call import Call, Saved, empty_gradients
+from sagebwd.kernels.host import device
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.backward.descriptor import Rows, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.kernel import backward_kernel
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
+from sagebwd.kernels.sm90.backward.turns import backward_heads_at_once, backward_turns
+from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale, launch_finish_dq
+from sagebwd.kernels.sm90.operands.fp8_rows import DELTA_PARTS, SCALES, launch_row_values
+from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
+
+# FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
+SCALES_APART = 32
+# Registers of a thread that computes, and of any at launch; the loading warp's 128 threads keep 24 each.
+LAUNCH = {"REGISTERS": 240, "maxnreg": 168, "num_warps": 4}
+
+
+class Operands(NamedTuple):
+    """What a backward reads by TMA as rows."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    do: Rows
+
+    @classmethod
+    def of(cls, call: Call, q_int8: Tensor, k_int8: Tensor, v: Tensor, do: Tensor) -> Operands:
+        """Codes of Q and K, V, and dO or what stands for it."""
+        queries, keys = call.queries, call.keys
+        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), Rows.of(v, keys), Rows.of(do, queries))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """What kernels take of all four, in this order."""
+        return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
+
+
+def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What is raised or counted up from 0, in one piece, for one launch to clear.
+
+    Bits of the largest K of each key head; how many blocks of keys have added to each half of a block of
+    dQ^T if they are to in order; bits of V's largest by channel, (batch, heads, D).
+    """
+    keys, queries = call.keys, call.queries
+    heads = keys.batch * keys.heads
+    counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
+    sizes = heads, counts, heads * call.value_dim
+    largest, added, v_maxima = torch.zeros(sum(sizes), dtype=torch.int32, device=call.device).split(sizes)
+    return largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.value_dim)
+
+
+def backward(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in e4m3 (`sagebwd.meaning.float8`), bit for bit the same in every run where ``call.deterministic``.
+
+    do, v, o: any strides with a contiguous last dimension; q and k are not read.
+    """
+    deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
+    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
+    tile = widths.width(call.head_dim, call.value_dim).backward
+    block_q, span = tile.queries, CONSUMERS.value * rows
+    largest, added, v_maxima = _zeros(call, block_q)
+    launch_channel_maxima(v, keys, call.key_mask, v_maxima)
+    dq, dk, dv = empty_gradients(call.recipe, head_dim, saved.o, v)
+    # dQ is written last: its memory has the scaled dO until then
+    values = launch_row_values(call, saved, v_maxima, do, dlse, largest, dq, block_q)
+    operands = Operands.of(call, q_int8, k_int8, v, dq)
+    turns, heads_at_once = 1, 1
+    if deterministic:
+        heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
+    elif tile.in_turn:
+        turns = backward_turns(call, span, block_q, device.num_sms(do.device))
+    grid = -(-keys.grid(span) // turns)
+    launch(
+        backward_kernel,
+        (grid * keys.batch * keys.heads,),
+        operands.q.blocks(block_q, head_dim),
+        operands.k.blocks(rows, head_dim),
+        operands.v.blocks(rows, head_dim),
+        operands.do.blocks(block_q, head_dim),
+        transposed(values.q_t, head_dim, block_q),
+        transposed(values.do_t, head_dim, block_q),
+        vectors(values.planes, 2 * block_q),
+        vectors(values.scales, SCALES.value, SCALES_APART),
+        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
+        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
+        matrix(dk, head_dim, (rows, head_dim)),
+        matrix(dv, head_dim, (rows, head_dim)),
+        k_scale,
+        largest,
+        call.key_mask,
+        dk,
+        dv,
+        added,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        *operands.steps,
+        *keys.strides(dk),
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        queries.blocks(block_q),
+        grid,
+        turns,
+        heads_at_once,
+        keys.batch * keys.heads,
+        scale=call.scale,
+        sum_scale=dq_sum_scale(call),
+        VARLEN=call.packed,
+        RAGGED=call.packed or queries.tokens % block_q != 0 or keys.tokens % span != 0,
+        GROUPED=call.group > 1,
+        IN_TURN=tile.in_turn and not deterministic,
+        BY_CHANNEL=tile.by_channel,
+        IN_HALVES=tile.in_halves,
+        STAGES=tile.stages,
+        BLOCK_Q=block_q,
+        BLOCK_D=head_dim,
+        **call.band,
+        **LAUNCH,
+    )
+    launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, block_q)
+    return dq, dk, dv

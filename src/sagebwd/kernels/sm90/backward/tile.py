@@ -1,0 +1,145 @@
+"""What the kernel's parts share: `sagebwd.kernels.operands.tile`'s arithmetic, compiled by Gluon; 8-bit operands."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from sagebwd.kernels.operands import tile
+from sagebwd.kernels.sm90.operands import fp8_rows
+
+sequence = gluon.jit(tile.sequence.fn)
+padded_block = gluon.jit(tile.padded_block.fn)
+block_range = gluon.jit(tile.block_range.fn)
+visible = gluon.jit(tile.visible.fn)
+interleave = gluon.jit(tile.interleave.fn)
+float8_factor = gluon.jit(fp8_rows.float8_factor.fn)
+delta_parts_weight = gluon.jit(fp8_rows.delta_parts_weight.fn)
+DELTA_CHANNELS = gl.constexpr(fp8_rows.DELTA_CHANNELS.value)
+load_tile = tma.async_copy_global_to_shared
+store_tile = tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 renamed it
+
+LOG2_E = gl.constexpr(tile.LOG2_E.value)
+# Rows of a warpgroup's product.
+ROWS = gl.constexpr(64)
+# Computing warpgroups of a program, where it is no parameter.
+CONSUMERS = gl.constexpr(2)
+
+
+PACKED_FLOAT8 = gl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
+
+
+@gluon.jit
+def program_number(after):
+    """The program's number, read anew once ``after`` is known.
+
+    What a kernel needs at its end it may so make of it there, in registers that its loop had none of.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def anew(x):
+    """An int32 under another name: what follows from it here is found here, not kept in registers since earlier."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ring(step, COUNT: gl.constexpr):
+    """Which of COUNT places a step has that take turns, and the parity of its round."""
+    if COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions
+        return step & 1, (step >> 1) & 1
+    else:
+        return step % COUNT, (step // COUNT) & 1
+
+
+@gluon.jit
+def writes_done(after):
+    """Wait, once ``after`` is known, until TMA has written, not only read, all that this thread has given it."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exp2(x):
+    """2**x, results under 2**-126 flushed to 0; without the flush each takes three instructions more."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def inside_band(
+    first_q, first_k, lower, upper, QUERIES: gl.constexpr, KEYS: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """Whether every one of KEYS keys is visible to every one of QUERIES queries: no edge of the band cuts the tile."""
+    inside = first_q == first_q
+    if HAS_LOWER:
+        inside = inside & (first_k - (first_q + QUERIES - 1) >= lower)
+    if HAS_UPPER:
+        inside = inside & (first_k + KEYS - 1 - first_q <= upper)
+    return inside
+
+
+@gluon.jit
+def operand(x, LAYOUT: gl.constexpr):
+    """Results as an 8-bit operand of the next product: the same registers under other names."""
+    return gl.convert_layout(interleave(x), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def result(x, LAYOUT: gl.constexpr):
+    """An 8-bit operand as the results that `operand` made it of."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([M, N // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def operand_float8(x, LAYOUT: gl.constexpr):
+    """e4m3 of x, saturated, as an operand."""
+    return gl.inline_asm_elementwise(
+        PACKED_FLOAT8, "=r,f,f,f,f", [operand(x, LAYOUT)], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def paired_rows(low, high):
+    """Two rows' 8-bit codes side by side: what STSM transposes in units of 16 bits."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r", [low, high], dtype=gl.int16,
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_transposed(memory, codes):
+    """8-bit codes of a (64, N) score tile to shared memory as (N, 64), rows r and r + 8 of every 16 side by side.
+
+    memory: (N, 32) int16.
+    """
+    N: gl.constexpr = codes.shape[1]
+    low, high = gl.split(codes.to(gl.int8, bitcast=True).reshape([4, 2, 8, N]).permute([0, 2, 3, 1]))
+    memory.store(paired_rows(low.reshape([32, N]), high.reshape([32, N])).permute([1, 0]))
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another type."""
+    return memory._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def add_tile(descriptor, coordinates, memory, _semantic=None):
+    """Add shared memory to a block of a tensor by TMA, asynchronously; `tma.store_wait` waits for its being read.
+
+    Only the builder has it in triton 3.6 and 3.7.
+    """
+    at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, memory.handle)

@@ -1,0 +1,1 @@
+"""The forward, in CuTe DSL."""

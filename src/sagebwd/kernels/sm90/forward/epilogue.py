@@ -1,0 +1,67 @@
+"""What a warpgroup writes of its queries when it has met all their keys: O, lse and row maxima."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from sagebwd.kernels.sm90.forward.softmax import Softmax, log2, quad_max, quad_sum
+from sagebwd.kernels.sm90.forward.tiles import Tiles
+from sagebwd.kernels.sm90.forward.variant import Variant
+
+LN_2 = 0.6931471805599453
+STORE = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+
+
+class Epilogue:
+    """That of one variant."""
+
+    def __init__(self, variant: Variant, tiles: Tiles, softmax: Softmax) -> None:
+        self.D, self.tiles, self.softmax = variant.head_dim, tiles, softmax
+
+    @cute.jit
+    def write(
+        self, acc: cute.Tensor, state, rows: cute.Tensor, place, thread: Int32, o: cute.Tensor, lse: cute.Tensor,
+        row_max: cute.Tensor | None,
+    ):  # fmt: skip
+        """O, lse and row maxima of the rows that are there; zeros and -inf where no key was seen."""
+        seen, top, total, _, _ = state
+        o = self.tiles.of_head(o, place.head, place.batch)
+        lse = self.tiles.values_of_head(lse, place.head, place.batch)
+        if const_expr(row_max is not None):
+            row_max = self.tiles.values_of_head(row_max, place.head, place.batch)
+        for r in cutlass.range_constexpr(2):
+            sum_of_row, largest = quad_sum(total[r]), quad_max(seen[r])
+            unseen = sum_of_row == 0.0
+            inverse = 1.0 / sum_of_row
+            words = []
+            for j in cutlass.range_constexpr(2 * r, self.D // 2, 4):
+                pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
+                words.append(Int32(0) if unseen else pair)
+            for i in cutlass.range_constexpr(0, self.D // 8, 4):
+                words[i : i + 4] = self.transposed(words[i : i + 4])
+            if rows[r] < place.length_q:
+                at = place.start_q + rows[r]
+                if thread % 4 == 0:
+                    value = (top[r] + log2(sum_of_row)) * LN_2
+                    lse[at] = -Float32.inf if unseen else value
+                    if const_expr(row_max is not None):
+                        row_max[at] = largest
+                to = o[at, None].iterator.toint() + Int64(thread % 4 * 16)
+                for i in cutlass.range_constexpr(0, self.D // 8, 4):
+                    cute.arch.inline_ptx(STORE, read_only_args=[to + Int64(16 * i), *words[i : i + 4]])
+
+    def transposed(self, words: list) -> list:
+        """Four words of each of a quad's lanes: a lane's first of each, then its second, and so on."""
+        lane = cute.arch.lane_idx()
+        for bit in (1, 2):
+            odd = (lane & bit) != 0
+            moved = list(words)
+            for i in range(4):
+                if i & bit == 0:
+                    a, b = words[i], words[i + bit]
+                    got = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, a, b), offset=bit)
+                    moved[i], moved[i + bit] = cutlass.select_(odd, got, a), cutlass.select_(odd, b, got)
+            words = moved
+        return words

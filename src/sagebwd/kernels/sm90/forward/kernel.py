@@ -1,0 +1,417 @@
+"""Forward on sm_90a in CuTe DSL: O = softmax(Q K^T) V, Q and K as INT8 codes, P and V in 16 bit.
+
+A program takes tiles of queries one after another. One warp loads by TMA into a ring of stages; two or three
+warpgroups of 64 queries each make the codes of these, and compute. In its turn a warpgroup queues S of the next block
+and P V of this one, then it exponentiates under the others' products. Blocks of keys are taken from the last to the
+first, so that those on the diagonal, which need masks, come first.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
+
+from sagebwd.kernels.sm90.forward.epilogue import Epilogue
+from sagebwd.kernels.sm90.forward.producer import Memory, Operands, Producer
+from sagebwd.kernels.sm90.forward.quantize import Quantizer
+from sagebwd.kernels.sm90.forward.softmax import Softmax, State
+from sagebwd.kernels.sm90.forward.tiles import Grid, Tiles
+from sagebwd.kernels.sm90.forward.variant import REGISTERS, SCALE_BLOCK, Arguments, Variant
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+ptx = cute.arch.inline_ptx
+LOG2_E = 1.4426950408889634
+# A smaller scale of a row would turn a masked score, -inf, into NaN.
+TINY = 1e-30
+# Whether something holds for all threads of a warpgroup.
+ALL = (
+    "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
+)
+
+
+class Forward:
+    """One variant of the kernel, to compile; `sagebwd.kernels.sm90.forward.compile` does."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant, tile = variant, variant.tile
+        self.D, self.N, self.M = variant.head_dim, tile.keys, tile.queries
+        self.warpgroups, self.stages = tile.warpgroups, tile.stages
+        self.dtype = DTYPES[variant.dtype]
+        self.tiles, self.softmax = Tiles(variant), Softmax(variant)
+        self.producer, self.quantizer = Producer(variant, self.tiles), Quantizer(variant)
+        self.epilogue = Epilogue(variant, self.tiles, self.softmax)
+
+    def placeholders(self) -> list:
+        """Arguments of the call's types, shapes unknown, to compile for."""
+        variant, D = self.variant, self.D
+        size = cute.sym_int
+        batch, heads, heads_k, tokens_q, tokens_k = (size() for _ in range(5))
+
+        def compact(dtype, *shape):
+            order = tuple(reversed(range(len(shape))))
+            aligned = 16 if dtype is Int8 else dtype.width // 8
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=aligned)
+
+        def strided(*shape):
+            strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
+            return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
+
+        packed = variant.varlen
+        queries = (tokens_q, heads, D) if packed else (batch, heads, tokens_q, D)
+        keys = (tokens_k, heads_k, D) if packed else (batch, heads_k, tokens_k, D)
+        per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
+        arguments = Arguments(
+            q=strided(*queries),
+            q_codes=compact(Int8, *queries),
+            k=compact(Int8, *keys),
+            v=strided(*keys),
+            o=strided(*queries),
+            lse=compact(Float32, *per_query),
+            row_max=compact(Float32, *per_query) if variant.row_max else None,
+            q_scale=compact(Float32, *per_query),
+            k_scale=compact(Float32, size(), size(), 4),
+            largest_k_norm=compact(Float32, size()),
+            key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
+            cu_seqlens_q=compact(Int32, size()) if packed else None,
+            cu_seqlens_k=compact(Int32, size()) if packed else None,
+            tiles_taken=compact(Int32, 1),
+            programs=Int32(0),
+            longest=Int32(0),
+            lower=Int32(0),
+            upper=Int32(0),
+            scale=Float32(0),
+        )
+        return [*arguments, make_fake_stream()]
+
+    def matrices(self, x: cute.Tensor, transposed: bool = False):
+        """x, (B, H, T, D) or packed (T, H, D), as (T, D, H[, B]); transposed, (D, T, H[, B])."""
+        t, d, rest = (0, 2, [1]) if self.variant.varlen else (2, 3, [1, 0])
+        order = [d, t, *rest] if transposed else [t, d, *rest]
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+
+    def vectors(self, x: cute.Tensor | None):
+        """x, (B, H, T) or packed (H, T), as (T, H[, B])."""
+        if x is None:
+            return None
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0] if self.variant.varlen else [2, 1, 0]))
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
+        lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
+        largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32,
+        upper: Int32, scale: Float32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch; arguments as `Arguments` has them."""
+        M, N, D = self.M, self.N, self.D
+        heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
+        if const_expr(self.variant.varlen):
+            batch = cu_seqlens_q.shape[0] - 1
+        q, q_codes, k, o = (self.matrices(x) for x in (q, q_codes, k, o))
+        v = self.matrices(v, transposed=True)
+        lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
+        major, source = OperandMajorMode, warpgroup.OperandSource
+        s_op = warpgroup.MmaI8Op(Int8, Int8, Int32, (64, N, 32), source.SMEM, major.K, major.K)
+        o_op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, D, 16), source.RMEM, major.K, major.MN)
+        s_mma, o_mma = (cute.make_tiled_mma(op, (self.warpgroups, 1, 1)) for op in (s_op, o_op))
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, 1)
+        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, self.stages)
+        v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
+        blocks_q = cute.ceil_div(longest, M)
+        tiles = blocks_q * heads * batch
+        self.kernel(
+            k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
+            cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, tiles, blocks_q, heads,
+            heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
+        ).launch(
+            grid=[cutlass.min(programs, tiles), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
+        k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
+        row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
+        key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
+        tiles_taken: cute.Tensor, lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32,
+        heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
+    ):  # fmt: skip
+        """Tiles of queries, one after another; the first warp loads, warps from the fifth on compute."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = Memory.allocate(self.variant, self.dtype, (q_layout, k_layout, v_layout))
+        if warp == 0:
+            with cute.arch.elect_one():
+                memory.begin(self.warpgroups, self.stages)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        sizes = (tiles, tiles_taken, q.shape[0], k.shape[0], blocks_q, heads, group)
+        grid = Grid(*sizes, cu_seqlens_q, cu_seqlens_k, lower, upper)
+        computing, loading = REGISTERS[self.warpgroups]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(loading)
+            if warp == 0:
+                atoms, source = Operands(k_atom, v_atom), Operands(k, v)
+                self.producer.load(atoms, source, q, memory, key_mask, grid)
+        else:
+            cute.arch.setmaxregister_increase(computing)
+            index = cute.arch.make_warp_uniform(warp // 4 - 1)
+            scales = (q_scale, k_scale, largest_k_norm, scale_2)
+            queries, written = (q, q_codes), (o, lse, row_max)
+            self.attend(s_mma, o_mma, memory, grid, thread % 128, index, queries, written, scales)
+
+    def wait_turn(self, index) -> None:
+        """Until the warpgroup may queue its products."""
+        cute.arch.barrier(barrier_id=1 + index, number_of_threads=256)
+
+    def pass_turn(self, index) -> None:
+        """Let the next warpgroup queue its products."""
+        following = 1 - index if self.warpgroups == 2 else (index + 1) % self.warpgroups
+        cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=256)
+
+    def release(self, barrier) -> None:
+        """A warp has done with a stage."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def queue_s(self, mma: cute.TiledMma, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor, stage: Int32):
+        """S of the block in ``stage``."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        for part in cutlass.range_constexpr(self.D // 32):
+            atom.set(warpgroup.Field.ACCUMULATE, part > 0)
+            cute.gemm(atom, s, q[None, None, part, 0], k[None, None, part, stage], s)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def queue_o(self, mma: cute.TiledMma, o: cute.Tensor, p: cute.Tensor, v: cute.Tensor, stage: Int32):
+        """O += P V of the block in ``stage``."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for part in cutlass.range_constexpr(self.N // 16):
+            cute.gemm(atom, o, p[None, None, part], v[None, None, part, stage], o)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def attend(
+        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, queries, written,
+        scales,
+    ):  # fmt: skip
+        """Warpgroup ``index``: its 64 queries of every tile."""
+        M, N, D = self.M, self.N, self.D
+        s_part, o_part = s_mma.get_slice(index * 128), o_mma.get_slice(index * 128)
+        operands = (
+            s_part.make_fragment_A(s_part.partition_A(memory.q)), s_part.make_fragment_B(s_part.partition_B(memory.k)),
+            o_part.make_fragment_B(o_part.partition_B(memory.v)),
+        )  # fmt: skip
+        s = cute.make_rmem_tensor(s_part.partition_shape_C((M, N)), Int32)
+        x = cute.make_rmem_tensor(cute.size(s), Float32)
+        p = o_part.make_fragment_A(o_part.partition_shape_A((M, N)))
+        acc = cute.make_rmem_tensor(o_part.partition_shape_C((M, D)), Float32)
+        tile = (s, x, p, acc)
+        state, scale = State.allocate(), cute.make_rmem_tensor(2, Float32)
+        rows = cute.make_rmem_tensor(2, Int32)
+        fixed = ((s_mma, o_mma), memory, operands, tile, state, scale, rows, index)
+        outer = (grid, thread, queries, written, scales)
+        if index == 0:
+            self.pass_turn(index - 1 + self.warpgroups)
+        program, _, _ = cute.arch.block_idx()
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        while program < grid.tiles:
+            stage, phase = self.tile(fixed, outer, program, stage, phase)
+            cute.arch.mbarrier_wait(memory.tile_full, turn)
+            program = memory.tile[0]
+            cute.arch.sync_warp()
+            self.release(memory.tile_empty)
+            turn ^= 1
+        if index == 0:  # the turn that nobody takes
+            self.wait_turn(index)
+
+    @cute.jit
+    def tile(self, fixed, outer, program: Int32, stage: Int32, phase: Int32):
+        """O and lse of a tile's 64 queries; the ring's next stage and phase."""
+        (s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scale, rows, index = fixed
+        grid, thread, queries, written, (q_scale, k_scale, largest_k_norm, scale_2) = outer
+        s, x, p, acc = tile
+        q_norms = cute.make_rmem_tensor(2, Float32)
+        N = self.N
+        place = self.tiles.place(grid, program)
+        if place.first_q < place.length_q:
+            loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
+            begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
+            q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
+            q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
+            # all of the warpgroup have done with the last tile's
+            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            self.quantizer.rows(q, q_codes, q_scales, memory, place, index * 64, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            for r in cutlass.range_constexpr(2):
+                rows[r] = place.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
+                state.total[r], state.peak[r] = Float32(0), Int32(0)
+                scale[r], q_norms[r] = Float32(0), Float32(0)
+                if rows[r] < place.length_q:
+                    scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
+                # false of NaN, which stays
+                scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
+                if const_expr(self.variant.bounded):  # noqa: SIM102 (one is of compile time)
+                    if rows[r] < place.length_q:
+                        q_norms[r] = memory.q_norm[rows[r] - place.first_q] * scale_2
+                if const_expr(self.variant.negative):
+                    scale[r] = -scale[r]
+            acc.fill(0)
+            scales = (scale, k_scale[place.scale_head, None, thread % 4])
+
+            factors = self.factors(scales, end - 1, place)
+            stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            self.queue_s(s_mma, s, q_part, k_part, stage)
+            bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
+            warpgroup.wait_group(0)
+            self.softmax.maxima(s, x, state, factors, bounds, words, True, True)
+            self.softmax.exponentials(s, x, state, factors, True)
+            self.release(memory.k_empty + stage)
+            self.softmax.pack(x, p)
+            if const_expr(self.variant.varlen):
+                cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+                self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
+            every = ((s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scales, rows, place, index)
+            if const_expr(self.variant.key_mask):
+                stage, phase = self.steps(every, end - 2, end - 1 - begin, stage, phase, True)
+            else:
+                if const_expr(self.variant.upper):
+                    stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
+                last = cutlass.min(full_end, end - 1)
+                if const_expr(self.variant.bounded):
+                    safe = self.softmax.bounded(q_norms, largest_k_norm[place.sequence_head], state)
+                    safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), 5 + index])
+                    free = cute.arch.make_warp_uniform(last - full_begin if safe != 0 else Int32(0))
+                    stage, phase = self.steps(every, last - 1, free, stage, phase, False, free=True)
+                    last -= free
+                    if const_expr(self.variant.row_max):  # noqa: SIM102 (one is of compile time)
+                        if free > 0:
+                            self.softmax.note(p, state)
+                            self.softmax.noted(state)
+                stage, phase = self.steps(every, last - 1, last - full_begin, stage, phase, False)
+                if const_expr(self.variant.lower):
+                    last = cutlass.min(full_begin, end - 1)
+                    stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)
+            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+            warpgroup.fence()
+            self.queue_o(o_mma, acc, p, v_part, stage)
+            warpgroup.wait_group(0)
+            self.release(memory.v_empty + stage)
+            stage, phase = self.producer.following(stage, phase)
+            stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
+            self.epilogue.write(acc, state, rows, place, thread, *written)
+        return stage, phase
+
+    @cute.jit
+    def skip(self, memory, index: Int32, count: Int32, stage: Int32, phase: Int32):
+        """Let pass blocks that the tile meets and the warpgroup's queries do not, and as many turns."""
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            self.release(memory.k_empty + stage)
+            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+            self.release(memory.v_empty + stage)
+            self.wait_turn(index)
+            self.pass_turn(index)
+            stage, phase = self.producer.following(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def factors(self, scales, block: Int32, place):
+        """What the scores of a thread's rows in a block are multiplied by, to be exponents of 2."""
+        scale, k_scales = scales
+        k_scale = k_scales[place.scale_block + block * self.N // SCALE_BLOCK]
+        return [scale[0] * k_scale, scale[1] * k_scale]
+
+    @cute.jit
+    def steps(
+        self, fixed, last: Int32, count: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr,
+        free: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """``count`` steps from block ``last`` down."""
+        for b in cutlass.range(cutlass.max(count, 0), unroll=1):
+            stage, phase = self.step(fixed, last - b, stage, phase, masked, free)
+        return stage, phase
+
+    @cute.jit
+    def step(
+        self, fixed, block: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr, free: cutlass.Constexpr
+    ):
+        """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase.
+
+        free: P can hold every score relative to ``top`` as it is. Row maxima are then those of P, which is looked at
+        under the products that read it.
+        """
+        (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, rows, place, index = fixed
+        stage_v, phase_v = stage, phase
+        stage, phase = self.producer.following(stage, phase)
+        factors = self.factors(scales, block, place)
+        cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+        self.wait_turn(index)
+        self.queue_s(s_mma, s, q_part, k_part, stage)
+        cute.arch.mbarrier_wait(memory.v_full + stage_v, phase_v)
+        self.queue_o(o_mma, acc, p, v_part, stage_v)
+        self.pass_turn(index)
+        look = const_expr(free and self.variant.row_max)
+        if const_expr(look):
+            self.softmax.note(p, state)
+        bounds, words = ([], []), []
+        if const_expr(masked):
+            bounds, words = self.tiles.bounds(block, rows, place), self.tiles.words(memory.keys_kept, stage)
+        warpgroup.wait_group(1)
+        # which keys the mask keeps is read from the stage: that is released once the bits have been used
+        held = const_expr(masked and self.variant.key_mask)
+        if const_expr(not held):
+            self.release(memory.k_empty + stage)
+        moved = Boolean(False)
+        if const_expr(not free):
+            moved = self.softmax.maxima(s, x, state, factors, bounds, words, False, masked)
+        if const_expr(held):
+            self.release(memory.k_empty + stage)
+        parts = self.softmax.exponentials(s, x, state, factors, masked)
+        if const_expr(look):
+            self.softmax.note_exactly(x, parts, state)
+        warpgroup.wait_group(0)
+        self.release(memory.v_empty + stage_v)
+        self.softmax.pack(x, p)
+        if const_expr(not free):
+            self.rescale(acc, state, moved)
+        return stage, phase
+
+    @cute.jit
+    def rescale(self, acc: cute.Tensor, state, moved: Boolean):
+        """O relative to the rows' new maxima."""
+        if moved:
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] * state.decay[i // 2 % 2]
+
+    @cute.jit
+    def clear_end(self, v: cute.Tensor, stage: Int32, keys_left: Int32, thread: Int32, index: Int32):
+        """Zero V's tokens past the end of a packed sequence: P is 0 there, but 0 times a neighbour's NaN is NaN.
+
+        Every warpgroup does so, with the same zeros, before its own product.
+        """
+        N, D = self.N, self.D
+        if keys_left < N:
+            for part in cutlass.range(N * D // 128, unroll=1):
+                at = part * 128 + thread
+                if at // D >= keys_left:
+                    v[at % D, at // D, stage] = self.dtype(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)

@@ -1,0 +1,83 @@
+"""The forward on Hopper: its passes and its launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.call import Call, Saved, empty_like_rows
+from sagebwd.kernels.host.alignment import fits_tma
+from sagebwd.kernels.host.device import num_sms
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.codes import launch_quantize
+from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.forward.compile import forward_kernel
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
+from sagebwd.recipe import FP8
+
+
+class Written(NamedTuple):
+    """What `launch_forward` wrote beside O: Q's INT8 codes, in its shape, and their FP32 scales, one a token; lse and,
+    if asked for, row maxima times log2(e), FP32."""
+
+    q: Tensor
+    q_scale: Tensor
+    lse: Tensor
+    row_max: Tensor | None
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """o, lse of the smoothed scores, and what backward reads."""
+    sampled = call.recipe.k_mean == "sample"
+    codes = launch_codes(k, call.keys, call.key_mask, SCALE_BLOCK, k_sampled=sampled)
+    if call.key_mask is not None:  # a masked key's V may be anything, NaN too
+        v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
+    # an expanded V too: TMA takes no stride of 0
+    v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
+    o = empty_like_rows(q)
+    q = q if fits_tma(q) else q.contiguous()
+    written = launch_forward(call, q, codes, v, o, with_row_max=call.recipe.dv == FP8)
+    return Saved(o, written.lse, written.q, written.q_scale, codes.k, codes.k_scale, written.row_max, codes.k_mean)
+
+
+def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *, with_row_max: bool) -> Written:
+    """Write o, and what is given back.
+
+    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
+    """
+    queries, device, band = call.queries, v.device, call.band
+    written = Written(
+        torch.empty(q.shape, dtype=torch.int8, device=device), queries.per_token(device), queries.per_token(device),
+        queries.per_token(device) if with_row_max else None,
+    )  # fmt: skip
+    tile = widths.width(call.head_dim, call.value_dim).forward
+    variant = Variant(
+        call.head_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"], upper=band["HAS_UPPER"],
+        varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0, row_max=with_row_max,
+    )  # fmt: skip
+    arguments = Arguments(
+        q=q,
+        q_codes=written.q,
+        k=codes.k,
+        v=v,
+        o=o,
+        lse=written.lse,
+        row_max=written.row_max,
+        q_scale=written.q_scale,
+        k_scale=codes.lane_scale,
+        largest_k_norm=codes.largest_norm,
+        key_mask=None if call.key_mask is None else call.key_mask.view(torch.uint8),
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_k=call.keys.cu_seqlens,
+        tiles_taken=codes.tiles_taken,
+        programs=num_sms(device),
+        longest=queries.tokens,
+        lower=band["lower"] if band["HAS_LOWER"] else 0,
+        upper=band["upper"] if band["HAS_UPPER"] else 0,
+        scale=abs(call.scale),
+    )
+    launch(forward_kernel(variant), (), *arguments)
+    return written

@@ -1,0 +1,171 @@
+"""The producer warp: takes a program's tiles, and loads K and V block by block by TMA into a ring of stages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from sagebwd.kernels.sm90.forward.tiles import Tiles
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
+
+ptx = cute.arch.inline_ptx
+
+
+class Operands(NamedTuple):
+    """One thing of each that TMA loads: atoms, or tensors: K (T, D, H[, B]), V (D, T, H[, B])."""
+
+    k: Any
+    v: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: Q's tile, K's and V's stages, which keys a mask keeps, and barriers, two of the tile."""
+
+    q: Any
+    k: Any
+    v: Any
+    keys_kept: Any  # a bit each, 32 a word
+    q_words: Any  # q as INT32
+    q_scale: Any  # of each row
+    q_norm: Any  # of each row as codes, at most, if the variant is bounded
+    tile: Any  # the number of the next
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+    tile_full: Any
+    tile_empty: Any
+
+    @classmethod
+    def allocate(cls, variant: Variant, dtype, layouts) -> Memory:
+        """All of a program's."""
+        smem, stages = SmemAllocator(), variant.tile.stages
+        tiles = [
+            smem.allocate_tensor(kind, layout.outer, 1024, swizzle=layout.inner)
+            for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
+        ]
+        keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
+        # recast_tensor would lose the swizzle
+        words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
+        q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
+        q_scale = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
+        q_norm = None
+        if variant.bounded:
+            q_norm = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
+        tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        barriers = smem.allocate_array(Int64, 2 + 4 * stages)
+        rings = (barriers + 2 + n * stages for n in range(4))
+        return cls(*tiles, keys_kept, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1)
+
+    def begin(self, warpgroups: int, stages: int) -> None:
+        """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
+        cute.arch.mbarrier_init(self.tile_full, 1)
+        cute.arch.mbarrier_init(self.tile_empty, 4 * warpgroups)
+        for stage in range(stages):
+            for full in (self.k_full, self.v_full):
+                cute.arch.mbarrier_init(full + stage, 1)
+            for empty in (self.k_empty, self.v_empty):
+                cute.arch.mbarrier_init(empty + stage, 4 * warpgroups)
+
+
+class Producer:
+    """Loads of one variant."""
+
+    def __init__(self, variant: Variant, tiles: Tiles) -> None:
+        self.variant, self.tiles = variant, tiles
+        self.M, self.N, self.D = variant.tile.queries, variant.tile.keys, variant.head_dim
+
+    @cute.jit
+    def load(self, atoms, source, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
+        """All of a program's loads."""
+        program, _, _ = cute.arch.block_idx()
+        fixed = (atoms, source, memory, key_mask, grid)
+        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        while program < grid.tiles:
+            stage, phase = self.load_tile(fixed, program, stage, phase)
+            program = self.next(q, memory, grid, turn)
+            turn ^= 1
+
+    @cute.jit
+    def next(self, q: cute.Tensor, memory, grid, turn: Int32):
+        """Take the next tile, say so to those that compute, and have its queries brought to L2."""
+        program = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
+                grid.taken[0] = Int32(0)
+        program = cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0]
+        cute.arch.mbarrier_wait(memory.tile_empty, turn)
+        if cute.arch.lane_idx() == 0:
+            memory.tile[0] = program
+            cute.arch.mbarrier_arrive(memory.tile_full)
+        if program < grid.tiles:
+            place = self.tiles.place(grid, program)
+            rows = self.tiles.of_head(q, place.head, place.batch)
+            for part in cutlass.range_constexpr(self.M // 32):
+                token = place.first_q + part * 32 + cute.arch.lane_idx()
+                if token < place.length_q:
+                    row = rows[place.start_q + token, None].iterator.toint()
+                    for line in cutlass.range_constexpr(0, 2 * self.D, 128):
+                        ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
+        return program
+
+    @cute.jit
+    def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
+        """Every block of K and V that a tile meets, from the last to the first; the ring's next stage and phase."""
+        atoms, source, memory, key_mask, grid = fixed
+        M, N, D = self.M, self.N, self.D
+        place = self.tiles.place(grid, program)
+        if place.first_q < place.length_q:
+            begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
+            k = self.tiles.of_head(source.k, place.head_k, place.batch)
+            v = self.tiles.of_head(source.v, place.head_k, place.batch)
+            if const_expr(self.variant.varlen):
+                k = cute.domain_offset((place.start_k, 0), k)
+                v = cute.domain_offset((0, place.start_k), v)
+            k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
+            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
+            for step in cutlass.range(end - begin, unroll=1):
+                block = end - 1 - step
+                cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
+                if const_expr(self.variant.key_mask):
+                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
+                cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
+                cute.arch.mbarrier_wait(memory.v_empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * D * 2)
+                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
+                stage, phase = self.following(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def following(self, stage: Int32, phase: Int32):
+        """The ring's next stage, and the phase of its barriers."""
+        stage += 1
+        if stage == self.variant.tile.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
+        """Where TMA writes to and reads from."""
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, one, cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2))
+
+    @cute.jit
+    def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, place):
+        """The mask's bytes of a block as bits, before the arrival that says that K is there."""
+        for word in cutlass.range_constexpr(self.N // 32):
+            key = block * self.N + word * 32 + cute.arch.lane_idx()
+            keep = Int32(0)
+            if key < place.length_k:
+                keep = Int32(key_mask[place.batch, key])
+            keys_kept[word, stage] = cute.arch.vote_ballot_sync(keep != 0)
+        cute.arch.sync_warp()

@@ -1,0 +1,140 @@
+"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.lane_codes` has K's)."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from sagebwd.kernels.sm90.forward.variant import Variant
+
+ptx = cute.arch.inline_ptx
+# Threads that share a row.
+LANES = 8
+# Adding it leaves an integer in the low bits, rounded half to even.
+ROUND = 12582912.0
+INVERSE_127 = 1.0 / 127.0
+UNPACK = {
+    "bfloat16": "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
+    "float16": "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }",
+}
+LOAD = {
+    2: "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+    4: "ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+}
+BITS = "and.b32 {$w0}, {$r0}, 0x7fffffff;"
+PACK_CODES = (
+    "{ .reg .b32 a, b; prmt.b32 a, {$r0}, {$r1}, 0x0040; prmt.b32 b, {$r2}, {$r3}, 0x0040;"
+    " prmt.b32 {$w0}, a, b, 0x5410; }"
+)
+MOVE = "mov.b32 {$w0}, {$r0};"
+SQRT = "sqrt.approx.f32 {$w0}, {$r0};"
+FMA = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
+
+
+def as_bits(x):
+    """FP32's bits."""
+    return ptx(MOVE, write_only_types=[Int32], read_only_args=[x])
+
+
+def as_float(x):
+    """The FP32 number of some bits."""
+    return ptx(MOVE, write_only_types=[Float32], read_only_args=[x])
+
+
+def fma(a, b, c):
+    """a b + c, rounded once."""
+    return ptx(FMA, write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+class Quantizer:
+    """Q's codes of one variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant, self.D = variant, variant.head_dim
+        self.elements = self.D // LANES  # of a row, of a thread
+        self.load_words = 4 if self.elements % 8 == 0 else 2
+
+    @cute.jit
+    def rows(
+        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, memory, place, first: Int32, thread: Int32
+    ):
+        """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise, norms into it.
+
+        q, codes: (T, D) of the head; scales (T,). In shared memory are zeros where rows are past the sequence's end.
+        """
+        words, row_scales, row_norms = memory.q_words, memory.q_scale, memory.q_norm
+        lane = thread % LANES
+        tokens, parts = [], []
+        for part in cutlass.range_constexpr(64 * LANES // 128):
+            tokens.append(place.first_q + first + part * (128 // LANES) + thread // LANES)
+            parts.append(self.load(q, place.start_q + tokens[-1], lane, tokens[-1] < place.length_q))
+        for part in cutlass.range_constexpr(64 * LANES // 128):
+            row, token, pairs = tokens[part] - place.first_q, tokens[part], parts[part]
+            inside = token < place.length_q
+            x = []
+            for pair in pairs:
+                x += list(ptx(UNPACK[self.variant.dtype], write_only_types=[Float32] * 2, read_only_args=[pair]))
+            largest = ptx(BITS, write_only_types=[Int32], read_only_args=[as_bits(x[0])])
+            for one in x[1:]:
+                bits = ptx(BITS, write_only_types=[Int32], read_only_args=[as_bits(one)])
+                largest = cutlass.max(largest, bits)  # of bits: NaN wins
+            for offset in (1, 2, 4):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+            scale = self.scale(as_float(largest))
+            inverse = 1.0 / scale
+            norm = Float32(0)
+            if const_expr(row_norms is not None):
+                norm = self.norm(x, scale)
+            found = []
+            for i in cutlass.range_constexpr(0, self.elements, 4):
+                four = [as_bits(self.divided(x[i + j], scale, inverse) + ROUND) for j in range(4)]
+                found.append(ptx(PACK_CODES, write_only_types=[Int32], read_only_args=four))
+            for i in cutlass.range_constexpr(self.elements // 4):
+                words[row, lane * (self.elements // 4) + i, 0] = found[i]
+            if lane == 0:
+                row_scales[row] = scale
+                if const_expr(row_norms is not None):
+                    row_norms[row] = norm
+            if inside:
+                at = codes[place.start_q + token, None].iterator.toint() + Int64(lane * self.elements)
+                for i in cutlass.range_constexpr(self.elements // 4):
+                    ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[at + 4 * i, found[i]])
+                if lane == 0:
+                    scales[place.start_q + token] = scale
+
+    @cute.jit
+    def norm(self, x, scale):
+        """At least the norm of a row as codes, each of which is rounded by half a scale at most."""
+        total = Float32(0)
+        for one in x:
+            total = fma(one, one, total)
+        for offset in (1, 2, 4):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        return ptx(SQRT, write_only_types=[Float32], read_only_args=[total]) + 0.5 * self.D**0.5 * scale
+
+    @cute.jit
+    def load(self, q: cute.Tensor, token: Int32, lane: Int32, inside):
+        """A thread's share of a row, two 16-bit numbers a word; zeros past the end."""
+        size = self.load_words
+        words = cute.make_rmem_tensor(self.elements // 2, Int32)
+        words.fill(0)
+        if inside:
+            at = q[token, None].iterator.toint() + Int64(lane * (2 * self.elements))
+            for i in cutlass.range_constexpr(0, self.elements // 2, size):
+                got = ptx(LOAD[size], write_only_types=[Int32] * size, read_only_args=[at + 4 * i])
+                for j in cutlass.range_constexpr(size):
+                    words[i + j] = got[j]
+        return [words[i] for i in range(self.elements // 2)]
+
+    def divided(self, x, scale, inverse):
+        """x / scale, rounded as IEEE division is (`kernels.tile.divide`)."""
+        quotient = x * inverse
+        return fma(fma(quotient, -scale, x), inverse, quotient)
+
+    @cute.jit
+    def scale(self, largest):
+        """psi's scale: a 127th of the largest magnitude; of zeros 1, of infinity itself."""
+        scale = self.divided(largest, Float32(127.0), Float32(INVERSE_127))
+        scale = largest if largest == Float32.inf else scale
+        return Float32(1.0) if largest == 0.0 else scale

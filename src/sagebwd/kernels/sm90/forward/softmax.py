@@ -1,0 +1,204 @@
+"""Softmax of a warpgroup's score tile in registers: maxima, exponentials, and P packed as an operand.
+
+A thread holds two rows of 64, r and r + 8, as it gets them from a tensor core: register i is of row i // 2 % 2 and
+column i // 4 * 8 + i % 2, counted from the thread's own first, which is twice its place in its quad.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from sagebwd.kernels.sm90.forward.variant import Variant
+
+ptx = cute.arch.inline_ptx
+PACK = {
+    "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+    "float16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+}
+# A row's maximum may grow by this many octaves before O and its sum are rescaled: 16 bit have the range.
+OCTAVES = 8.0
+# By this many where no row can grow further: a sum of 2**17 products of P with V up to 2**50 still fits FP32.
+MOST_OCTAVES = 60.0
+# In octaves, more than P's rounding: a maximum of rounded P counts only where it exceeds the exact one by this.
+ROUNDING = 0.01
+HALVES = "and.b32 {$w0}, {$r0}, 0xffff0000; shl.b32 {$w1}, {$r0}, 16;"
+LARGER = "max.bf16x2 {$w0}, {$r0}, {$r1};"
+
+
+def exp2(x):
+    """2**x, results under 2**-126 flushed to 0."""
+    return ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def log2(x):
+    """log2(x); -inf of 0."""
+    return ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def row_of(size: int, r: int) -> list[int]:
+    """Registers of a tile of ``size`` that are of row ``r``."""
+    return [i for i in range(size) if i // 2 % 2 == r]
+
+
+class State(NamedTuple):
+    """A thread's registers, two of each, one a row."""
+
+    seen: Any  # its largest score so far
+    top: Any  # what exponents are relative to: the row's largest score, or less by some octaves
+    total: Any  # its sum of exponentials
+    decay: Any  # what O is multiplied by where `Softmax.maxima` says so
+    peak: Any  # of steps without maxima: its largest P, two columns' in BF16
+
+    @classmethod
+    def allocate(cls) -> State:
+        """Registers."""
+        return cls(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)), cute.make_rmem_tensor(2, Int32))
+
+
+class Softmax:
+    """Softmax of one variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    @cute.jit
+    def maxima(
+        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, bounds, words,
+        first: cutlass.Constexpr, masked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Bring the state up to new scores, INT32, which ``factors`` scale; whether O must be rescaled.
+
+        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``bounds`` or not in
+        ``words`` (see `masks`).
+        """
+        seen, top, total, decay, _ = state
+        size, negative = cute.size(scores), const_expr(self.variant.negative)
+        if const_expr(masked):
+            unseen = Float32.inf if negative else -Float32.inf
+            low, high = bounds
+            for i in cutlass.range_constexpr(size):
+                r, column = i // 2 % 2, i // 4 * 8 + i % 2
+                keep = column < high[r]
+                if const_expr(self.variant.lower):
+                    keep = keep & (column >= low[r])
+                if const_expr(self.variant.key_mask):
+                    keep = keep & ((words[column // 32] & (1 << (column % 32))) != 0)
+                x[i] = scores[i].to(Float32) if keep else unseen
+        tops = []
+        for r in cutlass.range_constexpr(2):
+            best = self.largest(x if const_expr(masked) else scores, r, masked)
+            tops.append(best * factors[r])
+        moved = Boolean(False)
+        if const_expr(first):
+            for r in cutlass.range_constexpr(2):
+                seen[r] = tops[r]
+                top[r] = quad_max(tops[r])
+        else:
+            for r in cutlass.range_constexpr(2):
+                seen[r] = cute.arch.fmax(seen[r], tops[r])
+            # a vote of the warp instead of an exchange in each quad, as hardly a row moves
+            moved = cute.arch.vote_any_sync((tops[0] > top[0] + OCTAVES) | (tops[1] > top[1] + OCTAVES))
+            if moved:
+                for r in cutlass.range_constexpr(2):
+                    m = quad_max(tops[r])
+                    m = m if m > top[r] + OCTAVES else top[r]
+                    decay[r] = exp2(top[r] - m) if m > top[r] else Float32(1)
+                    total[r] = total[r] * decay[r]
+                    top[r] = m
+        return moved
+
+    def largest(self, scores: cute.Tensor, r: int, masked: bool):
+        """The score of a thread's row that is largest once scaled, as FP32."""
+        negative = self.variant.negative
+        if masked:
+            best_of = cute.arch.fmin if negative else cute.arch.fmax
+        else:
+            best_of = cutlass.min if negative else cutlass.max
+        at = row_of(cute.size(scores), r)
+        best = scores[at[0]]
+        for i in at[1:]:
+            best = best_of(best, scores[i])
+        return best.to(Float32)
+
+    @cute.jit
+    def exponentials(self, scores: cute.Tensor, x: cute.Tensor, state, factors, masked: cutlass.Constexpr):
+        """P into x, of scores, or of x where masked, and its sum; each row's new part of the sum."""
+        _, top, total, _, _ = state
+        parts = []
+        for r in cutlass.range_constexpr(2):
+            shift = -top[r]
+            if const_expr(masked):  # a row may have seen no key yet
+                shift = Float32(0) if top[r] == -Float32.inf else shift
+            part = Float32(0)
+            for i in row_of(cute.size(x), r):
+                s = x[i] if const_expr(masked) else scores[i].to(Float32)
+                x[i] = exp2(s * factors[r] + shift)
+                part = part + x[i]
+            total[r] = total[r] + part
+            parts.append(part)
+        return parts
+
+    @cute.jit
+    def bounded(self, q_norms, largest_k_norm, state):
+        """Whether P of the thread's rows can hold all scores to come, none of which exceeds the norms' product."""
+        safe = Boolean(True)
+        for r in cutlass.range_constexpr(2):
+            safe = safe & (q_norms[r] * largest_k_norm <= state.top[r] + MOST_OCTAVES)
+        return safe
+
+    @cute.jit
+    def note(self, p: cute.Tensor, state):
+        """Keep each row's largest P, packed."""
+        pairs = cute.recast_tensor(p, Int32)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(r, cute.size(pairs), 2):
+                state.peak[r] = ptx(LARGER, write_only_types=[Int32], read_only_args=[state.peak[r], pairs[j]])
+
+    @cute.jit
+    def note_exactly(self, x: cute.Tensor, parts, state):
+        """Keep the largest of P in FP32 if it may be half of a row's weight: then backward needs 1 less P's share."""
+        over = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            over = over | (2.0 * parts[r] > state.total[r])
+        if cute.arch.vote_any_sync(over):
+            for r in cutlass.range_constexpr(2):
+                at = row_of(cute.size(x), r)
+                largest = x[at[0]]
+                for i in at[1:]:
+                    largest = cute.arch.fmax(largest, x[i])
+                state.seen[r] = cute.arch.fmax(state.seen[r], state.top[r] + log2(largest))
+
+    @cute.jit
+    def noted(self, state):
+        """Bring ``seen`` up to what `note` kept."""
+        for r in cutlass.range_constexpr(2):
+            high, low = ptx(HALVES, write_only_types=[Float32] * 2, read_only_args=[state.peak[r]])
+            found = state.top[r] + log2(cute.arch.fmax(high, low))
+            state.seen[r] = found if found > state.seen[r] + ROUNDING else state.seen[r]
+
+    @cute.jit
+    def pack(self, x: cute.Tensor, p: cute.Tensor):
+        """P in 16 bit, as the operand that a result's registers already are."""
+        pairs = cute.recast_tensor(p, Int32)
+        for j in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[j] = self.pair(x[2 * j], x[2 * j + 1])
+
+    def pair(self, low, high):
+        """Two FP32 rounded to 16 bit, in one word."""
+        return ptx(PACK[self.variant.dtype], write_only_types=[Int32], read_only_args=[low, high])
+
+
+def quad_max(x):
+    """The largest of a quad's four."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x):
+    """The sum of a quad's four."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)

@@ -1,0 +1,121 @@
+"""Which tile a program computes, which blocks of keys it meets, and which of their columns a thread's rows see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
+
+
+class Grid(NamedTuple):
+    """What places programs: sizes, the sequences' ends, and bounds on key - query."""
+
+    tiles: Any
+    taken: Any  # how many were taken beside the programs' first
+    tokens_q: Any
+    tokens_k: Any
+    blocks_q: Any  # tiles of the longest sequence
+    heads: Any
+    group: Any  # heads that share one of K's
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    lower: Any
+    upper: Any
+
+
+class Place(NamedTuple):
+    """Where a program's tile is. Tokens are counted from the sequence's first, which start_q and start_k are."""
+
+    batch: Any
+    head: Any
+    head_k: Any
+    first_q: Any
+    start_q: Any
+    start_k: Any
+    length_q: Any
+    length_k: Any
+    lower: Any
+    upper: Any
+    scale_head: Any  # of K's scales: the head, and the sequence's first block
+    scale_block: Any
+    sequence_head: Any  # of K's largest norm: the sequence and the head
+
+
+class Tiles:
+    """Tiles of one variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.M, self.N = variant.tile.queries, variant.tile.keys
+
+    def of_head(self, x: cute.Tensor, head, batch):
+        """A head's matrix of x, (., ., H[, B])."""
+        return x[None, None, head] if self.variant.varlen else x[None, None, head, batch]
+
+    def values_of_head(self, x: cute.Tensor, head, batch):
+        """A head's values of x, (T, H[, B])."""
+        return x[None, head] if self.variant.varlen else x[None, head, batch]
+
+    @cute.jit
+    def place(self, grid, program: Int32):
+        """A tile's `Place`."""
+        batch_head = program // grid.blocks_q
+        # the last queries see the most keys: they start first
+        block_q = grid.blocks_q - 1 - program % grid.blocks_q
+        batch, head = batch_head // grid.heads, batch_head % grid.heads
+        head_k = head // grid.group
+        start_q, start_k, length_q, length_k = Int32(0), Int32(0), Int32(grid.tokens_q), Int32(grid.tokens_k)
+        lower, upper = grid.lower, grid.upper
+        sequence_head = batch * (grid.heads // grid.group) + head_k
+        scale_head, scale_block = sequence_head, Int32(0)
+        if const_expr(self.variant.varlen):
+            start_q, start_k = grid.cu_seqlens_q[batch], grid.cu_seqlens_k[batch]
+            length_q, length_k = grid.cu_seqlens_q[batch + 1] - start_q, grid.cu_seqlens_k[batch + 1] - start_k
+            lower, upper = lower + length_k - length_q, upper + length_k - length_q
+            scale_head, scale_block = head_k, start_k // SCALE_BLOCK + batch
+        return Place(
+            batch, head, head_k, block_q * self.M, start_q, start_k, length_q, length_k, lower, upper, scale_head,
+            scale_block, sequence_head,
+        )  # fmt: skip
+
+    @cute.jit
+    def blocks(self, place, first, count: cutlass.Constexpr):
+        """Blocks of keys that ``count`` queries meet: begin, full_begin, full_end, end; masked but the middle ones."""
+        N = self.N
+        begin, full_begin, full_end, end = Int32(0), Int32(0), place.length_k, place.length_k
+        if const_expr(self.variant.lower):
+            begin = cutlass.max(first + place.lower, 0)
+            full_begin = cutlass.max(first + count - 1 + place.lower, 0)
+        if const_expr(self.variant.upper):
+            end = cutlass.min(cutlass.max(first + count + place.upper, 0), place.length_k)
+            full_end = cutlass.min(cutlass.max(first + 1 + place.upper, 0), place.length_k)
+        # rows without a key take one masked block of the sequence's own, and write zeros
+        begin = cutlass.min(begin // N, cutlass.max((place.length_k + N - 1) // N - 1, 0))
+        end = cutlass.max((end + N - 1) // N, begin + 1)
+        full_begin = cutlass.min(cutlass.max((full_begin + N - 1) // N, begin), end)
+        full_end = cutlass.min(cutlass.max(full_end // N, full_begin), end)
+        return begin, full_begin, full_end, end
+
+    @cute.jit
+    def bounds(self, block: Int32, rows: cute.Tensor, place):
+        """First column of a block that each of a thread's rows sees, and the first beyond, less the thread's first."""
+        base = block * self.N + cute.arch.lane_idx() % 4 * 2
+        low, high = [], []
+        for r in cutlass.range_constexpr(2):
+            end = place.length_k
+            if const_expr(self.variant.upper):
+                end = cutlass.min(end, rows[r] + place.upper + 1)
+            high.append(end - base)
+            low.append(rows[r] + place.lower - base)
+        return low, high
+
+    def words(self, keys_kept: cute.Tensor, stage) -> list:
+        """Which of a block's keys the key mask keeps, a bit each, shifted by the thread's first column."""
+        if not self.variant.key_mask:
+            return []
+        shift = cute.arch.lane_idx() % 4 * 2
+        return [keys_kept[word, stage] >> shift for word in range(self.N // 32)]

@@ -1,0 +1,66 @@
+"""What one compilation of the forward fixes: the tile, the pipeline, and which masks a call has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sagebwd.kernels.sm90.widths import ForwardTile
+
+# Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+# Keys of a block that has four scales, one for each lane of a quad.
+SCALE_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation."""
+
+    head_dim: int
+    dtype: str  # bfloat16 or float16
+    tile: ForwardTile
+    lower: bool = False  # keys before a bound are masked: a window
+    upper: bool = False  # keys after a bound are masked: causal, a window
+    varlen: bool = False
+    key_mask: bool = False
+    negative: bool = False  # a negative softmax scale
+    row_max: bool = False  # row maxima are written
+
+    @property
+    def bounded(self) -> bool:
+        """Whether blocks without a mask have a loop that takes no maxima, for queries whose scores cannot grow far.
+
+        BF16 has the range of FP32, in which P may grow.
+        """
+        return self.dtype == "bfloat16" and not self.key_mask
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
+
+    ``cu_seqlens``: INT32, where calls are packed; ``longest``: queries of the longest sequence; ``lower``, ``upper``:
+    bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
+    """
+
+    q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
+    q_codes: Any  # written, INT8 codes, contiguous
+    k: Any  # INT8 codes, contiguous
+    v: Any  # as q
+    o: Any  # written, as q
+    lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
+    row_max: Any  # written if not None: each query's largest score times log2(e)
+    q_scale: Any  # written, FP32, as lse
+    k_scale: (
+        Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
+    )
+    largest_k_norm: Any  # FP32, (batch * key heads,): no norm of a key as codes is larger
+    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    tiles_taken: Any  # INT32, one 0, which counts up and ends at 0
+    programs: Any  # how many there are at most; each takes tiles as it comes free
+    longest: Any
+    lower: Any
+    upper: Any
+    scale: Any

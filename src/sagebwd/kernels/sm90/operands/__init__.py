@@ -1,0 +1,1 @@
+"""Passes that make operands of the Hopper kernels alone."""

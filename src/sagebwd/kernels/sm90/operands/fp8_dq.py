@@ -1,0 +1,72 @@
+"""dQ from the FP16 sums that the one-kernel backward leaves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Call
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
+from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def finish_dq_kernel(
+    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, grid, scale,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first >= length:
+        return
+    pitch = blocks * BLOCK
+    padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = first + local < length
+    kept = inside[:, None] & (columns < head_dim)[None, :]
+    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
+    factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
+    owner = batch * heads_k + head // (heads // heads_k)
+    factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
+    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_n
+    at = dq + local.to(tl.int64)[:, None] * dq_n + columns[None, :]
+    tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
+
+
+def dq_sum_scale(call: Call) -> float:
+    """What sums of dS' K' are multiplied by, lest FP16 overflow.
+
+    A row of P adds up to 1, of 2^e P to at most 448 for each key, dP - delta is within 2 and K' within 448; an eighth
+    of 448 * 2 * 448 leaves room for e4m3's rounding.
+    """
+    return 2.0 ** -(3 + max(call.keys.tokens - 1, 0).bit_length())
+
+
+def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
+    """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
+    queries = call.queries
+    launch(
+        finish_dq_kernel,
+        (queries.grid(block) * queries.batch * queries.heads,),
+        summed,
+        spread,
+        largest,
+        queries.cu_seqlens,
+        dq,
+        *queries.strides(dq),
+        queries.heads,
+        call.keys.heads,
+        queries.tokens,
+        queries.total,
+        queries.blocks(block),
+        queries.grid(block),
+        call.scale / dq_sum_scale(call),
+        **shape_of(call, block),
+    )

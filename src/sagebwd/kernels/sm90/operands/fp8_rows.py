@@ -1,0 +1,339 @@
+"""What backwards with e4m3 products (`sagebwd.meaning.float8`) read of each query, and the largest K of a head.
+
+Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Call, Saved
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import (
+    LOG2_E,
+    abs_max,
+    block_and_head,
+    load_rows,
+    padded_block,
+    psi_scale,
+    to_16bit,
+    whose,
+)
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.meaning import float8
+
+# Zeros that a program writes at a time.
+CLEARED = tl.constexpr(1024)
+LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
+LEAST_REST = tl.constexpr(float8.LEAST_REST)
+# Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
+DELTA_CHANNELS = tl.constexpr(16)
+# Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
+DELTA_PARTS = tl.constexpr(8)
+# FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
+SCALES = tl.constexpr(4)
+# Sizes of queries and keys, which differ from call to call.
+SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def row_values_kernel(
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n,
+    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
+
+    zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
+    multiple of 16.
+    """
+    number, program = block_and_head(grid)
+    at = tl.program_id(0).to(tl.int64) * share
+    at = tl.multiple_of(at, 16)  # for stores of 16 bytes
+    for first in range(0, share, CLEARED):
+        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
+        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+    if program < programs:
+        row_values(
+            do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
+            do_t, q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n,
+            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+        )  # fmt: skip
+    else:
+        largest_key(
+            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
+            head_dim, VARLEN, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_values(
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
+    q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
+    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What the kernels of e4m3 products read of each query.
+
+    rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
+    key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
+    it when multiplied by `delta_parts_weight`. do_scaled: 2^-b dO, exact but for what is too small for FP16. do_t and
+    q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
+    with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
+    bits of the largest magnitudes of V's channels, int32.
+    """
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first < length:
+        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
+        local = tl.arange(0, BLOCK)
+        columns = tl.arange(0, BLOCK_D)
+        EVEN: tl.constexpr = head_dim == BLOCK_D
+        inside = first + local < length
+        batch_64 = batch.to(tl.int64)
+        token = (start + first).to(tl.int64)
+        do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
+        o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
+        q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
+        do_scaled += batch_64 * scaled_b + head.to(tl.int64) * scaled_h + token * scaled_n
+        tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
+        out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
+        codes = load_rows(q, local, columns, q_n, length - first, head_dim, False, EVEN)
+        owner = batch * heads_k + head // (heads // heads_k)
+        channel = tl.load(v_maxima + owner * head_dim + columns, mask=columns < head_dim, other=0)
+        channel = psi_scale(channel.to(tl.float32, bitcast=True))
+        # psi gives a channel without range the scale 1, which says nothing of V
+        norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
+        norm = 127.0 * tl.where(norm == 0, head_dim**0.5, norm)
+
+        row = z * total + start + first + local
+        delta = tl.sum(tile * out, 1)
+        row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+        top = tl.load(row_max + row, mask=inside, other=float("-inf"))
+        seen = row_lse != float("-inf")
+        # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
+        row_lse = row_lse * LOG2_E + delta * 0
+        above = tl.where(seen, row_lse - top, 0.0)
+        rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
+        if do.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
+            rest = tl.maximum(rest, (2.0**-14) / norm)
+        rest = tl.minimum(rest, 1.0)
+        bound = norm * norm_of(tile, 1) * rest
+        if dlse is not None:
+            change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+            delta -= change
+            bound += tl.abs(change)
+            row_lse += delta * 0
+        # never negative, so that cutting off is rounding down
+        e = (above + LOG2_E4M3_MAX).to(tl.int32).to(tl.float32)
+        weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
+        b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, -125).to(tl.float32)
+        inverse = power_of_2(-b)
+        spread_row = weight * power_of_2(b) + bound * 0
+        scale = tl.load(q_scale + row, mask=inside, other=0)
+        rows += block * BLOCK * 2
+        tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
+        tl.store(rows + BLOCK + local, scale)
+        store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
+        tl.store(spread + row, spread_row, mask=inside)
+        at = do_scaled + local[:, None] * scaled_n + columns[None, :]
+        kept = inside[:, None] & (columns < head_dim)[None, :]
+        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
+        scales += block * SCALES
+        store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
+        x = codes.to(tl.float32) * (scale * spread_row)[:, None]
+        store_float8(q_t, x, scales + 1, z, block, blocks, columns, head_dim, BLOCK)
+
+
+@triton.jit
+def norm_of(x, AXIS: tl.constexpr):
+    """The root of the sum of squares along an axis; of magnitudes whose squares FP32 does not hold too."""
+    exponent = (tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -126), 126).to(tl.float32)
+    near_1 = x * tl.expand_dims(power_of_2(-exponent), AXIS)
+    return tl.sqrt(tl.sum(near_1 * near_1, AXIS)) * power_of_2(exponent)
+
+
+@triton.jit
+def store_float8(copy, x, scale, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """e4m3 of x 2^g, transposed, and 2^-g."""
+    bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    code = (x * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
+    store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
+    tl.store(scale, float8_scale(bits))
+
+
+@triton.jit
+def float8_factor(bits):
+    """2^g for a largest magnitude of these bits: what leaves it at most 448, which is 1.75 * 2^8."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    return ((262 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_scale(bits):
+    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
+    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def delta_parts_weight(channel):
+    """What a channel of delta's parts is multiplied by: FP16 has neither the range for one part nor the digits."""
+    return tl.where(channel == 0, 1024.0, tl.where(channel == 1, 1.0, tl.where(channel == 2, 1 / 1024.0, 0.0)))
+
+
+@triton.jit
+def store_delta_parts(parts, x, local):
+    """x as DELTA_PARTS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
+    rest = x - first.to(tl.float32) * 1024.0
+    second = to_16bit(rest, parts.dtype.element_ty)
+    third = to_16bit((rest - second.to(tl.float32)) * 1024.0, parts.dtype.element_ty)
+    channel = tl.arange(0, DELTA_PARTS)[None, :]
+    tile = tl.where(channel == 0, first[:, None], tl.where(channel == 1, second[:, None], third[:, None]))
+    tl.store(
+        parts + local[:, None] * DELTA_PARTS + channel, tl.where(channel < 3, tile, 0.0).to(parts.dtype.element_ty)
+    )
+
+
+@triton.jit
+def largest_code(
+    codes, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """The largest magnitude of each row's INT8 codes, read only where it is in doubt.
+
+    A scale says that psi makes it at most 127, but for zeros, whose scale is 1.
+    """
+    largest = tl.full(local.shape, 127.0, tl.float32)
+    if tl.max((scale == 1).to(tl.int32), 0) != 0:
+        largest = abs_max(load_rows(codes, local, columns, stride_t, rows, head_dim, False, EVEN).to(tl.float32), 1)
+    return largest
+
+
+@triton.jit
+def power_of_2(exponent):
+    """2^exponent for a whole number from -126 to 127, exactly; 0 for NaN."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def keep_largest(largest, x):
+    """Raise ``largest`` to that of x, none of which is negative."""
+    # the next kernel reads it: no store of this program need be waited for
+    tl.atomic_max(largest, tl.max(x.to(tl.int32, bitcast=True), 0), sem="relaxed")
+
+
+@triton.jit
+def largest_key(
+    codes, token_scale, cu_seqlens, largest, number, program, stride_b, stride_h, stride_t, heads, tokens, total,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of a block of K's codes times their scales, one of which each token has."""
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first < length:
+        local = tl.arange(0, BLOCK)
+        columns = tl.arange(0, BLOCK_D)
+        codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+        scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
+        top_code = largest_code(codes, scale, local, columns, stride_t, length - first, head_dim, head_dim == BLOCK_D)
+        keep_largest(largest + program, top_code * scale)
+
+
+class RowValues(NamedTuple):
+    """What `row_values_kernel` writes of the queries; see there. dq_sums: FP16 zeros, (heads * D, padded queries)."""
+
+    planes: Tensor
+    scales: Tensor
+    delta_parts: Tensor
+    spread: Tensor
+    do_t: Tensor
+    q_t: Tensor
+    dq_sums: Tensor
+
+
+def launch_row_values(
+    call: Call, saved: Saved, v_maxima: Tensor, do: Tensor, dlse: Tensor | None, largest: Tensor, do_scaled: Tensor,
+    block: int,
+) -> RowValues:  # fmt: skip
+    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of each key head's largest K.
+
+    do_scaled: where the scaled dO goes, of dO's shape and dtype.
+    """
+    queries, keys = call.queries, call.keys
+    o, q, k = saved.o, saved.q_int8, saved.k_int8
+    programs = queries.batch * queries.heads
+    grid = max(queries.grid(block), keys.grid(block))
+    # each program clears its share, of two a word
+    clearing = max(grid * (programs + keys.batch * keys.heads), 1)
+    rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
+    share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
+    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
+    copy = block * call.head_dim
+    out = RowValues(
+        queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
+        queries.padded(block, SCALES.value, dtype=torch.float32, device=do.device),
+        queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device),
+        queries.per_token(do.device),
+        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
+        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
+        zeros.view(torch.float16)[: rows * columns].view(rows, columns),
+    )
+    launch(
+        row_values_kernel,
+        (clearing,),
+        do,
+        o,
+        saved.lse,
+        dlse,
+        saved.row_max,
+        v_maxima,
+        q,
+        saved.q_scale,
+        k,
+        saved.k_scale,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        out.planes,
+        out.scales,
+        out.delta_parts,
+        out.spread,
+        do_scaled,
+        out.do_t,
+        out.q_t,
+        largest,
+        zeros,
+        share,
+        *queries.strides(do),
+        *queries.strides(o),
+        *queries.strides(do_scaled),
+        *queries.strides(q),
+        *keys.strides(k),
+        queries.heads,
+        keys.heads,
+        programs,
+        queries.tokens,
+        keys.tokens,
+        queries.total,
+        keys.total,
+        queries.blocks(block),
+        grid,
+        **shape_of(call, block),
+    )
+    return out
+
+
+def shape_of(call: Call, block: int) -> dict[str, object]:
+    """The constants of every pass, and its warps."""
+    return {
+        "head_dim": call.head_dim, "VARLEN": call.packed, "BLOCK": block, "BLOCK_D": call.block_d,
+        "num_warps": pass_warps(block, call.head_dim),
+    }  # fmt: skip

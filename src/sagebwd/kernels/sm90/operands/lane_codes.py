@@ -1,0 +1,242 @@
+"""K's INT8 codes in two launches, for recipes whose V is read as it lies, and what their backward asks of V.
+
+The first sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises K less its mean.
+K has one scale a lane (`sagebwd.recipe`), written once for kernels that hold score tiles in quads and once a token for
+those that do not. Q's codes the forward makes itself (`sagebwd.kernels.sm90.forward.quantize`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.tile import (
+    abs_max,
+    block_and_head,
+    divide,
+    load_rows,
+    padded_block,
+    psi_scale,
+    sequence,
+    to_int8,
+    whose,
+)
+from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
+
+LANES = tl.constexpr(4)
+# Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
+# 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
+STEP, WARPS = SAMPLE, 4
+BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
+# Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
+CHUNK, MOST_CHUNKS = 256, 32
+# The same where a quarter of the keys is summed up.
+SAMPLED_CHUNK, MOST_SAMPLED_CHUNKS = 1024, 16
+# V's: so many steps' loads are under way at a time.
+MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
+
+
+class Codes(NamedTuple):
+    """What `launch_codes` wrote: INT8 codes in k's shape, FP32 scales and K's mean."""
+
+    k: Tensor
+    k_scale: Tensor  # one a token
+    lane_scale: Tensor  # (heads, padded blocks, 4)
+    k_mean: Tensor  # (batch, heads, D)
+    largest_norm: Tensor  # (batch * heads,): no key as its codes have it has a larger one
+    tiles_taken: Tensor  # one INT32, 0: what a forward's programs count up, and leave at 0
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
+def sum_keys_kernel(
+    k, sums, counts, largest, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
+    head_dim: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
+
+    SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest (heads,) is
+    set to 0 for the next kernel.
+    """
+    batch_head = tl.program_id(0) // chunks
+    part = tl.program_id(0) % chunks
+    batch = batch_head // heads
+    head = batch_head % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    local = tl.arange(0, BLOCK)
+    k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.float32)
+    begin, step = part * chunk, BLOCK
+    if SAMPLED:
+        begin += tl.where(length < SAMPLED_KEYS, 0, BLOCK_AT)
+        step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
+    for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
+        at = k + (start + first).to(tl.int64) * k_n
+        tile = load_rows(at, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+        keep = first + local < length
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
+            tile = tl.where(keep[:, None], tile, 0.0)
+        total += tile
+        kept += keep.to(tl.float32)
+    at = part * all_heads + batch_head
+    tl.store(sums + at * head_dim + columns, tl.sum(total, 0), mask=columns < head_dim)
+    tl.store(counts + at, tl.sum(kept, 0))
+    if part == 0:
+        tl.store(largest + batch_head, 0)
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
+def key_codes_kernel(
+    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b,
+    out_h, out_n, heads, tokens, total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
+
+    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
+    not matter.
+    """
+    number, batch_head = block_and_head(grid)
+    batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    parts = tl.arange(0, CHUNKS)
+    at = parts * all_heads + batch_head
+    count = tl.sum(tl.load(counts + at, mask=parts < chunks, other=0), 0)
+    shares = tl.load(
+        sums + at[:, None] * head_dim + columns[None, :],
+        mask=(parts < chunks)[:, None] & (columns < head_dim)[None, :],
+        other=0,
+    )
+    mu = tl.sum(shares, 0) / tl.maximum(count, 1.0)
+    if number == 0:
+        tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+        if batch_head == 0:
+            tl.store(taken, 0)
+    first = number * BLOCK
+    needed = first < length
+    if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
+        needed = needed | (first == 0)
+    if needed:
+        local = tl.arange(0, BLOCK)
+        inside = first + local < length
+        keep = inside
+        token = (start + first).to(tl.int64)
+        k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h + token * k_n
+        tile = load_rows(k, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        if key_mask is not None:
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
+        tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
+        lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
+        lane_scale = psi_scale(lanes)
+        scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
+        code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
+        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_n
+        out = codes + out + local[:, None] * out_n + columns[None, :]
+        tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
+        tl.store(scales + z * total + start + first + local, scale, mask=inside)
+        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
+        tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
+        # a lane of zeros has the scale 1, and nothing to round
+        step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
+        norm = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0)) + step * (0.5 * head_dim**0.5)
+        tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
+def channel_maxima_kernel(
+    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Raise ``maxima`` (heads, D) int32 to the bits of a chunk's largest magnitudes by channel.
+
+    Of the tokens that count; bits, so that NaN wins; with atomics, as the order does not matter.
+    """
+    batch_head = tl.program_id(0) // chunks
+    part = tl.program_id(0) % chunks
+    batch = batch_head // heads
+    head = batch_head % heads
+    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    columns = tl.arange(0, BLOCK_D)
+    local = tl.arange(0, BLOCK)
+    v += batch.to(tl.int64) * v_b + head.to(tl.int64) * v_h
+    largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
+    for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
+        at = v + (start + first).to(tl.int64) * v_n
+        tile = load_rows(at, local, columns, v_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        if key_mask is not None:
+            keep = first + local < length
+            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
+            tile = tl.where(keep[:, None], tile, 0.0)
+        largest = tl.maximum(largest, tl.abs(tile).to(tl.int32, bitcast=True))
+    if part * chunk < length:
+        at = maxima + batch_head * head_dim + columns
+        tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
+
+
+def _chunks(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tuple[int, int]:
+    """Tokens of a chunk and chunks of the longest sequence."""
+    chunk = max(least, triton.next_power_of_2(-(-packing.tokens // most)))
+    return chunk, packing.grid(chunk)
+
+
+def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor) -> None:
+    """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
+
+    Of the tokens that count; v: (B, H, N, D) or packed.
+    """
+    head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
+    chunk, chunks = _chunks(keys)
+    launch(
+        channel_maxima_kernel,
+        (chunks * all_heads,),
+        v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks,
+        head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
+    )  # fmt: skip
+
+
+def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False) -> Codes:
+    """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
+
+    k_sampled: the mean is that of a sample, where there is no mask.
+    """
+    head_dim, device = k.shape[-1], k.device
+    out = Codes(
+        torch.empty(k.shape, dtype=torch.int8, device=device),
+        keys.per_token(device),
+        keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
+        torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(keys.batch * keys.heads, dtype=torch.float32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
+    k_sampled = k_sampled and key_mask is None
+    most = MOST_SAMPLED_CHUNKS if k_sampled else MOST_CHUNKS
+    chunk, chunks = _chunks(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
+    all_heads = keys.batch * keys.heads
+    sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
+    counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
+    largest = out.largest_norm.view(torch.int32)
+    shape = {"head_dim": head_dim, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": padded_head_dim(head_dim)}
+    launch(
+        sum_keys_kernel,
+        (chunks * all_heads,),
+        k, sums, counts, largest, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
+        all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
+    )  # fmt: skip
+    grid = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
+    launch(
+        key_codes_kernel,
+        (grid * all_heads,),
+        k, sums, counts, out.k, out.k_scale, out.lane_scale, largest, out.k_mean, out.tiles_taken, key_mask,
+        keys.cu_seqlens, *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total,
+        keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
+    )  # fmt: skip
+    return out

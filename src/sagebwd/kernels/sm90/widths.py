@@ -1,0 +1,82 @@
+"""Which widths Hopper's own kernels have: a row for each (head_dim, value_dim), measured on an H200 (docs/log).
+
+Imports neither torch nor triton: tests, tools, the command line and error messages read widths here. A kernel branches
+on what its row says, never on a width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ForwardTile(NamedTuple):
+    """Tile and pipeline of the forward: queries by ``warpgroups`` of 64, ``keys`` a step, ``stages`` of K and V."""
+
+    warpgroups: int
+    keys: int
+    stages: int
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.warpgroups
+
+
+class BackwardTile(NamedTuple):
+    """Tile and pipeline of the backward: 128 keys, ``queries`` a step, ``stages`` of what is loaded of these.
+
+    queries: also of a scale of dO's and Q's e4m3 copies (`sagebwd.meaning.float8.queries_a_scale`).
+    by_channel: a warpgroup computes dQ^T of half of the channels, and holds K for S in registers; else of half of the
+    queries, and holds K's copy for dQ^T.
+    in_halves: products are added up half of the channels at a time, for the registers.
+    in_turn: a program takes several blocks of keys one after the other (`turns`).
+    """
+
+    queries: int
+    stages: int
+    by_channel: bool
+    in_halves: bool
+    in_turn: bool
+
+
+class Width(NamedTuple):
+    """Kernels of one head_dim and value head_dim.
+
+    form: the widths that run, where these are filled up to with zeros. `dispatch` offers no width without a
+    backward.
+    """
+
+    head_dim: int
+    value_dim: int
+    form: tuple[int, int]
+    forward: ForwardTile
+    backward: BackwardTile | None
+
+
+_64 = (
+    ForwardTile(warpgroups=3, keys=128, stages=2),
+    BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
+)
+_128 = ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False)
+
+WIDTHS = (
+    Width(64, 64, (64, 64), *_64),
+    Width(96, 96, (96, 96), ForwardTile(2, 128, 2), None),
+    Width(128, 128, (128, 128), *_128),
+)
+
+_OF = {row[:2]: row for row in WIDTHS}
+
+
+def width(head_dim: int, value_dim: int) -> Width | None:
+    """The row of a pair, if there is one."""
+    return _OF.get((head_dim, value_dim))
+
+
+def of_call(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The row that runs a call: a pair's own with both directions, or that of its greater width filled up to."""
+    for pair in ((head_dim, value_dim), (max(head_dim, value_dim),) * 2):
+        row = _OF.get(pair)
+        if row is not None and row.backward is not None:
+            return row.form
+    return None

@@ -1,0 +1,109 @@
+"""Who can run what: a row for each implementation of a direction, fastest first.
+
+Imports neither torch nor triton: `sagebwd.dispatch` asks the rows before it imports any kernels, and tests, tools,
+`doctor` and error messages read the same rows. Architectures and masks are settled there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sagebwd.kernels.sm90 import widths
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
+
+FORWARD, BACKWARD = "forward", "backward"
+# What ``impl`` may name.
+IMPLEMENTATIONS = ("reference", "triton", "hopper")
+# The widest that any kernel takes, and what the public functions refuse over.
+MAX_HEAD_DIM = 256
+KERNEL_DTYPES = ("bfloat16", "float16")
+REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
+
+_BLOCKS = (32, 64, 128)
+
+
+class Row(NamedTuple):
+    """One implementation of a direction.
+
+    fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
+    which are filled up to it with zeros, or None. widths: those, in words. masks: whether it takes masks of elements.
+    extra: whether it needs the extra ``hopper``.
+    """
+
+    direction: str
+    impl: str
+    module: str
+    dtypes: tuple[str, ...]
+    fields: dict[str, tuple]
+    form: Callable[[int, int], tuple[int, int] | None]
+    widths: str
+    masks: bool
+    extra: bool = False
+
+    def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
+        """Why it does not run a recipe at some widths in a dtype, or None."""
+        if dtype not in self.dtypes:
+            return f"{dtype} is not one of {', '.join(self.dtypes)}"
+        if self.form(head_dim, value_dim) is None:
+            dims = head_dim if head_dim == value_dim else f"{head_dim}/{value_dim}"
+            return f"head_dim {dims} is not one of {self.widths}"
+        for name, accepted in self.fields.items():
+            if getattr(recipe, name) not in accepted:
+                wanted = ", ".join(map(str, accepted))
+                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+        return None
+
+
+def _as_it_is(head_dim: int, value_dim: int) -> tuple[int, int]:
+    return head_dim, value_dim
+
+
+def _the_greater(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    width = max(head_dim, value_dim)
+    return (width, width) if width <= MAX_HEAD_DIM else None
+
+
+_HOPPER_WIDTHS = ", ".join("/".join(map(str, dict.fromkeys(row[:2]))) for row in widths.WIDTHS if row.backward)
+_TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
+_SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
+
+ROWS = (
+    Row(
+        FORWARD, "hopper", "sagebwd.kernels.sm90.forward.launch", KERNEL_DTYPES,
+        {
+            "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
+            "smooth_k": (True,), "smooth_q": (False,),
+        },
+        widths.of_call, _HOPPER_WIDTHS, masks=False, extra=True,
+    ),
+    Row(
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, _TILES, _the_greater,
+        f"1 to {MAX_HEAD_DIM}", masks=True,
+    ),
+    Row(
+        FORWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True,
+    ),
+    Row(
+        BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
+        {
+            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
+            "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
+        },
+        widths.of_call, _HOPPER_WIDTHS, masks=False,
+    ),
+    Row(
+        BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,
+        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}", masks=True,
+    ),
+    Row(
+        BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True,
+    ),
+)  # fmt: skip
+
+_OF = {(row.direction, row.impl): row for row in ROWS}
+
+
+def row(direction: str, impl: str) -> Row:
+    """The row of an implementation's direction."""
+    return _OF[direction, impl]

@@ -1,0 +1,1 @@
+"""Masks that are more than key padding, as the reference and all kernels read them."""

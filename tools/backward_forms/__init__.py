@@ -1,1 +1,0 @@
-"""Skeletons of a backward in CuTe DSL."""
