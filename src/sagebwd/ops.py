@@ -78,6 +78,15 @@ def _chosen(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tens
     return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, mask is not None, impl))
 
 
+def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tensor | None) -> Choice:
+    """The same for the sake of shapes: what is refused is refused when it runs, by its own error."""
+    try:
+        return _chosen(recipe, impl, dims, x, mask)
+    except NotImplementedError:
+        reference = dispatch.SEPARATOR.join(["reference"] * 2)
+        return dispatch.named(_parsed("token" if recipe == AUTO else recipe), reference)
+
+
 @_operator
 def mask_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
     """`sagebwd.masks.mask.blocks_of` a mask in four dimensions."""
@@ -173,7 +182,7 @@ def _(
     q, k, v, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
-    choice = _chosen(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+    choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
     return _attention_shapes(q, k, v, cu_seqlens_k, choice)
 
 
@@ -229,7 +238,7 @@ def _(
     do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, key_mask, mask, *settings
 ):  # fmt: skip
     recipe, impl, _ = settings[-3:]
-    choice = _chosen(recipe, impl, (k_mean.shape[-1], v.shape[-1]), v, mask)
+    choice = _chosen_in_a_trace(recipe, impl, (k_mean.shape[-1], v.shape[-1]), v, mask)
     return empty_gradients(choice.recipe, k_mean.shape[-1], o, v)
 
 
@@ -246,7 +255,7 @@ class _Attention(torch.autograd.Function):
         ctx.settings = settings
         recipe, impl, _ = settings[-3:]
         _, mask, *_ = masks
-        choice = _chosen(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+        choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
         keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
         ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
         return output

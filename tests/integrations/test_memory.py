@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
+from sagebwd import Recipe, dispatch
 from sagebwd.integrations import transformers as integration
 
 LARGEST = 0.8
