@@ -1,9 +1,8 @@
-"""Which calls the matrix makes: widths, forms, recipes and dtypes, and the inputs of each."""
+"""What a row of the matrix is: its form, widths, recipe and dtype, and the inputs of its calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -76,16 +75,17 @@ FORMS = {
     "document": Form((300,), layout="masked", mask="document"),
     "sinks": Form((300,), layout="masked", mask="sinks"),
 }
-FEW_FORMS = ("causal", "packed-causal", "padding")
+# Forms that launch what another compiles: their rows cost next to nothing after one of it.
+LIKE = {
+    "17-tokens": "causal",
+    "more-keys-causal": "causal",
+    "fewer-keys-causal": "causal",
+    "deterministic": "causal",
+    "head-nan": "causal",
+    "window-causal": "window",
+    "packed-nan": "packed-window",
+}
 
-WIDTHS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
-ODD_WIDTHS = (1, 3, 17, 33, 65, 100, 250)
-PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512))
-KINDS = (
-    (8, 8), (17, 17), (33, 33), (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100), (120, 120), (128, 128),
-    (192, 128), (250, 250), (256, 256),
-)  # fmt: skip
-SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -207,32 +207,3 @@ def cell_of(forms: dict[str, Form], head_dim: int, value_dim: int, form: str, re
         mask=shape.mask, is_causal=shape.is_causal, window=shape.window, scale=head_dim**-0.5, recipe=recipe,
         value_dim=value_dim, form=form, shape=shape,
     )  # fmt: skip
-
-
-def cells(short: bool = False) -> Iterator[Cell]:
-    """Every row but those of `tools.matrix.large`."""
-    every = [(d, d) for d in (*WIDTHS, *ODD_WIDTHS)] + list(PAIRS)
-    for dims in SHORT if short else every:
-        for form in FORMS:
-            yield cell_of(FORMS, *dims, form, AUTO, "bfloat16")
-    if short:
-        return
-    for dims in KINDS:
-        special = max(dims) in (64, 128)  # Hopper's own kernels run there, and auto is mixed
-        for form in FORMS:
-            yield cell_of(FORMS, *dims, form, AUTO, "float16")
-            for recipe in ("paper", "full"):
-                yield cell_of(FORMS, *dims, form, recipe, "bfloat16")
-            if special:
-                for recipe, dtype in (("token", "bfloat16"), ("token", "float16"), ("token_fp8", "bfloat16")):
-                    yield cell_of(FORMS, *dims, form, recipe, dtype)
-        for form in () if special else FEW_FORMS:  # which are refused
-            for recipe in ("mixed", "token_fp8"):
-                yield cell_of(FORMS, *dims, form, recipe, "bfloat16")
-        if special:
-            yield cell_of(FORMS, *dims, "bool-matrix", "mixed", "bfloat16")
-    for dims in every:
-        if dims not in KINDS:
-            for form in FEW_FORMS:
-                for recipe in ("paper", "full"):
-                    yield cell_of(FORMS, *dims, form, recipe, "bfloat16")
