@@ -150,14 +150,14 @@ def _wait(command: list[str], until: float, say=None, env: dict[str, str] | None
             process.wait()
 
 
-def run_matrix(form: str, commit: str | None, until: float) -> dict[str, object]:
-    """Counts of the rows, how many are left, and those that are wrong; the full matrix writes its own results too."""
+def run_matrix(size: str, commit: str | None, until: float) -> dict[str, object]:
+    """Counts of the rows, whether some are left, and those that are wrong. "short" writes no results of its own."""
     from tools.matrix.__main__ import code as code_of_rows
     from tools.matrix.__main__ import read as read_rows
 
-    output = Path(f"runs/gpu_suite_matrix_{form}.jsonl")
+    output = Path(f"runs/gpu_suite_matrix_{size}.jsonl")
     command = [sys.executable, "-m", "tools.matrix", "--resume", "--output", str(output)]
-    command += ["--short", "--no-results"] if form == "short" else []
+    command += {"short": ["--short", "--no-results"], "cover": [], "every": ["--every"]}[size]
     command += ["--commit", commit] if commit else []
     seconds = until - time.monotonic()
     if seconds < float("inf"):
@@ -166,14 +166,14 @@ def run_matrix(form: str, commit: str | None, until: float) -> dict[str, object]
     rows = list(read_rows(output, code_of_rows()).values())
     counts = Counter(str(row["status"]) for row in rows)
     wrong = [row for row in rows if row["status"] in ("wrong", "crashed")]
-    return {"form": form, "counts": dict(counts), "left": status not in (0, 1), "wrong": wrong}
+    return {"size": size, "counts": dict(counts), "left": status not in (0, 1), "wrong": wrong}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not done yet, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files or node ids; all, unless named")
-    parser.add_argument("--matrix", choices=["full", "short", "none"], default="short")
+    parser.add_argument("--matrix", choices=["short", "cover", "every", "none"], default="short")
     parser.add_argument("--processes", type=int, default=8, help="of pytest side by side")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
     parser.add_argument("--commit", help="to record outside a git checkout")

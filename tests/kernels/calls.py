@@ -58,6 +58,7 @@ class KernelCall:
     deterministic: bool = False
     unaligned: tuple[str, ...] = ()
     sink: float = 0  # logits that the first key of each sequence, or the first that counts, stands above the rest
+    do_size: float = 1  # of do's elements
 
     def _placed(self, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(
@@ -79,6 +80,7 @@ class KernelCall:
         tokens_q, tokens_k = sum(self.lengths_q) or self.tokens_q, sum(self.lengths_k) or self.tokens_k
         q, do = draw(self.heads, tokens_q), draw(self.heads, tokens_q)
         k, v = draw(self.kv_heads, tokens_k, mean=True), draw(self.kv_heads, tokens_k, mean=True)
+        do = do * self.do_size
         if self.sink:
             q, k, v = self._with_sinks(q, k, v, generator)
         dlse = None

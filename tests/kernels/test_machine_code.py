@@ -46,7 +46,7 @@ def test_this_triton_is_in_the_table():
     assert triton.__version__ in TABLE, f"`python -m tools.machine_code --write` adds {triton.__version__}"
 
 
-SOURCES = {"hopper": ["src/sagebwd/kernels/gluon", ":(glob)src/sagebwd/kernels/*.py"]}
+SOURCES = {"hopper": ["src/sagebwd/kernels/sm90/backward", "src/sagebwd/kernels/sm90/operands"]}
 
 
 def git(*arguments):

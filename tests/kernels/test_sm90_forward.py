@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from sagebwd.kernels.sm90.forward.kernel.launch import Written, launch_forward
 from torch import Tensor
 
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.device import capability
 from sagebwd.kernels.operands.codes import launch_quantize
-from sagebwd.kernels.sm90.forward import compile as sm90
-from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
+from sagebwd.kernels.sm90.forward.kernel import compile as sm90
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
@@ -219,12 +219,18 @@ def test_a_rising_maximum_rescales_what_was_added_up():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_key_with_most_of_the_weight_is_met_last(head_dim, is_causal):
-    # of norms so small that no maxima are taken, though P grows by 20 octaves and more
+    # of norms so small that no maxima are taken, though P grows by 20 octaves and more: rows of fixed norms but for a
+    # part of each query along the first key, so that whatever is drawn no score is larger than 2.5 sqrt(D + 36)
     case = Case("sink", head_dim=head_dim, tokens=1500, kv_tokens=1500, is_causal=is_causal)
     q, k, v, _ = case.inputs(3)
-    direction = torch.nn.functional.normalize(q[:, :, :1].float(), dim=-1)
-    q = (q + 5 * direction * torch.rand(q.shape[2], 1, device="cuda")).bfloat16()
-    k[:, :, :1] = (2.5 * head_dim**0.5 * direction).bfloat16()
+    q, k = (head_dim**0.5 * torch.nn.functional.normalize(x.float(), dim=-1) for x in (q, k))
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.randn(1, case.heads, 1, head_dim, generator=generator).to(q.device)
+    direction = torch.nn.functional.normalize(direction, dim=-1)
+    along = 6 * torch.rand(case.tokens, 1, generator=generator).to(q.device)
+    q = (q + (along - (q * direction).sum(-1, keepdim=True)) * direction).bfloat16()
+    k[:, :, :1] = 2.5 * head_dim**0.5 * direction
+    k = k.bfloat16()
     codes = case.codes(k)
     largest = q.float().norm(dim=-1).amax() * codes.largest_norm.max() / head_dim**0.5 * LOG2_E
     assert largest < 58

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -10,33 +11,106 @@ import torch
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools import fuzz
 from tools.matrix import __main__ as matrix
-from tools.matrix import check, exact, forms, large, workers
+from tools.matrix import check, exact, forms, groups, large, sizes, workers
 from tools.matrix.forms import FORMS, cell_of
 
 TINY = ["--device", "cpu", "--processes", "1", "--head-dim", "8", "--form", "packed-causal", "--recipe", "auto"]
+TINY += ["--every"]
 
 
 def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
     return cell_of(FORMS, head_dim, head_dim, form, recipe, "bfloat16")
 
 
-def test_every_width_has_every_form():
-    rows = list(forms.cells())
+WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
+PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512)}
+VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("auto", torch.float16)]
+
+
+def rows_of(size: str) -> list[forms.Cell]:
+    rows = list(sizes.cells(size))
     assert len({matrix.name_of(row.key()) for row in rows}) == len(rows)
-    automatic = {(row.head_dim, row.form) for row in rows if row.recipe == "auto" and row.head_dim == row.value_dim}
-    widths = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
-    assert {(width, form) for width in widths for form in FORMS} <= automatic
-    pairs = {(row.head_dim, row.value_dim) for row in rows if row.head_dim != row.value_dim}
-    assert {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512)} <= pairs
+    return rows
+
+
+def met(rows: list[forms.Cell], recipe: str, dtype: torch.dtype) -> dict[tuple[int, int], set[str]]:
+    """The forms of each width."""
+    found = defaultdict(set)
+    for row in rows:
+        if (row.recipe, row.dtype) == (recipe, dtype):
+            found[row.head_dim, row.value_dim].add(row.form)
+    return found
+
+
+def test_every_width_has_every_form_in_full():
+    rows = rows_of("every")
+    automatic = met(rows, "auto", torch.bfloat16)
+    assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic)
+    assert all(found == set(FORMS) for found in automatic.values())
     for width in (8, 17, 64, 72, 80, 128, 256):
-        for recipe, dtype in (("paper", torch.bfloat16), ("full", torch.bfloat16), ("auto", torch.float16)):
-            here = {x.form for x in rows if (x.head_dim, x.recipe, x.dtype) == (width, recipe, dtype)}
-            assert here == set(FORMS), (width, recipe)
+        for variant in VARIANTS:
+            assert met(rows, *variant)[width, width] == set(FORMS), (width, variant)
     assert {(x.form, x.head_dim) for x in rows if x.recipe == "token"} == {(x, n) for x in FORMS for n in (64, 128)}
-    short = list(forms.cells(short=True))
-    assert {x.form for x in short} == set(FORMS)
-    assert {x.recipe for x in short} == {"auto"}
-    assert len(short) == 8 * len(FORMS)
+
+
+def test_the_short_size_is_a_few_widths_in_every_form():
+    short = rows_of("short")
+    assert {(x.recipe, x.dtype) for x in short} == {("auto", torch.bfloat16)}
+    found = met(short, "auto", torch.bfloat16)
+    assert len(found) == 8
+    assert all(forms == set(FORMS) for forms in found.values())
+
+
+def test_the_cover_meets_every_form_wherever_widths_compile_alike():
+    rows = rows_of("cover")
+    assert {str(row.key()) for row in rows} < {str(row.key()) for row in rows_of("every")}
+    automatic = met(rows, "auto", torch.bfloat16)
+    assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic)
+    classes, turns = defaultdict(list), defaultdict(list)
+    for dims, found in automatic.items():
+        assert {"causal", "packed-causal", "padding"} <= found, dims
+        assert len(found) >= 8, dims
+        alike = sizes.alike(max(dims))
+        classes[alike].append(found)
+        if dims in sizes.rotated():
+            turns[alike].append(found)
+        elif max(dims) <= MAX_HEAD_DIM:
+            assert found == set(FORMS), dims
+    for alike, found in classes.items():
+        assert len(found) < 3 or set().union(*found) == set(FORMS), alike
+    # where no width of the class has all forms, turns alone do it: of 136, 152, ..., 248
+    assert set().union(*turns[256, 8]) == set(FORMS)
+    assert all(found != set(FORMS) for found in turns[256, 8])
+    assert len(classes[256, 8]) == 8
+    once = {
+        dims
+        for recipe in ("paper", "full")
+        for dims, found in met(rows, recipe, torch.bfloat16).items()
+        if len(found & {"causal", "packed-causal", "padding"}) == len(found) == 1
+    }
+    assert set(sizes.rotated()) <= once
+
+
+def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
+    rows = rows_of("cover")
+    assert {sizes.alike(max(dims)) for dims in sizes.KINDS} == {
+        (columns, divisor) for columns in (32, 64, 128, 256) for divisor in (16, 8, 1)
+    } - {(32, 16), (256, 8)}  # 16 and 32, and the eight of the test above
+    at = {variant: met(rows, *variant) for variant in VARIANTS}
+    for variant, found in at.items():
+        assert all(len(found[dims]) >= 8 for dims in sizes.VARIED), variant
+        for form in FORMS:
+            widths = [max(dims) for dims in sizes.VARIED if form in found[dims]]
+            assert len(widths) >= 4, (variant, form)
+            assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
+    for dims in sizes.VARIED:
+        assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
+    tokens = {(row.head_dim, row.dtype, row.form) for row in rows if row.recipe == "token"}
+    for form in FORMS:
+        assert len({(width, dtype) for width, dtype, x in tokens if x == form}) == 2, form
+        assert {width for width, _, x in tokens if x == form} == {64, 128}, form
+        assert {dtype for _, dtype, x in tokens if x == form} == {torch.bfloat16, torch.float16}, form
+    assert len({(width, dtype) for width, dtype, _ in tokens}) == 4
 
 
 def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():
@@ -57,12 +131,39 @@ def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():
         assert same == (not FORMS[form].spoilt), form
 
 
-@pytest.mark.parametrize("group", [1, 3])
-def test_groups_hold_each_row_once_and_parts_divide_them(group):
-    rows = list(forms.cells())
-    groups = matrix.groups_of(rows)
-    parts = [row for part in range(group) for rows in groups[part::group] for row in rows]
-    assert sorted(map(str, parts)) == sorted(map(str, rows))
+@pytest.mark.parametrize("size", ["short", "cover", "every"])
+def test_groups_hold_each_row_once_and_none_is_the_last_to_end(size):
+    rows = [*rows_of(size), *large.cells()]
+    found = groups.groups_of(rows)
+    for parts in (1, 3):
+        divided = [row for part in range(parts) for group in found[part::parts] for row in group]
+        assert sorted(map(str, divided)) == sorted(map(str, rows))
+    seconds = [sum(groups.costs(group)) for group in found]
+    large_ones = len({row.form for row in large.cells()})
+    assert all(group[0].form in large.FORMS for group in found[:large_ones])
+    assert seconds[large_ones:] == sorted(seconds[large_ones:], reverse=True)
+    assert max(seconds[large_ones:]) <= groups.LONGEST
+    assert size == "every" or sum(seconds) < 16 * (540 if size == "cover" else 120)
+    # what launches the same kernels is in one process, after the row that compiles them
+    where = {}
+    for number, group in enumerate(found):
+        for row in group:
+            where[row.width, row.recipe, row.dtype, row.form, row.value_dim, row.head_dim] = number
+    for (*names, form, value_dim, head_dim), number in where.items():
+        like = (*names, forms.LIKE.get(form, form), value_dim, head_dim)
+        assert where.get(like, number) == number, (names, form)
+
+
+def test_rows_of_equal_kernels_cost_little_and_lie_together():
+    pair = [cell_of(FORMS, *dims, "causal", "auto", "bfloat16") for dims in ((72, 80), (80, 80))]
+    (group,) = groups.groups_of([cell("head-nan", 80, "auto"), *pair])
+    assert [row.form for row in group] == ["causal", "causal", "head-nan"]
+    first, *others = groups.costs(group)
+    assert first > 0 == max(others)
+    assert groups.costs([cell("causal", 72, "mixed"), cell("causal", 576, "auto")]) == [0, 0]
+    assert {form: like for form, like in forms.LIKE.items() if FORMS[form].layout != FORMS[like].layout} == {}
+    for third in sizes.THIRDS:
+        assert {forms.LIKE.get(form, form) for form in third} <= set(third)
 
 
 def test_fp32_is_sdpa():
@@ -166,6 +267,9 @@ def test_the_command_runs_records_and_resumes(tmp_path, capfd, monkeypatch):
     (path,) = (tmp_path / "results").glob("matrix_cpu_*_abc.json")
     written = json.loads(path.read_text())
     assert written["counts"] == {"ok": 2}
+    assert (written["size"], written["resumed"]) == ("every", 0)
+    assert 0 < written["seconds"] < 600
+    assert not any("seconds" in row for row in written["rows"])
     assert [row["dtype"] for row in written["rows"]] == ["bfloat16", "float16"]
     assert matrix.main([*TINY, *paths, "--commit", "abc", "--resume", "--seconds", "0"]) == 0
     assert "2 rows, 2 of them there" in capfd.readouterr().out

@@ -3,19 +3,22 @@
 A row is a head_dim, value head_dim, form, recipe and dtype. Its calls of the public functions, forward and backward,
 come with random inputs of their own, on memory that is filled with NaN before each, as often as it takes until all
 launches are replayed; output, lse and gradients are held to attention in FP32 with an explicit mask
-(`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.meaning.conformance`). A call that the package does not take is
-right if it says which argument is why. `tools.matrix.forms` has the widths and forms, and what is compared with which:
+(`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.meaning.conformance`). A call that the package does not
+take is right if it says which argument is why. `tools.matrix.forms` has the forms, `tools.matrix.sizes` what meets what:
 
-- `auto` in BF16: every width and pair of widths, every form.
-- `paper` and `full` in BF16 and `auto` in FP16: a width of each kind, every form; at 64 and 128, where `auto` is
-  `mixed` on Hopper, `token` in both dtypes and `token_fp8` too. `mixed` and `token_fp8` elsewhere: they are refused.
-- `paper` and `full` at all other widths: three forms.
-- `tools.matrix.large`: more than 65535 heads times batch or sequences, and more than 2^31 elements.
-- ``--short``: `auto` in BF16, a width of each kind, every form.
+- ``--every``: `auto` in BF16, every width, pair of widths and form; `paper`, `full` and `auto` in FP16, a width of
+  each kind, every form; `token` at 64 and 128, where `auto` is `mixed` on Hopper; `mixed` where it is refused; `paper`
+  and `full` at all other widths, three forms.
+- Unless told otherwise, a cover of that, for nine minutes of one machine with 16 cores: `auto` in BF16 at a width of
+  each kind in every form, at each other width in those forms that matter most and in others by turns, so that widths
+  that compile alike meet all of them; and each form at each kind of width in `paper`, `full` or FP16, by turns.
+- ``--short``: `auto` in BF16, a few widths, every form; two minutes.
+- `tools.matrix.large`, but for ``--short``: more than 65535 heads times batch or sequences, more than 2^31 elements.
 
-Compiling takes nearly all the time. Rows that share kernels are a group; groups run in processes side by side. Every
-finished row is appended to ``--output``; ``--resume`` leaves out what stands there of the same code, ``--seconds``
-ends in time, ``--part 1/3`` takes every third group. Exit code 1 where a row is wrong, 3 where rows are left.
+Compiling takes nearly all the time. Rows that share kernels are a group (`tools.matrix.groups`); groups run in
+processes side by side. Every finished row is appended to ``--output``; ``--resume`` leaves out what stands there of
+the same code, ``--seconds`` ends in time, ``--part 1/3`` takes every third group. Exit code 1 where a row is wrong, 3
+where rows are left.
 """
 
 from __future__ import annotations
@@ -27,37 +30,18 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from sagebwd.benchmarks.results import environment, save_lines
 from sagebwd.hardware import check_device
-from tools.matrix import check, forms, large
-from tools.matrix.forms import Cell
+from tools.matrix import check, forms, large, sizes
+from tools.matrix.groups import groups_of
 from tools.matrix.workers import Row, run
 from tools.tree import digest
 
 SAID_EVERY = 10
 NAMES = ("head_dim", "value_dim", "form", "recipe", "dtype")
-# Seconds that a row's first call compiles, roughly, by which groups are put in order: the slowest first.
-COSTS = {"dense": 5, "packed": 10, "padded": 8, "masked": 10}
-
-
-def groups_of(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Rows that share kernels together, the groups that take longest first."""
-    found: dict[tuple, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault((cell.width, cell.value_dim, cell.recipe, cell.dtype, cell.layout), []).append(cell)
-    return sorted(found.values(), key=_cost, reverse=True)
-
-
-def _cost(group: list[Cell]) -> float:
-    first = group[0]
-    if first.form in large.FORMS:
-        return 1e6
-    refused = first.recipe in ("mixed", "token_fp8") and first.width not in (64, 128)
-    return 0 if refused else len(group) * COSTS[first.layout] * (1.5 if first.width % 16 else 1)
 
 
 def name_of(row: Row) -> tuple:
@@ -98,7 +82,10 @@ def report(rows: list[Row], left: int, facts: dict[str, object], folder: Path | 
 def main(arguments: list[str] | None = None) -> int:
     """Run the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a width of each kind, auto, BF16")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--short", dest="size", action="store_const", const="short", help="few widths, auto, BF16")
+    size.add_argument("--every", dest="size", action="store_const", const="every", help="no row left out")
+    parser.set_defaults(size="cover")
     parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
     parser.add_argument("--seconds", type=float, help="begin no row after so long")
     parser.add_argument("--resume", action="store_true", help="leave out rows of this code that --output has")
@@ -114,9 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(arguments)
     check_device(given.device)
-    facts = environment(given.device, given.commit)
-    with_large = not given.short and given.device.startswith("cuda")
-    wanted = itertools.chain(forms.cells(given.short), large.cells() if with_large else [])
+    facts = environment(given.device, given.commit) | {"size": given.size}
+    with_large = given.size != "short" and given.device.startswith("cuda")
+    wanted = itertools.chain(sizes.cells(given.size), large.cells() if with_large else [])
     chosen = [
         cell
         for cell in wanted
@@ -129,12 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     names = {name_of(cell.key()) for group in groups for cell in group}
     done = read(given.output, code()) if given.resume else {}
     rows = [row for name, row in done.items() if name in names]
+    resumed = len(rows)
     groups = [[cell for cell in group if name_of(cell.key()) not in done] for group in groups]
     groups = [group for group in groups if group]
     given.output.parent.mkdir(parents=True, exist_ok=True)
     start, said = time.monotonic(), 0.0
     until = start + (given.seconds or float("inf"))
-    print(f"{len(names)} rows, {len(rows)} of them there, {len(groups)} groups, {facts['commit']}", flush=True)
+    print(f"{len(names)} rows, {resumed} of them there, {len(groups)} groups, {facts['commit']}", flush=True)
     with given.output.open("a", encoding="utf-8") as file:
         for found in run(groups, given.processes, given.impl, given.device, until):
             for row in found:
@@ -149,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
                 wrong = sum(row["status"] in ("wrong", "crashed") for row in rows)
                 print(f"{len(rows)}/{len(names)} rows, {wrong} wrong, {seconds:.0f} s", flush=True)
     left = len(names) - len(rows)
+    facts |= {"seconds": round(time.monotonic() - start), "resumed": resumed}
     report(rows, left, facts, None if given.no_results else given.results)
     if any(row["status"] in ("wrong", "crashed") for row in rows):
         return 1

@@ -27,7 +27,6 @@ ARGUMENTS = re.compile(r"\b(query|key|value|attn_mask|block_mask|recipe|impl|hea
 BOUNDS = {
     "full": (0.006, 0.001, 0.01, 0.01, 0.006),
     "mixed": (0.025, 0.01, 0.09, 0.09, 0.09),
-    "token_fp8": (0.03, 0.01, 0.09, 0.09, 0.09),
     "token": (0.03, 0.01, 0.08, 0.05, 0.05),
     "paper": (0.04, 0.01, 0.13, 0.13, 0.13),
 }

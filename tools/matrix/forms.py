@@ -1,9 +1,8 @@
-"""Which calls the matrix makes: widths, forms, recipes and dtypes, and the inputs of each."""
+"""What a row of the matrix is: its form, widths, recipe and dtype, and the inputs of its calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
+from sagebwd.call import Ask
+from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, FP8
@@ -76,16 +77,17 @@ FORMS = {
     "document": Form((300,), layout="masked", mask="document"),
     "sinks": Form((300,), layout="masked", mask="sinks"),
 }
-FEW_FORMS = ("causal", "packed-causal", "padding")
+# Forms that launch what another compiles: their rows cost next to nothing after one of it.
+LIKE = {
+    "17-tokens": "causal",
+    "more-keys-causal": "causal",
+    "fewer-keys-causal": "causal",
+    "deterministic": "causal",
+    "head-nan": "causal",
+    "window-causal": "window",
+    "packed-nan": "packed-window",
+}
 
-WIDTHS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
-ODD_WIDTHS = (1, 3, 17, 33, 65, 100, 250)
-PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512))
-KINDS = (
-    (8, 8), (17, 17), (33, 33), (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100), (120, 120), (128, 128),
-    (192, 128), (250, 250), (256, 256),
-)  # fmt: skip
-SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -123,15 +125,16 @@ class Cell(Case):
         if FP8 not in (recipe.dv, recipe.dq, recipe.dk) and impl != "hopper":
             return False
         masked = self.layout == "masked"
-        return not dispatch.is_hopper(torch.device(device)) or self.width not in (64, 128) or masked
+        its_own = dispatch.is_hopper(torch.device(device)) and widths.of_call(self.head_dim, self.value_dim)
+        return not its_own or masked
 
     def emulated_as(self, device: str, impl: str | None) -> Cell:
         """The same with the recipe that "auto" stands for."""
         if self.recipe != AUTO:
             return self
-        masked = self.layout == "masked"
-        name = dispatch.automatic(impl, self.width, self.dtype, torch.device(device), masked)
-        return replace(self, recipe=name)
+        dims, masked = (self.head_dim, self.value_dim), self.layout == "masked"
+        choice = dispatch.choose(Ask(AUTO, *dims, self.dtype, torch.device(device), masked, impl))
+        return replace(self, recipe=str(choice.recipe))
 
     def inputs(self, device: str) -> list[Tensor]:
         """q, k, v and do in the layout's shape; nothing spoilt yet."""
@@ -207,32 +210,3 @@ def cell_of(forms: dict[str, Form], head_dim: int, value_dim: int, form: str, re
         mask=shape.mask, is_causal=shape.is_causal, window=shape.window, scale=head_dim**-0.5, recipe=recipe,
         value_dim=value_dim, form=form, shape=shape,
     )  # fmt: skip
-
-
-def cells(short: bool = False) -> Iterator[Cell]:
-    """Every row but those of `tools.matrix.large`."""
-    every = [(d, d) for d in (*WIDTHS, *ODD_WIDTHS)] + list(PAIRS)
-    for dims in SHORT if short else every:
-        for form in FORMS:
-            yield cell_of(FORMS, *dims, form, AUTO, "bfloat16")
-    if short:
-        return
-    for dims in KINDS:
-        special = max(dims) in (64, 128)  # Hopper's own kernels run there, and auto is mixed
-        for form in FORMS:
-            yield cell_of(FORMS, *dims, form, AUTO, "float16")
-            for recipe in ("paper", "full"):
-                yield cell_of(FORMS, *dims, form, recipe, "bfloat16")
-            if special:
-                for recipe, dtype in (("token", "bfloat16"), ("token", "float16"), ("token_fp8", "bfloat16")):
-                    yield cell_of(FORMS, *dims, form, recipe, dtype)
-        for form in () if special else FEW_FORMS:  # which are refused
-            for recipe in ("mixed", "token_fp8"):
-                yield cell_of(FORMS, *dims, form, recipe, "bfloat16")
-        if special:
-            yield cell_of(FORMS, *dims, "bool-matrix", "mixed", "bfloat16")
-    for dims in every:
-        if dims not in KINDS:
-            for form in FEW_FORMS:
-                for recipe in ("paper", "full"):
-                    yield cell_of(FORMS, *dims, form, recipe, "bfloat16")

@@ -1,0 +1,35 @@
+"""A gradient of the output as small as BF16 represents it: gradients as small, no zeros; in every family."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sagebwd.meaning.metrics import relative_l2
+from tests.kernels.calls import KernelCall
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SIZE = 2.0**-100
+of_a_gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
+
+
+@pytest.mark.parametrize(("impl", "recipe", "head_dim"), [
+    *(pytest.param("reference", recipe, 64) for recipe in ("token", "paper", "mixed")),
+    *(pytest.param("triton", recipe, head_dim, marks=of_a_gpu)
+      for recipe, head_dim in (("token", 72), ("token", 128), ("paper", 64))),
+    *(pytest.param("hopper", "mixed", head_dim, marks=on_hopper) for head_dim in (64, 128)),
+])  # fmt: skip
+def test_gradients_are_as_small_as_the_outputs_and_no_zeros(impl, recipe, head_dim):
+    call = KernelCall(
+        recipe=recipe, head_dim=head_dim, tokens_q=70, tokens_k=70, is_causal=True, do_size=SIZE,
+        device="cpu" if impl == "reference" else DEVICE,
+    )  # fmt: skip
+    actual = call.check(impl)
+    leaves = [x.double().requires_grad_() for x in call.inputs()[:3]]
+    o = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    exact = torch.autograd.grad(o, leaves, call.inputs()[3].double())
+    for name, expected in zip(("dq", "dk", "dv"), exact):
+        assert 0 < expected.abs().max() < 2.0**10 * SIZE
+        assert relative_l2(actual[name], expected) < 0.1, name
