@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sagebwd.kernels.sm90.forward.kernel.launch import Written, launch_forward
+from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from torch import Tensor
 
 from sagebwd.call import Call, Packing

@@ -4,7 +4,7 @@ A row is a head_dim, value head_dim, form, recipe and dtype. Its calls of the pu
 come with random inputs of their own, on memory that is filled with NaN before each, as often as it takes until all
 launches are replayed; output, lse and gradients are held to attention in FP32 with an explicit mask
 (`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.meaning.conformance`). A call that the package does not
-take is right if it says which argument is why. `tools.matrix.forms` has the forms, `tools.matrix.sizes` what meets what:
+take is right if it says which argument is why. `tools.matrix.forms` has forms, `tools.matrix.sizes` what meets what:
 
 - ``--every``: `auto` in BF16, every width, pair of widths and form; `paper`, `full` and `auto` in FP16, a width of
   each kind, every form; `token` at 64 and 128, where `auto` is `mixed` on Hopper; `mixed` where it is refused; `paper`
