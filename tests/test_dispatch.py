@@ -14,8 +14,6 @@ from sagebwd.kernels.sm90 import widths
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 MIXED, TOKEN = Recipe.named("mixed"), Recipe.named("token")
 ASK = Ask("auto", 64, 64, torch.bfloat16, CARD)
-# Of the widths that Hopper's kernels run themselves.
-OWN = [row.head_dim for row in widths.WIDTHS if row.backward and row.head_dim == row.value_dim]
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def hopper(monkeypatch):
     dispatch._choose.cache_clear()
 
 
-@pytest.mark.parametrize("head_dim", OWN)
+@pytest.mark.parametrize("head_dim", widths.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("impl", [None, "hopper", dispatch.FASTEST])
 def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.masks.mask import Mask
 from sagebwd.meaning.conformance import emulator_error, violation
 from sagebwd.recipe import FP8, INT8
@@ -40,8 +41,6 @@ RECIPES = (
 )  # fmt: skip
 
 
-# head_dims of the kernels that are a GPU's own.
-OWN_WIDTHS = (64, 128)
 # What `outcome` returns.
 RESULTS = ("o", "lse", "dq", "dk", "dv")
 # Programs that two of a grid's dimensions count at most, and tokens of a sequence in cases that exceed it.
@@ -206,7 +205,7 @@ def _widths(kernels: random.Random, own: bool) -> tuple[int, int]:
             (64, 128, 64, 128, 8 * kernels.randint(1, 32), 8 * kernels.randint(1, 32), kernels.randint(1, 256))
         )
 
-    head_dim = kernels.choice(OWN_WIDTHS) if own else any_width()
+    head_dim = kernels.choice(HEAD_DIMS) if own else any_width()
     if kernels.random() < 0.75:
         return head_dim, head_dim
     widths = head_dim, kernels.randint(1, head_dim) if own else any_width()

@@ -18,6 +18,7 @@ from sagebwd.call import Call, Packing
 from sagebwd.kernels.host import replay
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.kernels.sm90.backward.turns import backward_turns
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -48,7 +49,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", CALLS)
 class TestIsTheRecipe:
     pytestmark = on_hopper

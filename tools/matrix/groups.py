@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools.matrix import large
 from tools.matrix.forms import FORMS, LIKE, Cell
-from tools.matrix.sizes import MIXED
 
 # Seconds that an H200's host compiles for a row of `auto` at a width of 100 to 128, no multiple of 16.
 COSTS = {"dense": 17, "packed": 24, "padded": 17, "masked": 23}
@@ -48,7 +48,7 @@ def costs(group: list[Cell]) -> list[float]:
     found = []
     for cell in group:
         kernels = cell.width, _leader(cell)
-        refused = cell.width > MAX_HEAD_DIM or (cell.recipe == "mixed" and cell.width not in MIXED)
+        refused = cell.width > MAX_HEAD_DIM or (cell.recipe == "mixed" and cell.width not in HEAD_DIMS)
         cost = 0.0 if refused or kernels in met else COSTS[cell.layout] * (0.4 + cell.width / 200)
         cost *= 1 if cell.width % 16 else 0.5
         found.append(cost if cell.recipe in ("auto", "token") else 0.7 * cost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
@@ -23,9 +24,6 @@ VARIED = (
 )  # fmt: skip
 KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
-MIXED = (64, 128)
-"""Widths of Hopper's own kernels, where auto is `mixed`."""
-
 VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), (AUTO, "float16"))
 FEW_FORMS = ("causal", "packed-causal", "padding")
 THIRDS = (
@@ -83,7 +81,7 @@ def _cover() -> Iterator[Cell]:
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
-    for turn, width in enumerate(MIXED):
+    for turn, width in enumerate(HEAD_DIMS):
         for number, form in enumerate(FORMS):
             yield from _rows((width, width), [form], "token", ("bfloat16", "float16")[(number + turn) % 2])
     yield from _refused()
@@ -94,7 +92,7 @@ def _every() -> Iterator[Cell]:
         yield from _rows(dims, FORMS, AUTO, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-    for width in MIXED:
+    for width in HEAD_DIMS:
         for dtype in ("bfloat16", "float16"):
             yield from _rows((width, width), FORMS, "token", dtype)
     yield from _refused()
@@ -102,4 +100,4 @@ def _every() -> Iterator[Cell]:
 
 def _refused() -> Iterator[Cell]:
     for dims in KINDS:
-        yield from _rows(dims, ("bool-matrix",) if max(dims) in MIXED else FEW_FORMS, "mixed", "bfloat16")
+        yield from _rows(dims, ("bool-matrix",) if max(dims) in HEAD_DIMS else FEW_FORMS, "mixed", "bfloat16")

@@ -47,8 +47,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Attention:
-    """``recipe``: one of `FULL_PRECISION` for torch's own attention, or a recipe's text; ``impl`` as in
-    `sage_attention`."""
+    """``recipe``: one of `FULL_PRECISION` for torch's own attention, or a recipe's text, which "auto" is none of: a
+    config fixes its run's numbers on any machine; ``impl`` as in `sage_attention`."""
 
     recipe: str = "token"
     impl: str | None = None

@@ -67,6 +67,9 @@ WIDTHS = (
 
 _OF = {row[:2]: row for row in WIDTHS}
 
+# One number for both, of rows with both directions.
+HEAD_DIMS = tuple(row.head_dim for row in WIDTHS if row.backward and row.head_dim == row.value_dim)
+
 
 def width(head_dim: int, value_dim: int) -> Width | None:
     """The row of a pair, if there is one."""
