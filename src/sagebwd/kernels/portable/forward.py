@@ -40,7 +40,7 @@ from sagebwd.kernels.tile import (
     to_int8,
     visible,
 )
-from sagebwd.recipe import INT8
+from sagebwd.recipe import FP8, INT8
 
 
 @triton.jit
@@ -103,6 +103,7 @@ def forward_kernel(
     first_key,
     o,
     lse,
+    row_max,
     key_mask,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -170,6 +171,8 @@ def forward_kernel(
 
     lists: where there is a mask, of every LIST_ROWS queries how many blocks of keys they see whole and in part, and
     which (`sagebwd.kernels.portable.lists`). BIAS: the mask is added.
+
+    row_max: the largest score of each query times log2(e), -inf where it sees no key; written where not None.
 
     k_rows: k, never a descriptor, and first_value (batch, heads, D): V's smoothed row of the first key, in units of
     v_scale if that is the sequence's, where it is apart, else None; first_key (batch,): which key that is, if there is
@@ -392,6 +395,8 @@ def forward_kernel(
     tl.store(o + rows[:, None] * o_n + columns[None, :], to_16bit(acc, o.dtype.element_ty), mask=written)
     log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)
     tl.store(lse + row, log, mask=inside)
+    if row_max is not None:
+        tl.store(row_max + row, m, mask=inside)
 
 
 def launch_forward(
@@ -408,11 +413,12 @@ def launch_forward(
     first_value: Tensor | None,
     first_key: Tensor | None,
     o: Tensor,
-) -> Tensor:
-    """Write o; lse. The operands as `forward_kernel` takes them."""
+) -> tuple[Tensor, Tensor | None]:
+    """Write o; lse and, where gradients are FP8, row maxima. The operands as `forward_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     listed = None if call.lists is None else call.lists.by_query
     lse = queries.per_token(q.device)
+    row_max = queries.per_token(q.device) if recipe.dv == FP8 else None
     o_int8 = recipe.o == INT8
 
     def run(config: Config) -> None:
@@ -441,6 +447,7 @@ def launch_forward(
             first_key,
             o,
             lse,
+            row_max,
             call.key_mask,
             queries.cu_seqlens,
             keys.cu_seqlens,
@@ -477,4 +484,4 @@ def launch_forward(
         )
 
     run_best("forward", call, run)
-    return lse
+    return lse, row_max

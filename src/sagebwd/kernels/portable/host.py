@@ -11,7 +11,7 @@ from sagebwd.kernels.operands.means import launch_statistics
 from sagebwd.kernels.portable.descriptor import SmoothQ
 from sagebwd.kernels.portable.forward import launch_forward
 from sagebwd.kernels.support import P_LEVELS, other_dtype, outside
-from sagebwd.recipe import INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 BLOCK_SIZES = (32, 64, 128)
 
@@ -31,12 +31,13 @@ def unsupported(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> str | None
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
-    s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
+    s_int8, o_int8, fp8 = recipe.s == INT8, recipe.o == INT8, recipe.dv == FP8
+    v_psi = o_int8 or (fp8 and recipe.smooth_v)  # of V less its mean; an FP8 backward then reads its scales
     first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
     k_mean, v_mean, v_scale, first_key = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart, k_sampled=recipe.k_mean == "sample",
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=v_psi and recipe.smooth_v,
+        v_scale=v_psi and recipe.v_scale == "sequence", first_key=first_apart, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
@@ -60,7 +61,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         )  # fmt: skip
 
     o = empty_like_rows(q)
-    lse = launch_forward(
+    lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
         k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
@@ -76,4 +77,4 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
-    return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, None, None, k_mean)
+    return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, row_max, v_scale if fp8 else None, k_mean)
