@@ -18,33 +18,21 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource
+from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sagebwd.kernels.host import device
 from tests.kernels.calls import KernelCall
 
-TYPES = {
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float32: "fp32",
-    torch.bool: "i1",
-}
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
 FORMS = ("causal", "ungrouped", "full", "packed", "padded")
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
@@ -55,34 +43,22 @@ ASSEMBLY = re.compile(
 MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
 
 
+@cache
+def binder(fn: JITFunction, arch: int) -> Callable:
+    """As `JITFunction.create_binder`, for a GPU that is not here."""
+    return create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
+
+
 def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.CompiledKernel:
     """What ``fn[grid](*args, **kwargs)`` would compile to on an sm_``arch`` GPU."""
-    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    values = dict(zip(fn.arg_names, args)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(fn.params):
-        value = values[parameter.name]
-        kind = None
-        if isinstance(value, Tensor):
-            kind = "*" + TYPES[value.dtype]
-        elif isinstance(value, TensorDescriptor):
-            kind = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, GluonTensorDescriptor):
-            kind = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-        elif isinstance(value, float):
-            kind = "fp32"
-        elif isinstance(value, int) and not parameter.is_constexpr and (parameter.do_not_specialize or value != 1):
-            kind = "i32"
-        signature[parameter.name] = kind or "constexpr"
-        if kind is None:
-            constants[(index,)] = value
-        elif (kind[0] == "*" and value.data_ptr() % 16 == 0) or (
-            kind == "i32" and not parameter.do_not_specialize and value % 16 == 0
-        ):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("cuda", arch, 32)
+    bound, specialization, options = binder(fn, arch)(*args, **kwargs)
+    options, signature, constants, attributes = fn._pack_args(
+        make_backend(target), kwargs, bound, specialization, options
+    )
     source_type = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
     source = source_type(fn, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=target, options=options.__dict__)
 
 
 def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: str) -> str:

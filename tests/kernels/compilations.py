@@ -12,23 +12,15 @@ import json
 import os
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+from triton.runtime.jit import JITFunction, compute_cache_key
 
 from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
 from tests.kernels.calls import KernelCall
-
-
-@cache
-def binder(fn: JITFunction, arch: int):
-    """As `JITFunction.create_binder`, for a GPU that is not here."""
-    return create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
+from tools.cross_compile import binder
 
 
 def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list[int]) -> list[dict]:

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,8 +44,18 @@ class Notes(list):
         return Compiled(self, kernel)
 
     def note(self, kernel, grid, *arguments):
+        arguments = tuple(leaves(arguments))
         zeros = [ctypes.string_at(address_of(x), len(ZEROS)) == ZEROS for x in arguments if is_address(x)]
         self.append((kernel.__name__, grid, arguments, zeros))
+
+
+def leaves(arguments) -> Iterator:
+    """What is in tuples, and the rest as it is."""
+    for x in arguments:
+        if isinstance(x, tuple):
+            yield from x
+        else:
+            yield x
 
 
 class Compiled:

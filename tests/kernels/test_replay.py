@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ class Kernel:
         self.bound, self.interpreted, self.blocks = 0, interpreted, []
 
     def __getitem__(self, grid):
-        def start(*arguments, scale, BLOCK, num_warps):
+        def start(*arguments, num_warps, **options):
             self.bound += 1
-            self.run(*arguments, scale, BLOCK)
+            self.run(*arguments, *(options[name] for name in self.arg_names[len(arguments) :]))
             return None if self.interpreted else Compiled(self)
 
         return start
@@ -94,6 +95,41 @@ def test_a_call_alike_repeats_its_launches():
     assert kernel.bound == 2 * 3
     assert kernel.blocks == [16, 32, 64] * 4
     assert isinstance(*replay._calls.values(), replay.Recording)
+
+
+class Scaled(NamedTuple):
+    at: Tensor | None
+    factor: float
+
+
+class OfTuples(Kernel):
+    """As `Kernel`, with y and its factor in one argument, and nothing in another."""
+
+    arg_names = ("x", "y", "nothing", "out", "tokens", "BLOCK")
+
+    def run(self, x, y, nothing, out, tokens: int, block: int) -> None:
+        assert tuple(nothing) == (None, 1.0)
+        super().run(x, y[0], out, tokens, y[1], block)
+
+
+def test_tensors_in_tuples_are_found():
+    def call(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        between, out = torch.empty(2, 64).unbind()
+        nothing = Scaled(None, 1.0)
+        replay.launch(kernel, (1,), x, Scaled(y, 2.0), nothing, between, 64, BLOCK=16, num_warps=4)
+        described = Descriptor(between, (64,))
+        replay.launch(kernel, (1,), described, Scaled(y.view(-1), -1.0), nothing, out, 64, BLOCK=32, num_warps=4)
+        return (out,)
+
+    kernel = OfTuples()
+    for _ in range(4):
+        x, y = torch.randn(64), torch.randn(64)
+        kept = weakref.ref(y)
+        torch.testing.assert_close(replay.repeat(call, x, y)[0], x + y + 2)
+        del y
+        assert kept() is None
+    assert kernel.bound == 2 * 2
+    assert kernel.blocks == [16, 32] * 4
 
 
 @pytest.mark.parametrize("interpreted", [False, True])

@@ -33,7 +33,9 @@ class FunctionRelaunch(NamedTuple):
 class TritonRelaunch:
     """A compiled kernel, its grid and two ones, what to launch it with, and where addresses and descriptors go.
 
-    Args: addresses, of arguments that are tensors: index, owner and how far into its memory; descriptors, likewise.
+    Args: arguments, and behind them the fields of those that are tuples with tensors; addresses, of what of these is a
+    tensor: index, owner and how far into its memory; descriptors, likewise, none of them a field, as Triton encodes
+    none there; tuples, index of each and where its fields begin and end.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class TritonRelaunch:
         arguments: list,
         addresses: list[tuple[int, int, int]],
         descriptors: list[tuple[int, int, int]],
+        tuples: list[tuple[int, int, int]],
     ) -> None:
         self.compiled, self.grid, self.arguments, self.addresses = compiled, grid, arguments, addresses
+        self.tuples = tuples
         self.descriptors = [(*found, _Descriptor(arguments[found[0]])) for found in descriptors]
         self.run = compiled.run if isinstance(compiled, CompiledKernel) else None
         self.encoded = _Encoded.of(self) if descriptors and self.run else None
@@ -70,7 +74,16 @@ class TritonRelaunch:
             arguments[index] = owners[owner] + offset
         for index, owner, offset, descriptor in self.descriptors:
             arguments[index] = descriptor.at(owners[owner] + offset)
-        return arguments
+        return _with_tuples(arguments, self.tuples)
+
+
+def _with_tuples(arguments: list, tuples: list[tuple[int, int, int]]) -> list:
+    """The arguments, each tuple made of its fields behind them; no longer than they are."""
+    if tuples:
+        for index, start, stop in tuples:
+            arguments[index] = tuple(arguments[start:stop])
+        del arguments[tuples[0][1] :]
+    return arguments
 
 
 class _Descriptor:
@@ -107,6 +120,8 @@ class _Encoded:
             self.descriptors.append((len(self.arguments), owner, offset, descriptor, kind, {}))
             self.arguments += [None, *make_tensordesc_arg(x, kind)[1:]]
         self.addresses = [(moved[index], *location) for index, *location in launch.addresses]
+        by = len(self.arguments) - len(launch.arguments)  # fields lie behind every descriptor
+        self.tuples = [(moved[index], start + by, stop + by) for index, start, stop in launch.tuples]
 
     @classmethod
     def of(cls, launch: TritonRelaunch) -> _Encoded | None:
@@ -131,7 +146,7 @@ class _Encoded:
                     known.clear()
                 encoded = known[address] = self.encode(descriptor.at(address), kind)[0]
             arguments[index] = encoded
-        return arguments
+        return _with_tuples(arguments, self.tuples)
 
 
 Relaunch = FunctionRelaunch | TritonRelaunch

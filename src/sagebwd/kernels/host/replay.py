@@ -212,15 +212,20 @@ class _Owners:
         if isinstance(compiled, Function):
             locations = [self.locate(x) for x in arguments if isinstance(x, Tensor)]
             return FunctionRelaunch(Packed(compiled, arguments), locations)
-        addresses, descriptors, others = [], [], [*arguments, *constants]
+        addresses, descriptors, tuples, flat = [], [], [], [*arguments, *constants]
         for index, x in enumerate(arguments):
+            if isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
+                flat[index] = None
+                tuples.append((index, len(flat), len(flat) + len(x)))
+                flat += x
+        for index, x in enumerate(flat):
             if isinstance(x, Tensor):
-                others[index] = 0
+                flat[index] = 0
                 if x.numel() > 0:
                     addresses.append((index, *self.locate(x)))
             elif isinstance(getattr(x, "base", None), Tensor):
                 descriptors.append((index, *self.locate(x.base)))
-        return TritonRelaunch(compiled, (*grid, 1, 1), others, addresses, descriptors)
+        return TritonRelaunch(compiled, (*grid, 1, 1), flat, addresses, descriptors, tuples)
 
 
 class Recording(NamedTuple):

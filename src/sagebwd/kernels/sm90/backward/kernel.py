@@ -269,32 +269,27 @@ def accumulate(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "heads_at_once",
-        "heads_in_all", "lower", "upper",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["steps", "sizes"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, scales_desc, delta_desc, dq_desc, dk_desc,
-    dv_desc, k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, q_b, q_h, q_column, k_b, k_h,
-    k_column, v_b, v_h, v_column, do_b, do_h, do_column, dk_b, dk_h, dk_n, heads_k, group, tokens_q, tokens_k, total_k,
-    blocks_q, grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
-    BY_CHANNEL: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    dv_desc, k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, steps, strides, sizes, scale,
+    sum_scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
+    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, BY_CHANNEL: gl.constexpr, IN_HALVES: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
-    What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes;
-    scales_desc, of the copies; delta_desc, parts of -delta, of which memory has half the channels and TMA makes the
-    rest zeros; largest. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of
+    What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of
     spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if
-    blocks of keys are to add to dQ in order, in one turn each; else None. heads_in_all: heads_k of all sequences.
+    blocks of keys are to add to dQ in order, in one turn each; else None. steps: `descriptor.Rows.steps` of Q, K, V
+    and dO. strides: of dk and dv. sizes: `Sizes`.
     RAGGED: a block of either may end past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
+    heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, heads_at_once, heads_in_all, lower, upper = (
+        sizes
+    )
+    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column = steps
     call = (
         cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
         lower, upper,
@@ -360,7 +355,7 @@ def backward_kernel(
     pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
     shared = (
         memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
-        (dk_b, dk_h, dk_n), (scale, sum_scale),
+        strides, (scale, sum_scale),
     )  # fmt: skip
     blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
     heads = (head_k * group, head_k * group + group)

@@ -24,7 +24,7 @@ from sagebwd.kernels.operands.tile import (
     to_16bit,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.operands.transposed import pass_warps, store_transposed
 from sagebwd.meaning import float8
 
 # Zeros that a program writes at a time.
@@ -37,22 +37,22 @@ DELTA_CHANNELS = tl.constexpr(16)
 DELTA_PARTS = tl.constexpr(8)
 # FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
 SCALES = tl.constexpr(4)
-# Sizes of queries and keys, which differ from call to call.
-SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["share", "sizes"])
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
-    spread, do_scaled, do_t, q_t, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n,
-    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, do_strides, o_strides, scaled_strides, q_strides, k_strides,
+    sizes, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
+
+    sizes: heads, of keys, programs, tokens of queries and keys of a sequence, and of a head, blocks of queries, grid.
 
     zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
     multiple of 16.
     """
+    heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid = sizes
     number, program = block_and_head(grid)
     at = tl.program_id(0).to(tl.int64) * share
     at = tl.multiple_of(at, 16)  # for stores of 16 bytes
@@ -62,12 +62,11 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n,
-            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do_t, q_t, number, program, do_strides, o_strides, scaled_strides, q_strides, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
-            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
+            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_strides, heads_k, tokens_k, total_k,
             head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
@@ -75,7 +74,7 @@ def row_values_kernel(
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
+    q_t, number, program, do_strides, o_strides, scaled_strides, q_strides, heads, heads_k,
     tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
@@ -97,6 +96,10 @@ def row_values(
         inside = first + local < length
         batch_64 = batch.to(tl.int64)
         token = (start + first).to(tl.int64)
+        do_b, do_h, do_n = do_strides
+        o_b, o_h, o_n = o_strides
+        scaled_b, scaled_h, scaled_n = scaled_strides
+        q_b, q_h, q_n = q_strides
         do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
         o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
         q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
@@ -233,7 +236,7 @@ def keep_largest(largest, x):
 
 @triton.jit
 def largest_key(
-    codes, token_scale, cu_seqlens, largest, number, program, stride_b, stride_h, stride_t, heads, tokens, total,
+    codes, token_scale, cu_seqlens, largest, number, program, strides, heads, tokens, total,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, one of which each token has."""
@@ -242,6 +245,7 @@ def largest_key(
     if first < length:
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
+        stride_b, stride_h, stride_t = strides
         codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
         top_code = largest_code(codes, scale, local, columns, stride_t, length - first, head_dim, head_dim == BLOCK_D)
@@ -312,20 +316,22 @@ def launch_row_values(
         largest,
         zeros,
         share,
-        *queries.strides(do),
-        *queries.strides(o),
-        *queries.strides(do_scaled),
-        *queries.strides(q),
-        *keys.strides(k),
-        queries.heads,
-        keys.heads,
-        programs,
-        queries.tokens,
-        keys.tokens,
-        queries.total,
-        keys.total,
-        queries.blocks(block),
-        grid,
+        queries.strides(do),
+        queries.strides(o),
+        queries.strides(do_scaled),
+        queries.strides(q),
+        keys.strides(k),
+        (
+            queries.heads,
+            keys.heads,
+            programs,
+            queries.tokens,
+            keys.tokens,
+            queries.total,
+            keys.total,
+            queries.blocks(block),
+            grid,
+        ),
         **shape_of(call, block),
     )
     return out
