@@ -76,7 +76,6 @@ def accumulate(
     CHANNEL: gl.constexpr = CONSUMER * ROWS if BY_CHANNEL else 0
     QUERY: gl.constexpr = 0 if BY_CHANNEL else CONSUMER * ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROW_OUT: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
     k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
@@ -247,26 +246,41 @@ def accumulate(
         if added is not None:
             count_added(added, counter)
 
-        if RAGGED:
-            rows_out = first_k + CONSUMER * ROWS + gl.arange(0, ROWS, ROW_OUT)
-            columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT_LAYOUT))
-            written = gl.expand_dims(rows_out < length_k, 1)
-            out_b, out_h, out_n = strides
-            out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
-            at = out + gl.expand_dims((start_k + rows_out).to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
-            gl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=written)
-            gl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=written)
-        else:
-            # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-            out = v_memory.index(CONSUMER)
-            if IN_TURN:
-                gl.static_assert(BLOCK_D == ROWS)
-                out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
-            row_out = (batch * heads_k + head_k) * tokens_k + first_k + CONSUMER * ROWS
-            store_block(dk_desc, out, dk_acc * scale, row_out)
-            store_block(dv_desc, out, dv_acc, row_out)
+        store_gradients(
+            dk_acc * scale, dv_acc, (dk, dv), (dk_desc, dv_desc), v_memory.index(CONSUMER), dq_part, strides, batch,
+            head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN, RAGGED, OUT_LAYOUT,
+        )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_gradients(
+    dk_sums, dv_sums, pointers, descriptors, v_part, dq_part, strides, batch, head_k, start_k, length_k, first_k,
+    heads_k, tokens_k, IN_TURN: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys from ``first_k`` on; v_part, dq_part: this warpgroup's V and blocks of dQ^T."""
+    dk, dv = pointers
+    dk_desc, dv_desc = descriptors
+    BLOCK_D: gl.constexpr = dk_sums.shape[1]
+    if RAGGED:
+        rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LAYOUT))
+        written = gl.expand_dims(rows < length_k, 1)
+        out_b, out_h, out_n = strides
+        out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
+        at = out + gl.expand_dims((start_k + rows).to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
+        gl.store(dk + at, dk_sums.to(dk.dtype.element_ty), mask=written)
+        gl.store(dv + at, dv_sums.to(dv.dtype.element_ty), mask=written)
+    else:
+        # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
+        out = v_part
+        if IN_TURN:
+            gl.static_assert(BLOCK_D == ROWS)
+            out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
+        row = (batch * heads_k + head_k) * tokens_k + first_k
+        store_block(dk_desc, out, dk_sums, row)
+        store_block(dv_desc, out, dv_sums, row)
 
 
 @gluon.jit(do_not_specialize=["steps", "sizes"])
@@ -279,11 +293,13 @@ def backward_kernel(
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
-    What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc, parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D, padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of
-    spread and largest (`finish_dq_kernel`). dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if
-    blocks of keys are to add to dQ in order, in one turn each; else None. steps: `descriptor.Rows.steps` of Q, K, V
-    and dO. strides: of dk and dv. sizes: `Sizes`.
-    RAGGED: a block of either may end past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
+    What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
+    parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
+    padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`).
+    dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ in
+    order, in one turn each; else None. steps: `descriptor.Rows.steps` of Q, K, V and dO. strides: of dk and dv. sizes:
+    `launch.Sizes`. RAGGED: a block of either may end past its sequence. BY_CHANNEL, IN_HALVES: as
+    `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
     heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, heads_at_once, heads_in_all, lower, upper = (

@@ -62,7 +62,8 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, do_strides, o_strides, scaled_strides, q_strides, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do_t, q_t, number, program, do_strides, o_strides, scaled_strides, q_strides,
+            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
