@@ -38,7 +38,7 @@ CALLS = {
     "packed-paper": KernelCall(**PACKED, is_causal=True, recipe="paper"),
     "paper": KernelCall(recipe="paper", tokens_q=200, kv_heads=2),
     "paper-causal": KernelCall(recipe="paper", tokens_q=130, is_causal=True),
-    "paper-window": KernelCall(recipe="paper", batch=2, heads=4, tokens_q=300, tokens_k=300, window=(70, 5)),
+    "paper-window": KernelCall(recipe="paper", batch=2, heads=1, tokens_q=300, tokens_k=300, window=(70, 5)),
     "paper-window-fewer-keys": KernelCall(recipe="paper", tokens_q=300, tokens_k=70, window=(90, 30)),
     "paper-packed-window": KernelCall(
         recipe="paper", lengths_q=[150, 0, 300], lengths_k=[210, 9, 170], window=(40, 0)
@@ -107,7 +107,7 @@ def test_calls_made_again(name):
 
 @pytest.mark.parametrize("recipe", ["token", "paper"])
 def test_codes_and_scales(recipe):
-    call = KernelCall(recipe=recipe, batch=2, heads=4, kv_heads=2, head_dim=128, device=DEVICE)
+    call = KernelCall(recipe=recipe, batch=2, heads=2, kv_heads=1, head_dim=128, device=DEVICE)
     inputs, parsed = call.inputs(), call.settings()[-1]
     actual = call.run("triton", inputs)
     q, k = inputs[0].float(), smooth(inputs[1].float())[0]
@@ -179,7 +179,7 @@ def test_calls_made_again_from_an_odd_element(name, names):
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_inf_are_never_silent(where, bad, recipe):
-    call = KernelCall(device=DEVICE, tokens_q=130, recipe=recipe)
+    call = KernelCall(device=DEVICE, heads=1, tokens_q=130, recipe=recipe)
     inputs = call.inputs()
     inputs["qkv".find(where) if where != "do" else 3][0, 0, 3, 5] = bad
     actual = call.run("triton", inputs)
@@ -207,9 +207,9 @@ def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
 @pytest.mark.parametrize(
     "call",
     [
-        KernelCall(heads=4, kv_heads=2, tokens_q=300, tokens_k=270, is_causal=True, head_dim=128),
-        KernelCall(batch=2, tokens_q=300, tokens_k=330, window=(70, 20), masked=True, with_dlse=True),
-        KernelCall(lengths_q=[1, 150, 0, 200], lengths_k=[70, 17, 5, 150], is_causal=True),
+        KernelCall(heads=4, kv_heads=2, tokens_q=170, tokens_k=140, is_causal=True, head_dim=128),
+        KernelCall(batch=2, heads=1, tokens_q=200, tokens_k=230, window=(70, 20), masked=True, with_dlse=True),
+        KernelCall(lengths_q=[1, 150, 0, 140], lengths_k=[70, 17, 5, 150], is_causal=True),
     ],
     ids=["causal-gqa", "window-mask", "packed"],
 )
@@ -274,6 +274,7 @@ def test_nothing_visible_gives_zeros():
     assert (actual["lse"][:, :5] == -math.inf).all()
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="what is interpreted is not repeated")
 def test_repeats_bit_for_bit():
     call = KernelCall(heads=4, kv_heads=1, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
     inputs = call.inputs()

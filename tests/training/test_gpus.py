@@ -48,23 +48,29 @@ def only_losses(output: Path) -> dict[tuple[int, str], float]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_process_two_and_two_that_divide_the_model(config, device, tmp_path):
-    for name, count, sharding in (("one", 1, "none"), ("two", 2, "none"), ("divided", 2, "fsdp")):
-        run(config, tmp_path / name, device, count, sharding)
+    ways = {"one": (1, "none"), "two": (2, "none"), "divided": (2, "fsdp")}
+    if device == "cpu":
+        del ways["two"]  # over gloo `test_processes.py` has it
+    for name, way in ways.items():
+        run(config, tmp_path / name, device, *way)
     one = only_losses(tmp_path / "one")
     assert one[STEPS, "loss"] < one[1, "loss"] - 0.5
-    for name in ("two", "divided"):
+    results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in ways}
+    for name, (_, sharding) in ways.items():
         assert only_losses(tmp_path / name) == pytest.approx(one, rel=TOLERANCE[device])
-    results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two", "divided")}
-    assert results["one"]["parameters_held"] == results["two"]["parameters_held"] == results["one"]["parameters"]
-    assert results["divided"]["parameters_held"] < 0.6 * results["divided"]["parameters"]
-    assert {result["parameters"] for result in results.values()} == {results["one"]["parameters"]}
+        assert results[name]["parameters"] == results["one"]["parameters"]
+        share = results[name]["parameters_held"] / results[name]["parameters"]
+        assert share == 1 if sharding == "none" else share < 0.6
 
-    # killed by one number of processes, resumed by another, there and back
-    for before, after in (((2, "fsdp"), (1, "none")), ((1, "none"), (2, "fsdp")), ((2, "none"), (2, "fsdp"))):
+    # killed by one way, resumed by another, there and back
+    for before, after in (("divided", "one"), ("one", "divided"), ("two", "divided")):
+        if not {before, after} <= set(ways):
+            continue
         output = tmp_path / f"{before} then {after}"
-        changed = config.replace({"optimisation.sharding": before[1]})
+        count, sharding = ways[before]
+        changed = config.replace({"optimisation.sharding": sharding})
         step = random.randint(5, STEPS - 8)  # once 5 is logged, the first checkpoint, of 4, is whole
         print(f"{output.name}: killed at {step}")
-        kill(start(changed, output, before[0], device), output, step)
-        run(config, output, device, *after, resume=True)
+        kill(start(changed, output, count, device), output, step)
+        run(config, output, device, *ways[after], resume=True)
         assert only_losses(output) == pytest.approx(one, rel=TOLERANCE[device])
