@@ -11,9 +11,9 @@ from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.portable import host
 from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
-from sagebwd.kernels.portable.descriptor import SmoothQ
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
+from sagebwd.kernels.portable.smooth_q import SmoothQ
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 
@@ -34,14 +34,14 @@ def backward(
     o, lse, q_int8, q_scale, k_int8, k_scale, _, _, k_mean = saved
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
-    q_rows, k_rows, smooth_q = q, k, SmoothQ()
+    q_rows, k_rows, smooth_q = q, k, None
     # a masked key's K may be anything, NaN too
     if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
         shift = k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     if recipe.smooth_q:
         q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
-        q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
+        q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_grad_out(

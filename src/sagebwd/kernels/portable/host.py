@@ -8,8 +8,9 @@ from torch import Tensor
 from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.operands.codes import Quantized, launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
-from sagebwd.kernels.portable.descriptor import SmoothQ
-from sagebwd.kernels.portable.forward import launch_forward
+from sagebwd.kernels.portable.first_key import FirstKey
+from sagebwd.kernels.portable.forward import Values, launch_forward
+from sagebwd.kernels.portable.smooth_q import SmoothQ
 from sagebwd.kernels.support import P_LEVELS, other_dtype, outside
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
@@ -61,19 +62,18 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         )  # fmt: skip
 
     o = empty_like_rows(q)
+    v_operand = v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v
+    v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
+    v_group_scale = v_pass.block_scale if v_scale is None else v_scale
     lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
         k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
-        v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v,
+        Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
-        v_pass.block_scale if v_scale is None else v_scale,
-        v_pass.column_sum,
-        v_shift,
-        SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
-        v_pass.first_row,
-        first_key,
+        SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
+        FirstKey.of(v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
