@@ -82,6 +82,14 @@ def within(distance, bounds):
 
 
 @triton.jit
+def in_part(walk, condition):
+    """The walk, all of whose blocks need a mask where the condition holds."""
+    full_begin = tl.where(condition, walk.end, walk.full_begin)
+    full_end = tl.where(condition, walk.end, walk.full_end)
+    return Walk(walk.begin, full_begin, full_end, walk.end)
+
+
+@triton.jit
 def steps_of(walk, lists, PART: tl.constexpr):
     """How many blocks are met whole, or PART in part, and where a list of them begins if there are lists."""
     if lists is not None:

@@ -16,10 +16,10 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.portable.blocks import (
     Bounds,
-    Walk,
     block_of,
     blocks_met,
     elements_of,
+    in_part,
     list_of,
     load_elements,
     shows,
@@ -73,6 +73,25 @@ class Groups(NamedTuple):
             recipe.ds_scale_dk == "key",
         )  # fmt: skip
         return cls(*map(tl.constexpr, chosen))
+
+
+@triton.jit
+def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
+    """psi's codes of dS, which first takes Q's scale of each query, and their scale, which takes that of a block.
+
+    Each is None where Q has the other. ds_max: the largest |dS| of the tile, None where it is not known; p_max: of P.
+    """
+    if row_scale is not None:
+        ds = ds * row_scale[None, :]
+    if ds_max is None:
+        ds_max = largest(ds, groups.DS_PER_KEY)
+    codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
+    # a NaN in any query's lse or delta shows in P, and must in dK
+    poison = (tl.max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
+    scale = ds_max * (1 / 127.0) + poison
+    if block_scale is not None:
+        scale = scale * block_scale
+    return codes, scale
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
@@ -170,10 +189,7 @@ def dkdv_kernel(
 
     towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
     walk = blocks_met(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
-    # a tile that holds keys past the end masks them in every block
-    full_begin = tl.where(left_k < BLOCK_K, walk.end, walk.full_begin)
-    full_end = tl.where(left_k < BLOCK_K, walk.end, walk.full_end)
-    walk = Walk(walk.begin, full_begin, full_end, walk.end)
+    walk = in_part(walk, left_k < BLOCK_K)  # a tile that holds keys past the end masks them in every block
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
@@ -203,16 +219,15 @@ def dkdv_kernel(
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 row_lse, row_delta, row_scale = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
+                block_scale, s_scale, p_max, ds_max = None, None, None, None
                 if not groups.Q_TOKEN:
                     # every query has the same, and the first is never padding
                     block_scale = tl.load(row_values + (tile_0 * STEPS + block) * (BLOCK_Q * 4) + 2)
+                    row_scale, s_scale = None, block_scale * scale_2
                 if tile_maxima is not None:
                     p_max = tl.load(maxima + block // STEPS * 2)
                     ds_max = tl.load(maxima + block // STEPS * 2 + 1)
-                if groups.Q_TOKEN:
-                    s = scores_of(k_tile, q_tile, key_scale, row_scale, None, scale_2)
-                else:
-                    s = scores_of(k_tile, q_tile, key_scale, None, block_scale * scale_2, scale_2)
+                s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)
                 if smooth_q is not None:
                     mu = channels(smooth_q.q_mean, tile, columns, head_dim)
                     bias = score_bias(
@@ -252,16 +267,7 @@ def dkdv_kernel(
                     p_codes = codes_of(p, p_max, groups.P_PER_KEY)
                     p_scale = p_max * (1 / 127.0)
                 if q_t is not None:
-                    if groups.Q_TOKEN:
-                        ds = ds * row_scale[None, :]
-                    if tile_maxima is None:
-                        ds_max = largest(ds, groups.DS_PER_KEY)
-                    ds_codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
-                    # a NaN in any query's lse or delta shows in P, and must in dK
-                    poison = (tl.max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
-                    ds_scale = ds_max * (1 / 127.0) + poison
-                    if not groups.Q_TOKEN:
-                        ds_scale = ds_scale * block_scale
+                    ds_codes, ds_scale = codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
                 if do_t is not None:
                     operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = product_of(p_codes, operand)
