@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from sagebwd.kernels.sm90.forward.kernel.kernel import compile as sm90
 from torch import Tensor
 
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.device import capability
 from sagebwd.kernels.operands.codes import launch_quantize
-from sagebwd.kernels.sm90.forward.kernel import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.masks.band import Band

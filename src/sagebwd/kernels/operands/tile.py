@@ -7,11 +7,9 @@ INT8 tensor cores take their second operand only with the reduced axis contiguou
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from sagebwd.masks import mask
 from sagebwd.meaning import quantize
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -23,8 +21,6 @@ ROUND = tl.constexpr(12582912.0)
 ROUND_BITS = tl.constexpr(0x4B400000)
 # Below this a group's largest magnitude counts as zero (`sagebwd.meaning.quantize`): 1 / its scale may overflow.
 TINY = tl.constexpr(quantize.TINY)
-HIDDEN_FP16 = tl.constexpr(mask.HIDDEN[torch.float16])
-HIDDEN_ELSE = tl.constexpr(mask.HIDDEN_ELSE)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -113,41 +109,6 @@ def visible(distance, lower, upper, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.const
     if HAS_UPPER:
         keep = keep & (distance <= upper)
     return keep
-
-
-@triton.jit
-def load_mask(
-    mask, listed, first_q, first_k, queries, keys, left_q, left_k, stride_q, stride_k, list_n, TILE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """A mask's elements of some queries and keys, which broadcast to the tile; what lies outside is 0 or never used.
-
-    mask: of the batch element and head, or where TILE is not 0 all of `sagebwd.masks.mask.Mask`'s tiles; which is
-    theirs stands beside the block in its list. EVEN: nothing lies outside, and so many elements are loaded at a time.
-    """
-    if TILE:
-        tile = tl.load(listed + (list_n - 2) // 2)
-        corner = tile.to(tl.int64) * (TILE * TILE) + (first_q % TILE) * TILE + first_k % TILE
-        # without the hint loads are of single elements, and the tile's layout follows them
-        return tl.load(mask + tl.multiple_of(corner, 16) + queries * TILE + keys)
-    else:
-        at = mask + first_q.to(tl.int64) * stride_q + first_k.to(tl.int64) * stride_k
-        if EVEN:
-            return tl.load(at + queries * stride_q + keys * stride_k)
-        else:
-            inside = (queries < left_q) & (keys < left_k)
-            return tl.load(at + queries * stride_q + keys * stride_k, mask=inside, other=0)
-
-
-@triton.jit
-def shows(element, dtype: tl.constexpr, BIAS: tl.constexpr):
-    """Where an element of a mask lets its key be seen; see `sagebwd.masks.mask.shown`."""
-    if BIAS:
-        HIDDEN: tl.constexpr = HIDDEN_FP16 if dtype == tl.float16 else HIDDEN_ELSE
-        hidden = element.to(tl.float32) <= HIDDEN
-        return hidden == 0
-    else:
-        return element != 0
 
 
 @triton.jit
@@ -298,17 +259,9 @@ def load_rows(pointer, rows, columns, stride, tokens, head_dim, EVEN_ROWS: tl.co
 
 
 @triton.jit
-def rows_of(x, batch, head, start, stride_b, stride_h, stride_t, TMA: tl.constexpr):
-    """Where a sequence's rows begin; a TMA descriptor stays as it is."""
-    if TMA:
-        return x
-    else:
-        return x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + start.to(tl.int64) * stride_t
-
-
-@triton.jit
 def load_block(
     x,
+    tma,
     batch,
     head,
     start,
@@ -320,11 +273,13 @@ def load_block(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
-    TMA: tl.constexpr,
 ):
-    """Rows [first, first + BLOCK) of a sequence. TMA reads past the end of a packed one, what NaN is there too."""
-    if TMA:
-        tile = x.load([0 if VARLEN else batch, head, start + first, 0])
+    """Rows [first, first + BLOCK) of a sequence, whose rows begin at x; of the descriptor ``tma`` if not None.
+
+    TMA reads past the end of a packed sequence, what NaN is there too.
+    """
+    if tma is not None:
+        tile = tma.load([0 if VARLEN else batch, head, start + first, 0])
         return tile.reshape(BLOCK, BLOCK_D)
     else:
         columns = tl.arange(0, BLOCK_D)
@@ -335,7 +290,7 @@ def load_block(
 
 @triton.jit
 def load_transposed(x, z, blocks, block, head_dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """Block ``block`` of head ``z`` of a transposed copy, as (tokens, head_dim)."""
+    """Block ``block`` of head ``z`` of a transposed copy, as (tokens, head_dim); TMA: x is a descriptor."""
     if TMA:
         return x.load([z.to(tl.int32), 0, block * BLOCK]).reshape(BLOCK_D, BLOCK).T
     else:
@@ -347,13 +302,3 @@ def load_transposed(x, z, blocks, block, head_dim, BLOCK: tl.constexpr, BLOCK_D:
             return tl.load(at)
         else:
             return tl.load(at, mask=columns[None, :] < head_dim, other=0)
-
-
-@triton.jit
-def load_row_values(rows, block, BLOCK: tl.constexpr):
-    """lse in base 2, delta and q_scale of a block of queries, as `grad_out_kernel` packs them."""
-    packed = tl.load(rows + block * (BLOCK * 4) + tl.arange(0, BLOCK * 4)).reshape(BLOCK, 2, 2)
-    first, second = tl.split(packed)
-    lse, scale = tl.split(first)
-    delta, _ = tl.split(second)
-    return lse, delta, scale

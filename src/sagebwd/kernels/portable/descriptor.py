@@ -1,8 +1,6 @@
-"""Operands of the portable kernels: TMA descriptors, and what Q-smoothing adds."""
+"""TMA descriptors of the portable kernels' operands."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,11 +21,3 @@ def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, Te
 def transposed_view(x: Tensor, head_dim: int) -> Tensor:
     """A transposed copy as (heads, head_dim, padded tokens)."""
     return x.view(x.shape[0], head_dim, -1)
-
-
-class SmoothQ(NamedTuple):
-    """What puts back into S and dK what Q-smoothing took out; all None without it."""
-
-    q_mean: Tensor | None = None  # (heads, blocks, D): the mean of each query block
-    k: Tensor | None = None
-    k_mean: Tensor | None = None

@@ -7,39 +7,91 @@ Both are written where the caller wants them, which is alike: one set of strides
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, offset_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
-    block_range,
     codes_of,
     dot_16bit,
-    exp2,
-    interleave,
     largest,
     largest_bits,
     load_block,
-    load_mask,
-    load_row_values,
     load_rows,
     load_transposed,
     padded_block,
-    rows_of,
     sequence,
-    shows,
     to_16bit,
-    visible,
 )
-from sagebwd.kernels.portable import lists
+from sagebwd.kernels.portable.blocks import (
+    Bounds,
+    block_of,
+    blocks_met,
+    elements_of,
+    in_part,
+    list_of,
+    load_elements,
+    shows,
+    steps_of,
+    within,
+)
 from sagebwd.kernels.portable.config import Config
-from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.descriptor import described, transposed_view
+from sagebwd.kernels.portable.lists import Masked
+from sagebwd.kernels.portable.recompute import (
+    added,
+    load_row_values,
+    product_of,
+    score_gradients,
+    scores_of,
+    weights_of,
+)
+from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
-from sagebwd.recipe import INT8
+from sagebwd.recipe import INT8, Recipe
+
+
+class Groups(NamedTuple):
+    """What has a scale of its own, as the kernel is compiled for."""
+
+    Q_TOKEN: tl.constexpr
+    DO_CHANNEL: tl.constexpr
+    P_PER_KEY: tl.constexpr
+    DS_PER_KEY: tl.constexpr
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Groups:
+        """Those of a recipe."""
+        chosen = (
+            recipe.q_scale == "token", recipe.do_scale == "channel", recipe.p_scale_dv == "key",
+            recipe.ds_scale_dk == "key",
+        )  # fmt: skip
+        return cls(*map(tl.constexpr, chosen))
+
+
+@triton.jit
+def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
+    """psi's codes of dS, which first takes Q's scale of each query, and their scale, which takes that of a block.
+
+    Each is None where Q has the other. ds_max: the largest |dS| of the tile, None where it is not known; p_max: of P.
+    """
+    if row_scale is not None:
+        ds = ds * row_scale[None, :]
+    if ds_max is None:
+        ds_max = largest(ds, groups.DS_PER_KEY)
+    codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
+    # a NaN in any query's lse or delta shows in P, and must in dK
+    poison = (tl.max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
+    scale = ds_max * (1 / 127.0) + poison
+    if block_scale is not None:
+        scale = scale * block_scale
+    return codes, scale
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
@@ -48,51 +100,23 @@ def dkdv_kernel(
     k,
     v,
     do,
+    dk,
+    dv,
+    q_tma,
+    do_tma,
     k_scale,
     do_scale,
     q_t,
     do_t,
     q_rows,
     row_values,
-    q_mean,
-    k_exact,
-    k_mean,
+    smooth_q,
     tile_maxima,
-    dk,
-    dv,
     key_mask,
+    mask,
     cu_seqlens_q,
     cu_seqlens_k,
-    mask,
-    lists,
-    mask_b,
-    mask_h,
-    mask_q,
-    mask_k,
-    list_b,
-    list_h,
-    list_n,
-    q_b,
-    q_h,
-    q_n,
-    k_b,
-    k_h,
-    k_n,
-    v_b,
-    v_h,
-    v_n,
-    do_b,
-    do_h,
-    do_n,
-    rows_b,
-    rows_h,
-    rows_n,
-    exact_b,
-    exact_h,
-    exact_n,
-    dk_b,
-    dk_h,
-    dk_n,
+    groups,
     heads_k,
     group,
     tokens_q,
@@ -105,21 +129,8 @@ def dkdv_kernel(
     upper,
     scale,
     head_dim: tl.constexpr,
-    INT8_S: tl.constexpr,
-    INT8_DV: tl.constexpr,
-    INT8_DK: tl.constexpr,
-    Q_TOKEN: tl.constexpr,
-    DO_CHANNEL: tl.constexpr,
-    P_PER_KEY: tl.constexpr,
-    DS_PER_KEY: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
-    VARLEN: tl.constexpr,
-    TMA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MASK_TILE: tl.constexpr,
-    MASK_EVEN: tl.constexpr,
-    LIST_ROWS: tl.constexpr,
     PAD_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -128,55 +139,57 @@ def dkdv_kernel(
 ):
     """One block of keys of one key head, summed over the query heads that share it. PAD_Q and TILE_K are the recipe's.
 
-    q, k: operands of S, codes or 16-bit rows. q_t, do_t: transposed codes, where dK and dV are INT8. q_rows: the
-    16-bit operand of dK otherwise. row_values: from `grad_out_kernel`, padded to blocks of PAD_Q. TMA: q, do, q_t
-    and do_t are descriptors. tile_maxima: what `dq_kernel` wrote, where P and dS have one scale a tile; with it a step
-    may take a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q.
+    q, k, v, do, dk, q_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows. q_t, do_t:
+    transposed codes, where dK and dV are INT8, else None. q_rows: the 16-bit operand of dK otherwise. q_tma, do_tma:
+    descriptors of q and do, and then q_t and do_t are some, or None. row_values: from `grad_out_kernel`, padded to
+    blocks of PAD_Q. tile_maxima: what `dq_kernel` wrote, where P and dS have one scale a tile; with it a step may take
+    a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q. smooth_q, mask:
+    `SmoothQ` and `Masked`, or None.
     """
+    VARLEN: tl.constexpr = cu_seqlens_q is not None
+    TMA: tl.constexpr = q_tma is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
+    INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
     batch_head = tl.program_id(0) // grid
-    block_k = tl.program_id(0) % grid
     batch = batch_head // heads_k
     head_k = batch_head % heads_k
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
-    first_k = block_k * BLOCK_K
+    first_k = tl.program_id(0) % grid * BLOCK_K
     if first_k >= length_k:
         return
-    batch_64 = batch.to(tl.int64)
     z_k = head_k.to(tl.int64) if VARLEN else batch_head.to(tl.int64)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
+    bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
     left_k = length_k - first_k
-    at_k = (start_k + first_k).to(tl.int64)
-    k += batch_64 * k_b + head_k.to(tl.int64) * k_h + at_k * k_n
-    v += batch_64 * v_b + head_k.to(tl.int64) * v_h + at_k * v_n
-    k_tile = load_rows(k, keys, columns, k_n, left_k, head_dim, False, EVEN)
-    v_tile = load_rows(v, keys, columns, v_n, left_k, head_dim, False, EVEN)
+    k_at = row_of(k, batch, head_k, start_k + first_k)
+    v_at = row_of(v, batch, head_k, start_k + first_k)
+    k_tile = load_rows(k_at, keys, columns, k.token, left_k, head_dim, False, EVEN)
+    v_tile = load_rows(v_at, keys, columns, v.token, left_k, head_dim, False, EVEN)
     scale_2 = scale * LOG2_E
+    key_scale = None
     if INT8_S:
+        at_k = (start_k + first_k).to(tl.int64)
         key_scale = tl.load(k_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)
-        if Q_TOKEN:
+        if groups.Q_TOKEN:
             key_scale *= scale_2
     keep_key = keys < left_k
     if key_mask is not None:
-        keep_key = keep_key & (tl.load(key_mask + batch_64 * tokens_k + first_k + keys, mask=keep_key, other=0) != 0)
-    if q_mean is not None:
-        k_exact += batch_64 * exact_b + head_k.to(tl.int64) * exact_h + at_k * exact_n
-        k_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
-        shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
+        at = key_mask + batch.to(tl.int64) * tokens_k + first_k + keys
+        keep_key = keep_key & (tl.load(at, mask=keep_key, other=0) != 0)
+    if smooth_q is not None:
+        exact = row_of(smooth_q, batch, head_k, start_k + first_k)
+        shift = channels(smooth_q.k_mean, batch_head.to(tl.int64), columns, head_dim)
 
-    begin, full_begin, full_end, end = block_range(
-        first_k, length_q, -upper, -lower, BLOCK_K, BLOCK_Q, HAS_UPPER, HAS_LOWER, key_mask is not None
-    )
-    # a tile that holds keys past the end masks them in every block
-    full_begin = tl.where(left_k < BLOCK_K, end, full_begin)
-    full_end = tl.where(left_k < BLOCK_K, end, full_end)
+    towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
+    walk = blocks_met(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
+    walk = in_part(walk, left_k < BLOCK_K)  # a tile that holds keys past the end masks them in every block
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
@@ -185,139 +198,99 @@ def dkdv_kernel(
     for member in tl.range(0, group):
         head = head_k * group + member
         z_q = head.to(tl.int64) if VARLEN else batch.to(tl.int64) * heads_k * group + head
-        q_head = rows_of(q, batch, head, start_q, q_b, q_h, q_n, TMA)
-        do_head = rows_of(do, batch, head, start_q, do_b, do_h, do_n, TMA)
+        q_at = rows_of(q, batch, head, start_q)
+        do_at = rows_of(do, batch, head, start_q)
         tile_0 = z_q * blocks_q + padded_q
         if tile_maxima is not None:
             maxima = tile_maxima + ((z_q * tiles_k + first_k // TILE_K) * blocks_q + padded_q) * 2
+        elements, lists = None, None
         if mask is not None:
-            mask_head = mask + batch_64 * mask_b + head.to(tl.int64) * mask_h
-            list_at = batch_64 * list_b + head.to(tl.int64) * list_h + (first_k // LIST_ROWS).to(tl.int64) * list_n
+            elements = elements_of(mask, batch, head)
+            lists = list_of(mask, batch, head, first_k)
         for masked in tl.static_range(2):
-            count = full_end - full_begin
-            if masked:
-                count = end - begin - count
-            if mask is not None:
-                count = tl.load(lists + list_at + masked)
-                listed = lists + list_at + 2 + masked * tl.load(lists + list_at)
+            count, listed = steps_of(walk, lists, masked)
             for i in tl.range(0, count):
-                if mask is not None:
-                    block = tl.load(listed + i)
-                elif masked:
-                    block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
-                else:
-                    block = full_begin + i
+                block = block_of(i, walk, listed, masked)
                 tile = tile_0 + block // STEPS
                 first_q = block * BLOCK_Q
                 left = length_q - first_q
                 q_tile = load_block(
-                    q_head, batch, head, start_q, first_q, length_q, q_n, head_dim, not masked,
-                    BLOCK_Q, BLOCK_D, VARLEN, TMA,
+                    q_at, q_tma, batch, head, start_q, first_q, length_q, q.token, head_dim, not masked,
+                    BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 row_lse, row_delta, row_scale = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
-                if not Q_TOKEN:
+                block_scale, s_scale, p_max, ds_max = None, None, None, None
+                if not groups.Q_TOKEN:
                     # every query has the same, and the first is never padding
                     block_scale = tl.load(row_values + (tile_0 * STEPS + block) * (BLOCK_Q * 4) + 2)
+                    row_scale, s_scale = None, block_scale * scale_2
                 if tile_maxima is not None:
                     p_max = tl.load(maxima + block // STEPS * 2)
                     ds_max = tl.load(maxima + block // STEPS * 2 + 1)
-                if INT8_S:
-                    s = tl.dot(k_tile, q_tile.T, out_dtype=tl.int32).to(tl.float32)
-                    if Q_TOKEN:
-                        s = s * row_scale[None, :] * key_scale[:, None]
-                    else:
-                        s = s * (key_scale * (block_scale * scale_2))[:, None]
-                else:
-                    s = dot_16bit(k_tile, q_tile.T) * scale_2
-                if q_mean is not None:
-                    mu = tl.load(q_mean + tile * head_dim + columns, mask=columns < head_dim, other=0)
-                    exact = load_rows(k_exact, keys, columns, exact_n, left_k, head_dim, False, EVEN).to(tl.float32)
-                    bias = tl.sum((exact - shift[None, :]) * mu[None, :], 1) * scale_2
+                s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)
+                if smooth_q is not None:
+                    mu = channels(smooth_q.q_mean, tile, columns, head_dim)
+                    bias = score_bias(
+                        exact, smooth_q.token, mu, shift, keys, columns, left_k, scale_2, head_dim, BLOCK_D
+                    )
                     s = s + bias[:, None]
                 if mask is not None and masked:
-                    element = load_mask(
-                        mask_head, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k, mask_q,
-                        mask_k, list_n, MASK_TILE, MASK_EVEN,
-                    )  # fmt: skip
-                    if BIAS:
-                        s += element.to(tl.float32) * LOG2_E
-                p = exp2(s - row_lse[None, :])
-                if BIAS:
-                    p = tl.where(p > 1, 1.0, p)  # beside a large bias lse loses the digits that keep it so
-                if masked:
-                    keep = visible(
-                        (first_k + keys)[:, None] - (first_q + queries)[None, :], lower, upper, HAS_LOWER, HAS_UPPER
+                    element = load_elements(
+                        mask, elements, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k
                     )
+                    if mask.BIAS:
+                        s += element.to(tl.float32) * LOG2_E
+                p = weights_of(s, row_lse[None, :], mask)
+                if masked:
+                    keep = within((first_k + keys)[:, None] - (first_q + queries)[None, :], bounds)
                     if mask is not None:
-                        keep = keep & shows(element, mask.dtype.element_ty, BIAS)
+                        keep = keep & shows(element, mask)
                     if VARLEN:  # Q and dO past the end, where TMA reads the next sequence's, need not be finite
                         keep = keep & (queries < left)[None, :]
                     p = tl.where(keep & keep_key[:, None], p, 0.0)
                 do_tile = load_block(
-                    do_head, batch, head, start_q, first_q, length_q, do_n, head_dim, not masked,
-                    BLOCK_Q, BLOCK_D, VARLEN, TMA,
+                    do_at, do_tma, batch, head, start_q, first_q, length_q, do.token, head_dim, not masked,
+                    BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
-                if BLOCK_D > 64:
-                    # adding up from -delta keeps one vector less in registers; slower where they are not short
-                    dp = dot_16bit(v_tile, do_tile.T, tl.zeros((BLOCK_K, BLOCK_Q), tl.float32) - row_delta[None, :])
-                else:
-                    dp = dot_16bit(v_tile, do_tile.T) - row_delta[None, :]
-                ds = p * dp
+                # adding up from -delta keeps one vector less in registers; slower where they are not short
+                ds = score_gradients(p, v_tile, do_tile, row_delta[None, :], BLOCK_D > 64)
                 if masked and VARLEN:
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
-                if q_mean is not None:
+                if smooth_q is not None:
                     acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
-                    p_max = largest_bits(p, P_PER_KEY)
-                if INT8_DV:
-                    p_codes = codes_of(p, p_max, P_PER_KEY)
+                    p_max = largest_bits(p, groups.P_PER_KEY)
+                if do_t is not None:
+                    p_codes = codes_of(p, p_max, groups.P_PER_KEY)
                     p_scale = p_max * (1 / 127.0)
-                if INT8_DK:
-                    if Q_TOKEN:
-                        ds = ds * row_scale[None, :]
-                    if tile_maxima is None:
-                        ds_max = largest(ds, DS_PER_KEY)
-                    ds_codes = codes_of(ds, ds_max, DS_PER_KEY)
-                    # a NaN in any query's lse or delta shows in P, and must in dK
-                    ds_scale = ds_max * (1 / 127.0) + (tl.max(p_max, 0) if P_PER_KEY and not DS_PER_KEY else p_max) * 0
-                    if not Q_TOKEN:
-                        ds_scale = ds_scale * block_scale
-                if INT8_DV:
+                if q_t is not None:
+                    ds_codes, ds_scale = codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
+                if do_t is not None:
                     operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    part = tl.dot(interleave(p_codes), operand, out_dtype=tl.int32).to(tl.float32)
-                    if DO_CHANNEL:
-                        channel = tl.load(do_scale + tile * head_dim + columns, mask=columns < head_dim, other=0)
-                        part = part * channel[None, :]
+                    part = product_of(p_codes, operand)
+                    if groups.DO_CHANNEL:
+                        part = part * channels(do_scale, tile, columns, head_dim)[None, :]
                     else:
                         p_scale = p_scale * tl.load(do_scale + tile)
-                    if P_PER_KEY:
-                        acc_v += part * p_scale[:, None]
-                    else:
-                        acc_v += part * p_scale
+                    acc_v = added(acc_v, part, p_scale, groups.P_PER_KEY)
                 else:
                     if masked and VARLEN and TMA:
                         do_tile = tl.where((queries < left)[:, None], do_tile, 0.0)
                     acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)
-                if INT8_DK:
+                if q_t is not None:
                     operand = load_transposed(q_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
-                    if DS_PER_KEY:
-                        acc_k += part * ds_scale[:, None]
-                    else:
-                        acc_k += part * ds_scale
+                    acc_k = added(acc_k, product_of(ds_codes, operand), ds_scale, groups.DS_PER_KEY)
                 else:
-                    rows_at = q_rows + batch_64 * rows_b + head.to(tl.int64) * rows_h
-                    rows_at += (start_q + first_q).to(tl.int64) * rows_n
-                    operand = load_rows(rows_at, queries, columns, rows_n, left, head_dim, not masked, EVEN)
+                    rows_at = row_of(q_rows, batch, head, start_q + first_q)
+                    operand = load_rows(rows_at, queries, columns, q_rows.token, left, head_dim, not masked, EVEN)
                     acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)
 
-    out = batch_64 * dk_b + head_k.to(tl.int64) * dk_h + at_k * dk_n
-    out = out + keys[:, None] * dk_n + columns[None, :]
+    out = offset_of(dk, batch, head_k, start_k + first_k) + keys[:, None] * dk.token + columns[None, :]
     written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)
-    tl.store(dk + out, to_16bit(acc_k * scale, dk.dtype.element_ty), mask=written)
+    tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
 
 
@@ -333,58 +306,51 @@ def launch_dkdv(
     do_t: Tensor | None,
     q_rows: Tensor | None,
     row_values: Tensor,
-    smooth_q: SmoothQ,
+    smooth_q: SmoothQ | None,
     tile_maxima: Tensor | None,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
     """Write dk and dv, which lie alike; the operands as `dkdv_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
-    listed = None if call.lists is None else call.lists.by_key
     kernel = "dkdv" if tile_maxima is None else "dkdv_given"
 
     def run(config: Config) -> None:
-        blocked = {"q": q, "do": do, "q_t": q_t, "do_t": do_t}
+        tma = {}
         block_q = config.block_q(recipe)
         if config.tma:
             rows_block = (block_q, call.block_d)
-            views = {name: (queries.view(blocked[name]), rows_block) for name in ("q", "do")}
             copies = {"q_t": q_t, "do_t": do_t}
+            views = {"q": (queries.view(q), rows_block), "do": (queries.view(do), rows_block)}
             views |= {
                 n: (transposed_view(x, call.head_dim), rows_block[::-1]) for n, x in copies.items() if x is not None
             }
-            blocked |= described(views) or {}
+            tma = described(views) or {}
         grid = keys.grid(config.rows)
         launch(
             dkdv_kernel,
             (grid * keys.batch * keys.heads,),
-            blocked["q"],
-            k,
-            v,
-            blocked["do"],
+            Strided.of(q, queries),
+            Strided.of(k, keys),
+            Strided.of(v, keys),
+            Strided.of(do, queries),
+            Strided.of(dk, keys),
+            dv,
+            tma.get("q"),
+            tma.get("do"),
             k_scale,
             do_scale,
-            blocked["q_t"],
-            blocked["do_t"],
-            None if recipe.dk == INT8 else q_rows,
+            tma.get("q_t", q_t),
+            tma.get("do_t", do_t),
+            None if recipe.dk == INT8 else Strided.of(q_rows, queries),
             row_values,
-            smooth_q.q_mean,
-            smooth_q.k,
-            smooth_q.k_mean,
+            smooth_q,
             tile_maxima,
-            dk,
-            dv,
             call.key_mask,
+            Masked.of(None if call.lists is None else call.lists.by_key),
             queries.cu_seqlens,
             keys.cu_seqlens,
-            *lists.arguments(listed),
-            *queries.strides(q),
-            *keys.strides(k),
-            *keys.strides(v),
-            *queries.strides(do),
-            *((0, 0, 0) if recipe.dk == INT8 else queries.strides(q_rows)),
-            *((0, 0, 0) if smooth_q.k is None else keys.strides(smooth_q.k)),
-            *keys.strides(dk),
+            Groups.of(recipe),
             keys.heads,
             call.group,
             queries.tokens,
@@ -396,16 +362,6 @@ def launch_dkdv(
             **call.band,
             scale=call.scale,
             head_dim=call.head_dim,
-            INT8_S=recipe.s == INT8,
-            INT8_DV=recipe.dv == INT8,
-            INT8_DK=recipe.dk == INT8,
-            Q_TOKEN=recipe.q_scale == "token",
-            DO_CHANNEL=recipe.do_scale == "channel",
-            P_PER_KEY=recipe.p_scale_dv == "key",
-            DS_PER_KEY=recipe.ds_scale_dk == "key",
-            VARLEN=call.packed,
-            **lists.options(listed),
-            TMA=isinstance(blocked["q"], TensorDescriptor),
             PAD_Q=recipe.block_q,
             TILE_K=recipe.block_k,
             BLOCK_Q=block_q,

@@ -10,33 +10,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
-    block_range,
     codes_of,
     dot_16bit,
-    exp2,
-    interleave,
     largest,
     largest_of_tile,
     load_block,
-    load_mask,
     load_rows,
     load_transposed,
     padded_block,
-    rows_of,
-    sequence,
-    shows,
     to_16bit,
-    visible,
 )
-from sagebwd.kernels.portable import lists
+from sagebwd.kernels.portable.blocks import (
+    Bounds,
+    block_of,
+    blocks_met,
+    elements_of,
+    heads_of,
+    kept,
+    list_of,
+    load_elements,
+    place_of,
+    shows,
+    steps_of,
+)
 from sagebwd.kernels.portable.config import Config
-from sagebwd.kernels.portable.descriptor import SmoothQ, described, transposed_view
+from sagebwd.kernels.portable.descriptor import described, transposed_view
+from sagebwd.kernels.portable.lists import Masked
+from sagebwd.kernels.portable.recompute import (
+    added,
+    load_row_values_of,
+    product_of,
+    score_gradients,
+    scores_of,
+    weights_of,
+)
+from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.recipe import INT8
 
@@ -49,48 +63,19 @@ def dq_kernel(
     k,
     v,
     do,
+    dq,
+    k_tma,
+    v_tma,
     k_scale,
     k_t,
     k_rows,
     row_values,
-    q_mean,
-    k_exact,
-    k_mean,
+    smooth_q,
     tile_maxima,
-    dq,
     key_mask,
+    mask,
     cu_seqlens_q,
     cu_seqlens_k,
-    mask,
-    lists,
-    mask_b,
-    mask_h,
-    mask_q,
-    mask_k,
-    list_b,
-    list_h,
-    list_n,
-    q_b,
-    q_h,
-    q_n,
-    k_b,
-    k_h,
-    k_n,
-    v_b,
-    v_h,
-    v_n,
-    do_b,
-    do_h,
-    do_n,
-    rows_b,
-    rows_h,
-    rows_n,
-    exact_b,
-    exact_h,
-    exact_n,
-    dq_b,
-    dq_h,
-    dq_n,
     heads,
     group,
     tokens_q,
@@ -104,18 +89,10 @@ def dq_kernel(
     upper,
     scale,
     head_dim: tl.constexpr,
-    INT8_S: tl.constexpr,
-    INT8_DQ: tl.constexpr,
     K_TOKEN: tl.constexpr,
     DS_PER_QUERY: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
-    VARLEN: tl.constexpr,
-    TMA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MASK_TILE: tl.constexpr,
-    MASK_EVEN: tl.constexpr,
-    LIST_ROWS: tl.constexpr,
     PAD_Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,94 +100,79 @@ def dq_kernel(
 ):
     """One block of queries of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
-    q, k: operands of S. k_t: transposed codes where dQ is INT8; k_rows: its 16-bit operand otherwise. TMA: k, v and
-    k_t are descriptors. tile_maxima (heads, tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV;
-    written where not None, and BLOCK_Q is PAD_Q then.
+    q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S. k_t: transposed codes where dQ is INT8, else None, and
+    k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v, and then k_t is one, or None. tile_maxima (heads,
+    tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV; written where not None, and BLOCK_Q is
+    PAD_Q then. smooth_q, mask: `SmoothQ` and `Masked`, or None.
     """
+    VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
-    batch_head = tl.program_id(0) // grid
+    INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
+    INT8_DQ: tl.constexpr = k_t is not None
     # the last queries see the most keys: start them first
     block_q = grid - 1 - tl.program_id(0) % grid
-    batch = batch_head // heads
-    head = batch_head % heads
-    head_k = head // group
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
+    batch_head = tl.program_id(0) // grid
+    place = place_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
+    start_q, length_q, start_k, length_k = place.start_q, place.length_q, place.start_k, place.length_k
     first_q = block_q * BLOCK_Q
     if first_q >= length_q:
         return
-    heads_k = heads // group
-    batch_64 = batch.to(tl.int64)
-    z_q = head.to(tl.int64) if VARLEN else batch_head.to(tl.int64)
-    z_k = head_k.to(tl.int64) if VARLEN else (batch * heads_k + head_k).to(tl.int64)
+    z_q, z_k, owner = heads_of(place, batch_head, heads, group, VARLEN)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
+    bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
     left_q = length_q - first_q
     inside = queries < left_q
-    at_q = (start_q + first_q).to(tl.int64)
-    q += batch_64 * q_b + head.to(tl.int64) * q_h + at_q * q_n
-    do += batch_64 * do_b + head.to(tl.int64) * do_h + at_q * do_n
-    q_tile = load_rows(q, queries, columns, q_n, left_q, head_dim, False, EVEN)
-    do_tile = load_rows(do, queries, columns, do_n, left_q, head_dim, False, EVEN)
-    padded_q = (z_q * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN)) * PAD_Q + first_q
-    row_lse = tl.load(row_values + (padded_q + queries) * 4, mask=inside, other=float("inf"))
-    row_delta = tl.load(row_values + (padded_q + queries) * 4 + 1, mask=inside, other=0)
+    q_at = row_of(q, place.batch, place.head, start_q + first_q)
+    do_at = row_of(do, place.batch, place.head, start_q + first_q)
+    q_tile = load_rows(q_at, queries, columns, q.token, left_q, head_dim, False, EVEN)
+    do_tile = load_rows(do_at, queries, columns, do.token, left_q, head_dim, False, EVEN)
+    sequence_q = padded_block(start_q, place.batch, PAD_Q, VARLEN)
+    padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
+    row_lse, row_delta, row_scale = load_row_values_of(row_values, padded_q + queries, inside)
     scale_2 = scale * LOG2_E
-    if INT8_S:
-        row_scale = tl.load(row_values + (padded_q + queries) * 4 + 2, mask=inside, other=0) * scale_2
-    k = rows_of(k, batch, head_k, start_k, k_b, k_h, k_n, TMA)
-    v = rows_of(v, batch, head_k, start_k, v_b, v_h, v_n, TMA)
-    padded_k = padded_block(start_k, batch, BLOCK_K, VARLEN)
+    row_scale *= scale_2
+    k_at = rows_of(k, place.batch, place.head_k, start_k)
+    v_at = rows_of(v, place.batch, place.head_k, start_k)
+    padded_k = padded_block(start_k, place.batch, BLOCK_K, VARLEN)
     if INT8_S or INT8_DQ:
         k_scale += z_k * total_k + start_k
     if not INT8_DQ:
-        k_rows += batch_64 * rows_b + head_k.to(tl.int64) * rows_h + start_k.to(tl.int64) * rows_n
-    if q_mean is not None:
-        mu_at = q_mean + (z_q * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN) + block_q) * head_dim
-        mu = tl.load(mu_at + columns, mask=columns < head_dim, other=0)
-        k_exact += batch_64 * exact_b + head_k.to(tl.int64) * exact_h + start_k.to(tl.int64) * exact_n
-        k_mean += (batch * heads_k + head_k).to(tl.int64) * head_dim
-        shift = tl.load(k_mean + columns, mask=columns < head_dim, other=0)
+        rows_at = row_of(k_rows, place.batch, place.head_k, start_k)
+    if smooth_q is not None:
+        mu = channels(smooth_q.q_mean, z_q * blocks_q + sequence_q + block_q, columns, head_dim)
+        exact = row_of(smooth_q, place.batch, place.head_k, start_k)
+        shift = channels(smooth_q.k_mean, owner.to(tl.int64), columns, head_dim)
     if key_mask is not None:
-        key_mask += batch_64 * tokens_k
+        key_mask += place.batch.to(tl.int64) * tokens_k
+    elements, lists = None, None
     if mask is not None:
-        mask += batch_64 * mask_b + head.to(tl.int64) * mask_h
-        lists += batch_64 * list_b + head.to(tl.int64) * list_h + (first_q // LIST_ROWS).to(tl.int64) * list_n
+        elements = elements_of(mask, place.batch, place.head)
+        lists = list_of(mask, place.batch, place.head, first_q)
     if tile_maxima is not None:
         # by key block first: the kernel that reads them walks along the queries
-        tile_maxima += (z_q * tiles_k * blocks_q + padded_block(start_q, batch, PAD_Q, VARLEN) + block_q) * 2
+        tile_maxima += (z_q * tiles_k * blocks_q + sequence_q + block_q) * 2
 
-    begin, full_begin, full_end, end = block_range(
-        first_q, length_k, lower, upper, BLOCK_Q, BLOCK_K, HAS_LOWER, HAS_UPPER, key_mask is not None
-    )
+    walk = blocks_met(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0 if DS_PER_QUERY else tl.sum(row_delta * 0, 0)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for masked in tl.static_range(2):
-        count = full_end - full_begin
-        if masked:
-            count = end - begin - count
-        if mask is not None:
-            count = tl.load(lists + masked)
-            listed = lists + 2 + masked * tl.load(lists)
+        count, listed = steps_of(walk, lists, masked)
         for i in tl.range(0, count):
-            if mask is not None:
-                block = tl.load(listed + i)
-            elif masked:
-                block = begin + i + tl.where(begin + i >= full_begin, full_end - full_begin, 0)
-            else:
-                block = full_begin + i
+            block = block_of(i, walk, listed, masked)
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
             k_tile = load_block(
-                k, batch, head_k, start_k, first_k, length_k, k_n, head_dim, not masked,
-                BLOCK_K, BLOCK_D, VARLEN, TMA,
+                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, k.token, head_dim, not masked,
+                BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
+            key_scale, block_scale = None, None
             if INT8_S or INT8_DQ:
                 if not K_TOKEN:
                     block_scale = tl.load(k_scale + first_k)
@@ -218,50 +180,30 @@ def dq_kernel(
                     key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
                 else:
                     key_scale = tl.load(k_scale + first_k + keys)
-            if INT8_S:
-                s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
-                if K_TOKEN:
-                    s = s * key_scale[None, :] * row_scale[:, None]
-                else:
-                    s = s * (row_scale * block_scale)[:, None]
-            else:
-                s = dot_16bit(q_tile, k_tile.T) * scale_2
-            if q_mean is not None:
-                exact = load_rows(k_exact + first_64 * exact_n, keys, columns, exact_n, left, head_dim, False, EVEN)
-                bias = tl.sum((exact.to(tl.float32) - shift[None, :]) * mu[None, :], 1) * scale_2
-                s = s + bias[None, :]
+            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)
+            if smooth_q is not None:
+                at = exact + first_64 * smooth_q.token
+                s += score_bias(at, smooth_q.token, mu, shift, keys, columns, left, scale_2, head_dim, BLOCK_D)[
+                    None, :
+                ]
             if mask is not None and masked:
-                element = load_mask(
-                    mask, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left, mask_q, mask_k,
-                    list_n, MASK_TILE, MASK_EVEN,
-                )  # fmt: skip
-                if BIAS:
-                    s += element.to(tl.float32) * LOG2_E
-            p = exp2(s - row_lse[:, None])
-            if BIAS:
-                p = tl.where(p > 1, 1.0, p)  # beside a large bias lse loses the digits that keep it so
-            if masked:
-                keep = (
-                    visible(
-                        (first_k + keys)[None, :] - (first_q + queries)[:, None], lower, upper, HAS_LOWER, HAS_UPPER
-                    )
-                    & (keys < left)[None, :]
+                element = load_elements(
+                    mask, elements, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left
                 )
-                if key_mask is not None:
-                    keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
+                if mask.BIAS:
+                    s += element.to(tl.float32) * LOG2_E
+            p = weights_of(s, row_lse[:, None], mask)
+            if masked:
+                keep = kept(first_q, queries, first_k, keys, left, bounds, None, key_mask)
                 if mask is not None:
-                    keep = keep & shows(element, mask.dtype.element_ty, BIAS)
+                    keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)
             v_tile = load_block(
-                v, batch, head_k, start_k, first_k, length_k, v_n, head_dim, not masked,
-                BLOCK_K, BLOCK_D, VARLEN, TMA,
+                v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, v.token, head_dim, not masked,
+                BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
-            if tile_maxima is not None and BLOCK_D > 64:
-                # rounded as dkdv rounds it, so that the maxima are those of its own tiles
-                dp = dot_16bit(do_tile, v_tile.T, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32) - row_delta[:, None])
-            else:
-                dp = dot_16bit(do_tile, v_tile.T) - row_delta[:, None]
-            ds = p * dp
+            # rounded as dkdv rounds it, so that the maxima are those of its own tiles
+            ds = score_gradients(p, do_tile, v_tile, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64)
             if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
@@ -278,21 +220,18 @@ def dq_kernel(
                 ds_scale = ds_max * (1 / 127.0) + poison
                 if not K_TOKEN:
                     ds_scale = ds_scale * block_scale
+                TMA: tl.constexpr = k_tma is not None
                 operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
-                part = tl.dot(interleave(ds_codes), operand, out_dtype=tl.int32).to(tl.float32)
-                if DS_PER_QUERY:
-                    acc += part * ds_scale[:, None]
-                else:
-                    acc += part * ds_scale
+                acc = added(acc, product_of(ds_codes, operand), ds_scale, DS_PER_QUERY)
             else:
                 operand = load_rows(
-                    k_rows + first_64 * rows_n, keys, columns, rows_n, left, head_dim, not masked, EVEN
+                    rows_at + first_64 * k_rows.token, keys, columns, k_rows.token, left, head_dim, not masked, EVEN
                 )
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
 
-    out = dq + batch_64 * dq_b + head.to(tl.int64) * dq_h + at_q * dq_n
-    out = out + queries[:, None] * dq_n + columns[None, :]
-    tl.store(out, to_16bit(acc * scale, dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < head_dim))
+    out = row_of(dq, place.batch, place.head, start_q + first_q)
+    out = out + queries[:, None] * dq.token + columns[None, :]
+    tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < head_dim))
 
 
 def launch_dq(
@@ -305,50 +244,42 @@ def launch_dq(
     k_t: Tensor | None,
     k_rows: Tensor | None,
     row_values: Tensor,
-    smooth_q: SmoothQ,
+    smooth_q: SmoothQ | None,
     tile_maxima: Tensor | None,
     dq: Tensor,
 ) -> None:
     """Write dq; the operands as `dq_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
-    listed = None if call.lists is None else call.lists.by_query
 
     def run(config: Config) -> None:
-        blocked = {"k": k, "v": v, "k_t": k_t}
+        tma = {}
         if config.tma:
             rows_block = (recipe.block_k, call.block_d)
-            views = {name: (keys.view(blocked[name]), rows_block) for name in ("k", "v")}
+            views = {"k": (keys.view(k), rows_block), "v": (keys.view(v), rows_block)}
             if k_t is not None:
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
-            blocked |= described(views) or {}
+            tma = described(views) or {}
         grid = queries.grid(config.rows)
         launch(
             dq_kernel,
             (grid * queries.batch * queries.heads,),
-            q,
-            blocked["k"],
-            blocked["v"],
-            do,
+            Strided.of(q, queries),
+            Strided.of(k, keys),
+            Strided.of(v, keys),
+            Strided.of(do, queries),
+            Strided.of(dq, queries),
+            tma.get("k"),
+            tma.get("v"),
             k_scale,
-            blocked["k_t"],
-            None if recipe.dq == INT8 else k_rows,
+            tma.get("k_t", k_t),
+            None if recipe.dq == INT8 else Strided.of(k_rows, keys),
             row_values,
-            smooth_q.q_mean,
-            smooth_q.k,
-            smooth_q.k_mean,
+            smooth_q,
             tile_maxima,
-            dq,
             call.key_mask,
+            Masked.of(None if call.lists is None else call.lists.by_query),
             queries.cu_seqlens,
             keys.cu_seqlens,
-            *lists.arguments(listed),
-            *queries.strides(q),
-            *keys.strides(k),
-            *keys.strides(v),
-            *queries.strides(do),
-            *((0, 0, 0) if recipe.dq == INT8 else keys.strides(k_rows)),
-            *((0, 0, 0) if smooth_q.k is None else keys.strides(smooth_q.k)),
-            *queries.strides(dq),
             queries.heads,
             call.group,
             queries.tokens,
@@ -361,13 +292,8 @@ def launch_dq(
             **call.band,
             scale=call.scale,
             head_dim=call.head_dim,
-            INT8_S=recipe.s == INT8,
-            INT8_DQ=recipe.dq == INT8,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
-            VARLEN=call.packed,
-            **lists.options(listed),
-            TMA=isinstance(blocked["k"], TensorDescriptor),
             PAD_Q=recipe.block_q,
             BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,

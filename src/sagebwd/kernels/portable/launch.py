@@ -12,10 +12,11 @@ from sagebwd.kernels.operands.means import launch_statistics
 from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
-from sagebwd.kernels.portable.descriptor import SmoothQ
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
-from sagebwd.kernels.portable.forward import launch_forward
+from sagebwd.kernels.portable.first_key import FirstKey
+from sagebwd.kernels.portable.forward import Values, launch_forward
+from sagebwd.kernels.portable.smooth_q import SmoothQ
 from sagebwd.recipe import INT8, SIXTEEN_BIT
 
 
@@ -58,19 +59,18 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         )  # fmt: skip
 
     o = empty_like_rows(q)
+    v_operand = v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v
+    v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
+    v_group_scale = v_pass.block_scale if v_scale is None else v_scale
     lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
         k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
-        v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v,
+        Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
-        v_pass.block_scale if v_scale is None else v_scale,
-        v_pass.column_sum,
-        v_shift,
-        SmoothQ(q_pass.block_mean, k, k_mean) if recipe.smooth_q else SmoothQ(),
-        v_pass.first_row,
-        first_key,
+        SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
+        FirstKey.of(v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
@@ -85,14 +85,14 @@ def backward(
     o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean = saved
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
-    q_rows, k_rows, smooth_q = q, k, SmoothQ()
+    q_rows, k_rows, smooth_q = q, k, None
     # a masked key's K may be anything, NaN too
     if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
         shift = k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     if recipe.smooth_q:
         q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
-        q_rows, smooth_q = q_pass.smoothed, SmoothQ(q_pass.block_mean, k, k_mean)
+        q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_grad_out(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
@@ -57,33 +58,37 @@ def of_backward(call: Call) -> Lists:
     return Lists(_listed(call, "dq"), _listed(call, "dkdv_given" if shares_maxima(call) else "dkdv"))
 
 
-def arguments(listed: Listed | None) -> tuple:
-    """A kernel's arguments, mask to list_n; all None without a mask."""
-    if listed is None:
-        return (None,) * 9
-    of_elements = (0,) * 4 if listed.is_tiled else _strides(listed.elements)
-    # the last says how long a list is
-    return listed.elements, listed.lists, *of_elements, *_strides(listed.lists)[:2], listed.lists.stride(2)
+class Masked(NamedTuple):
+    """A mask as a kernel's one argument: elements, lists, and what the kernel is compiled for."""
+
+    at: Tensor  # elements
+    lists: Tensor
+    batch: int  # strides of elements: 0 where there is one for all, and of tiles
+    head: int
+    query: int
+    key: int
+    list_batch: int
+    list_head: int
+    list_row: int  # of lists; says how long one is
+    BIAS: tl.constexpr  # elements are added to scores
+    TILE: tl.constexpr  # queries and keys of a stored tile, 0 without
+    EVEN: tl.constexpr
+    LIST_ROWS: tl.constexpr
+
+    @classmethod
+    def of(cls, listed: Listed | None) -> Masked | None:
+        """None without a mask."""
+        if listed is None:
+            return None
+        of_elements = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, listed.is_even, listed.rows
+        return cls(
+            listed.elements, listed.lists, *of_elements, *strides(listed.lists)[:2], listed.lists.stride(2),
+            *map(tl.constexpr, compiled_for),
+        )  # fmt: skip
 
 
-def first_arguments(listed: Listed | None) -> tuple:
-    """Those of the forward alone, of the first key."""
-    if listed is None or listed.first is None:
-        return (None,) * 3
-    return listed.first, *_strides(listed.first)[:2]
-
-
-def options(listed: Listed | None) -> dict[str, int | bool]:
-    """What a kernel is compiled for."""
-    return {
-        "BIAS": listed is not None and listed.elements.is_floating_point(),
-        "MASK_TILE": TILE if listed is not None and listed.is_tiled else 0,
-        "MASK_EVEN": listed is not None and listed.is_even,
-        "LIST_ROWS": 0 if listed is None else listed.rows,
-    }
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
+def strides(x: Tensor) -> tuple[int, ...]:
     """Strides, 0 where there is one for all."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
 

@@ -1,0 +1,86 @@
+"""The first key of a sequence where the recipe keeps it apart: a row begins with it, in FP32."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.kernels.operands.tile import INTERPRETED, LOG2_E
+from sagebwd.kernels.portable.blocks import shows, within
+from sagebwd.kernels.portable.lists import Listed, strides
+
+
+class FirstKey(NamedTuple):
+    """What is read of it beside K: V's smoothed row, which key it is, and a mask's elements.
+
+    value (batch, heads, D) is in units of V's scale if that is the sequence's; number (batch,) where there is a mask
+    of keys, else None.
+    """
+
+    value: Tensor
+    number: Tensor | None
+    mask: Tensor | None
+    mask_batch: int | None
+    mask_head: int | None
+
+    @classmethod
+    def of(cls, value: Tensor | None, number: Tensor | None, listed: Listed | None) -> FirstKey | None:
+        """None where it is not apart."""
+        if value is None:
+            return None
+        mask = None if listed is None else listed.first
+        return cls(value, number, mask, *((None, None) if mask is None else strides(mask)[:2]))
+
+
+@triton.jit
+def first_score(
+    q_tile, row_scale, k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, stride_t,
+    head_dim: tl.constexpr,
+):  # fmt: skip
+    """Every row's score, in base 2, of the first key; there: whether there is one."""
+    inside = (columns < head_dim) & there
+    k += first.to(tl.int64) * stride_t
+    if q_tile.dtype == tl.int8 and head_dim % 16 == 0 and not INTERPRETED:
+        # four products an instruction, their sum in place of the first; the key read once a row lies as Q's codes do.
+        # Rows of whole 16 bytes alone: of others Triton may give a thread four rows of one column, not four columns
+        at = tl.broadcast_to((k + columns)[None, :], q_tile.shape)
+        products = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;", "=r,=r,=r,=r,r,r",
+            [q_tile, tl.load(at, mask=inside[None, :], other=0)], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+        s = tl.sum(products, 1).to(tl.float32)
+    else:
+        key = tl.load(k + columns, mask=inside, other=0)
+        s = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)  # of codes exact: below 2**24
+    if row_scale is not None:
+        s = s * (tl.load(k_scale + first, mask=there, other=0) * scale_2) * row_scale
+    else:
+        s = s * scale_2
+    if mu is not None:
+        key = tl.load(exact + first.to(tl.int64) * smooth_q.token + columns, mask=inside, other=0).to(tl.float32)
+        s += tl.sum((key - shift) * mu) * scale_2
+    return s
+
+
+@triton.jit
+def value_of(first_key, owner, there, columns, head_dim):
+    """V's row."""
+    at = first_key.value + owner.to(tl.int64) * head_dim
+    return tl.load(at + columns, mask=(columns < head_dim) & there, other=0)
+
+
+@triton.jit
+def seen_by(first_key, score, place, first, there, first_q, rows, inside, mask, bounds):
+    """Which rows see it, and their scores, to which a mask may add."""
+    seen = there & within(first - (first_q + rows), bounds)
+    if mask is not None:
+        at = first_key.mask + place.batch.to(tl.int64) * first_key.mask_batch
+        at += place.head.to(tl.int64) * first_key.mask_head
+        element = tl.load(at + first_q + rows, mask=inside, other=0)
+        seen = seen & shows(element, mask)
+        if mask.BIAS:
+            score += element.to(tl.float32) * LOG2_E
+    return seen, score
