@@ -20,7 +20,7 @@ from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
-    from sagebwd.kernels.portable.lists import Lists
+    from sagebwd.masks.lists import Lists
 
 
 class Packing(NamedTuple):

@@ -141,7 +141,7 @@ def list_of(mask, batch, head, first):
 def load_elements(mask, elements, listed, first_q, first_k, queries, keys, left_q, left_k):
     """A mask's elements of some queries and keys, which broadcast to the tile; what lies outside is 0 or never used.
 
-    elements: of the batch element and head, or where mask.TILE is not 0 all of `sagebwd.masks.mask.Mask`'s tiles; which
+    elements: of the batch element and head, or where mask.TILE is not 0 all of `masks.mask.Mask`'s tiles; which
     is theirs stands beside the block in its list. mask.EVEN: nothing lies outside, and so many elements are loaded at
     a time.
     """

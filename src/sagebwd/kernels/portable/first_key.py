@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sagebwd.kernels.operands.tile import INTERPRETED, LOG2_E
 from sagebwd.kernels.portable.blocks import shows, within
-from sagebwd.kernels.portable.lists import Listed, strides
+from sagebwd.kernels.portable.lists import strides
+from sagebwd.masks.lists import Listed
 
 
 class FirstKey(NamedTuple):
