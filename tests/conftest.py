@@ -9,28 +9,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # chosen once, before anything imports triton
+    with contextlib.suppress(ImportError):
+        from tests import interpreter
 
-with contextlib.suppress(ImportError):
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    _patch_lang, _execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    _patched: set[int] = set()
-
-    def _patch_once(function):
-        """Triton's interpreter patches its language for every call of a function, a third of a kernel's time."""
-        languages = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
-        if languages <= _patched:
-            return None
-        _patched.update(languages)
-        return _patch_lang(function)
-
-    def _execute_patched(self, *args, **kwargs):
-        """A launch, which restores what it patched at its end."""
-        _patched.clear()
-        return _execute(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = _patch_once, _execute_patched
+        interpreter.hasten()
 
 POISON_INT8 = -128  # never a code: psi gives -127 to 127
 
