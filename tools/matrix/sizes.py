@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
+from sagebwd.kernels.sm90.widths import AS_THEY_ARE, HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
@@ -61,9 +61,9 @@ def _short() -> Iterator[Cell]:
 def rotated() -> list[Dims]:
     """Widths that meet a part of the forms, those that compile alike next to each other.
 
-    All others are of KINDS, are filled up to one of them and launch its kernels, or are refused.
+    All others are of KINDS or Hopper's own, are filled up to one of them and launch its kernels, or are refused.
     """
-    compiled = {max(dims) for dims in KINDS}
+    compiled = {max(dims) for dims in KINDS} | set(HEAD_DIMS)
     found = [dims for dims in EVERY if max(dims) not in compiled and max(dims) <= MAX_HEAD_DIM]
     return sorted(found, key=lambda dims: (alike(max(dims)), dims))
 
@@ -81,7 +81,7 @@ def _cover() -> Iterator[Cell]:
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
-    for turn, width in enumerate(HEAD_DIMS):
+    for turn, width in enumerate(AS_THEY_ARE):
         for number, form in enumerate(FORMS):
             yield from _rows((width, width), [form], "token", ("bfloat16", "float16")[(number + turn) % 2])
     yield from _refused()
@@ -92,7 +92,7 @@ def _every() -> Iterator[Cell]:
         yield from _rows(dims, FORMS, AUTO, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-    for width in HEAD_DIMS:
+    for width in AS_THEY_ARE:
         for dtype in ("bfloat16", "float16"):
             yield from _rows((width, width), FORMS, "token", dtype)
     yield from _refused()

@@ -62,13 +62,15 @@ _128 = ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=Tr
 WIDTHS = (
     Width(64, 64, (64, 64), *_64),
     Width(96, 96, (96, 96), ForwardTile(2, 128, 2), None),
+    Width(112, 112, (128, 128), *_128),
     Width(128, 128, (128, 128), *_128),
 )
 
 _OF = {row[:2]: row for row in WIDTHS}
 
-# One number for both, of rows with both directions.
+# One number for both, of rows with both directions; and those that are filled up to no other.
 HEAD_DIMS = tuple(row.head_dim for row in WIDTHS if row.backward and row.head_dim == row.value_dim)
+AS_THEY_ARE = tuple(width for width in HEAD_DIMS if _OF[width, width].form == (width, width))
 
 
 def width(head_dim: int, value_dim: int) -> Width | None:
