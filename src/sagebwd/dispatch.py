@@ -143,10 +143,8 @@ def check_traced(impl: str | None, device: torch.device, dtype: torch.dtype) -> 
 
 def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool) -> None:
     if impl == "hopper" and arch != 90:
-        raise ValueError(
-            f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; "
-            + ("use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU")
-        )
+        way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
+        raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; {way_out}")
     if impl == "triton" and device.type != "cuda" and not interpreted:
         raise ValueError(
             f"impl='triton' needs a CUDA device, got {device}; "
