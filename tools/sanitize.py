@@ -155,7 +155,7 @@ def main() -> int:
         if arguments.recipe not in known:
             parser.error(f"--recipe {arguments.recipe}: checks are of {', '.join(known)}")
         wanted = [check for check in wanted if check.recipe == arguments.recipe]
-    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "gluon").glob("*.py"), HANDOVER)}
+    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "sm90/backward").glob("*.py"), HANDOVER)}
     problems, handovers = 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
         tasks = {
