@@ -107,7 +107,9 @@ def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
 
 
 def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):
-    advice = "forward on the portable kernels: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
+    advice = (
+        "forward on the portable kernels: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
+    )
     refused = doctor.Answer("hopper", False, False, "block_mask: expected [a, b]")
     monkeypatch.setattr(doctor, "facts", lambda: {"mixed on Hopper": advice})
     monkeypatch.setattr(doctor, "answers", lambda *call: [refused])

@@ -247,7 +247,7 @@ def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
 ])  # fmt: skip
 def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared):
     packing = Packing(1, 16, tokens, tokens, None)
-    call = Call(Recipe.parse(recipe), 1.0, torch.bfloat16, torch.device("meta"), 128, packing, packing)
+    call = Call(Recipe.parse(recipe), 1.0, torch.bfloat16, torch.device("meta"), 128, 128, packing, packing)
     gradient = torch.empty(1, 16, tokens, 128, dtype=torch.bfloat16, device="meta")
     maxima = launch._tile_maxima(call)
     assert (maxima is not None) == shared

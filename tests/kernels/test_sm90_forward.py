@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sagebwd.kernels.sm90.forward.kernel.kernel import compile as sm90
 from torch import Tensor
 
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.device import capability
 from sagebwd.kernels.operands.codes import launch_quantize
+from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.masks.band import Band
@@ -79,8 +79,8 @@ class Case:
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""
         call = Call(
-            Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, *self.packings(), key_mask,
-            self.is_causal, *self.window,
+            Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.head_dim,
+            *self.packings(), key_mask, self.is_causal, *self.window,
         )  # fmt: skip
         o = torch.full(q.shape, math.nan, dtype=v.dtype, device=v.device)
         return o, launch_forward(call, q, codes, v, o, with_row_max=True)
