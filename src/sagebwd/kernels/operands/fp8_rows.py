@@ -16,6 +16,7 @@ from sagebwd import float8
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
 from sagebwd.kernels.replay import launch
+from sagebwd.kernels.strided import Strided, row_of
 from sagebwd.kernels.tile import LOG2_E, abs_max, block_and_head, load_rows, padded_block, psi_scale, to_16bit, whose
 
 # Zeros that a program writes at a time.
@@ -35,14 +36,14 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
-    spread, do_scaled, do_t, q_t, largest, zeros, share, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n,
-    q_b, q_h, q_n, k_b, k_h, k_n, heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid,
-    head_dim: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
+    blocks, grid, head_dim: tl.constexpr, K_TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
-    zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
-    multiple of 16.
+    do, o, do_scaled, q, k: `Strided`. zeros: int32, written for the next kernel to add to, ``share`` of them by each
+    program: at least CLEARED, and a multiple of 16.
     """
     number, program = block_and_head(grid)
     at = tl.program_id(0).to(tl.int64) * share
@@ -53,21 +54,20 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n,
-            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
-            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_b, k_h, k_n, heads_k, tokens_k, total_k,
-            head_dim, K_TOKEN, VARLEN, BLOCK, BLOCK_D,
+            k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
+            K_TOKEN, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_scale, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, number, program, do_b, do_h, do_n, o_b, o_h, o_n, scaled_b, scaled_h, scaled_n, q_b, q_h, q_n, heads, heads_k,
-    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -86,15 +86,13 @@ def row_values(
         columns = tl.arange(0, BLOCK_D)
         EVEN: tl.constexpr = head_dim == BLOCK_D
         inside = first + local < length
-        batch_64 = batch.to(tl.int64)
-        token = (start + first).to(tl.int64)
-        do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
-        o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
-        q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
-        do_scaled += batch_64 * scaled_b + head.to(tl.int64) * scaled_h + token * scaled_n
-        tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
-        out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
-        codes = load_rows(q, local, columns, q_n, length - first, head_dim, False, EVEN)
+        do_at = row_of(do, batch, head, start + first)
+        o_at = row_of(o, batch, head, start + first)
+        q_at = row_of(q, batch, head, start + first)
+        scaled_at = row_of(do_scaled, batch, head, start + first)
+        tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_scale + owner * head_dim + columns, mask=columns < head_dim, other=0)
         if v_scale.dtype.element_ty == tl.int32:
@@ -112,7 +110,7 @@ def row_values(
         row_lse = row_lse * LOG2_E + delta * 0
         above = tl.where(seen, row_lse - top, 0.0)
         rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
-        if do.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
+        if do.at.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
             rest = tl.maximum(rest, (2.0**-14) / norm)
         rest = tl.minimum(rest, 1.0)
         bound = norm * norm_of(tile, 1) * rest
@@ -133,9 +131,9 @@ def row_values(
         tl.store(rows + BLOCK + local, scale)
         store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(spread + row, spread_row, mask=inside)
-        at = do_scaled + local[:, None] * scaled_n + columns[None, :]
+        at = scaled_at + local[:, None] * do_scaled.token + columns[None, :]
         kept = inside[:, None] & (columns < head_dim)[None, :]
-        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
+        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
         x = codes.to(tl.float32) * (scale * spread_row)[:, None]
@@ -228,8 +226,8 @@ def keep_largest(largest, x):
 
 @triton.jit
 def largest_key(
-    codes, token_scale, cu_seqlens, largest, number, program, stride_b, stride_h, stride_t, heads, tokens, total,
-    head_dim: tl.constexpr, TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    codes, token_scale, cu_seqlens, largest, number, program, heads, tokens, total, head_dim: tl.constexpr,
+    TOKEN: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, one of which each token has if TOKEN."""
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -237,10 +235,10 @@ def largest_key(
     if first < length:
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
-        codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+        codes_at = row_of(codes, batch, head, start + first)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
         top_code = largest_code(
-            codes, scale, local, columns, stride_t, length - first, head_dim, TOKEN, head_dim == BLOCK_D
+            codes_at, scale, local, columns, codes.token, length - first, head_dim, TOKEN, head_dim == BLOCK_D
         )
         keep_largest(largest + program, top_code * scale)
 
@@ -286,15 +284,15 @@ def launch_row_values(
     launch(
         row_values_kernel,
         (clearing,),
-        do,
-        o,
+        Strided.of(do, queries),
+        Strided.of(o, queries),
         saved.lse,
         dlse,
         saved.row_max,
         saved.v_scale,
-        q,
+        Strided.of(q, queries),
         saved.q_scale,
-        k,
+        Strided.of(k, keys),
         saved.k_scale,
         queries.cu_seqlens,
         keys.cu_seqlens,
@@ -302,17 +300,12 @@ def launch_row_values(
         out.scales,
         out.delta_parts,
         out.spread,
-        do_scaled,
+        Strided.of(do_scaled, queries),
         out.do_t,
         out.q_t,
         largest,
         zeros,
         share,
-        *queries.strides(do),
-        *queries.strides(o),
-        *queries.strides(do_scaled),
-        *queries.strides(q),
-        *keys.strides(k),
         queries.heads,
         keys.heads,
         programs,

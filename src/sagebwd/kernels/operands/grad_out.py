@@ -10,6 +10,7 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
 from sagebwd.kernels.replay import launch
+from sagebwd.kernels.strided import Strided, row_of
 from sagebwd.kernels.tile import (
     LOG2_E,
     abs_max,
@@ -37,15 +38,6 @@ def grad_out_kernel(
     rows,
     codes,
     codes_transposed,
-    do_b,
-    do_h,
-    do_n,
-    o_b,
-    o_h,
-    o_n,
-    codes_b,
-    codes_h,
-    codes_n,
     heads,
     tokens,
     total,
@@ -65,7 +57,8 @@ def grad_out_kernel(
     block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
     padding, so that P comes out 0 there without a mask.
 
-    codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
+    do, o, codes: `Strided`; codes: Q's saved ones, if not None, of which programs of a second plane of the grid write
+    the transposed copy.
     """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -75,18 +68,17 @@ def grad_out_kernel(
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     if codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(1) == 1:
-            codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
-            codes += (start + first).to(tl.int64) * codes_n
-            transpose(codes, codes_n, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            at = row_of(codes, batch, head, start + first)
+            transpose(at, codes.token, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
             return
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     EVEN: tl.constexpr = head_dim == BLOCK_D
     inside = first + local < length
-    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_n
-    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_n
-    tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
-    out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
+    do_at = row_of(do, batch, head, start + first)
+    o_at = row_of(o, batch, head, start + first)
+    tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
     row_delta = tl.sum(tile * out, 1)
@@ -147,8 +139,8 @@ def launch_grad_out(
     launch(
         grad_out_kernel,
         (queries.grid(block) * queries.batch * queries.heads, 1 if q_int8 is None else 2),
-        do,
-        o,
+        Strided.of(do, queries),
+        Strided.of(o, queries),
         lse,
         dlse,
         queries.cu_seqlens,
@@ -156,11 +148,8 @@ def launch_grad_out(
         transposed,
         scale,
         row_values,
-        q_int8,
+        None if q_int8 is None else Strided.of(q_int8, queries),
         q_transposed,
-        *queries.strides(do),
-        *queries.strides(o),
-        *queries.strides(do if q_int8 is None else q_int8),
         queries.heads,
         queries.tokens,
         queries.total,

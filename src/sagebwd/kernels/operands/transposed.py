@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.replay import launch
+from sagebwd.kernels.strided import Strided, row_of
 from sagebwd.kernels.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
@@ -46,9 +47,6 @@ def transpose_kernel(
     cu_seqlens,
     transposed,
     padded_scale,
-    stride_b,
-    stride_h,
-    stride_t,
     heads,
     tokens,
     total,
@@ -59,7 +57,7 @@ def transpose_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep.
+    """Saved INT8 rows, `Strided`, to the transposed copy that backward reads; cheaper to remake than to keep.
 
     padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
     """
@@ -69,8 +67,8 @@ def transpose_kernel(
     if first >= length:
         return
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
-    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-    transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+    at = row_of(codes, batch, head, start + first)
+    transpose(at, codes.token, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
     if padded_scale is not None:
         local = tl.arange(0, BLOCK)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
@@ -89,12 +87,11 @@ def launch_transpose(
     launch(
         transpose_kernel,
         (packing.grid(block) * packing.batch * packing.heads,),
-        codes,
+        Strided.of(codes, packing),
         token_scale,
         packing.cu_seqlens,
         transposed,
         padded_scale,
-        *packing.strides(codes),
         packing.heads,
         packing.tokens,
         packing.total,

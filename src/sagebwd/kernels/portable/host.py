@@ -65,15 +65,16 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     v_operand = v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v
     v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
     v_group_scale = v_pass.block_scale if v_scale is None else v_scale
+    k_operand = k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k
     lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
-        k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
+        k_operand,
         Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
         SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
-        FirstKey.of(v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
+        FirstKey.of(k_operand, v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
