@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of, tile_of
 from sagebwd.kernels.operands.tile import (
-    ROUND_BITS,
     abs_max,
     block_and_head,
     divide,
@@ -41,18 +41,11 @@ def quantize_kernel(
     block_mean,
     codes,
     token_scale,
-    padded_scale,
     block_scale,
     transposed,
     column_sum,
     smoothed,
     first_row,
-    stride_b,
-    stride_h,
-    stride_t,
-    out_b,
-    out_h,
-    out_n,
     heads,
     tokens,
     total,
@@ -66,11 +59,10 @@ def quantize_kernel(
 ):
     """Smooth and quantise one block of tokens; each output is written if its pointer is not None.
 
-    x: rows. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own mean, subtracted and
-    written. codes, smoothed: rows, contiguous. token_scale: one a token; padded_scale: the same, in whole blocks.
-    block_scale: one a block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence".
-    transposed: INT8, see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32; as int32
-    ROUND's bits are added, so that its bits are the FP32 of ROUND + that sum.
+    x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own
+    mean, subtracted and written. token_scale: one a token. block_scale: one a block, or one a channel of it.
+    sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8, see `tile`. column_sum: 128
+    times the sum of a block's codes, by column, exact in FP32.
 
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
@@ -86,8 +78,8 @@ def quantize_kernel(
     EVEN: tl.constexpr = head_dim == BLOCK_D
     inside = rows < length
     keep = inside
-    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-    tile = load_rows(x, tl.arange(0, BLOCK), columns, stride_t, length - first, head_dim, False, EVEN).to(tl.float32)
+    x_at = row_of(x, batch, head, start + first)
+    tile = load_rows(x_at, tl.arange(0, BLOCK), columns, x.token, length - first, head_dim, False, EVEN).to(tl.float32)
     if mean is not None:
         tile -= tl.load(mean + program * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
     if key_mask is not None:
@@ -100,11 +92,10 @@ def quantize_kernel(
         tile = tl.where(keep[:, None], tile, 0.0)
 
     row = z * total + start + rows
-    out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (start + first).to(tl.int64) * out_n
-    out = out + tl.arange(0, BLOCK)[:, None] * out_n + columns[None, :]
     written = inside[:, None] & (columns[None, :] < head_dim)
     if smoothed is not None:
-        tl.store(smoothed + out, to_16bit(tile, smoothed.dtype.element_ty), mask=written)
+        out = tile_of(smoothed, batch, head, start + first, tl.arange(0, BLOCK), columns)
+        tl.store(smoothed.at + out, to_16bit(tile, smoothed.at.dtype.element_ty), mask=written)
     if GROUP == "token":
         amax = abs_max(tile, 1)
     elif GROUP == "lane":
@@ -123,15 +114,11 @@ def quantize_kernel(
     if GROUP == "token" or GROUP == "lane":
         code = to_int8(divide(tile, scale[:, None], inverse[:, None]))
         tl.store(token_scale + row, scale, mask=inside)
-        if padded_scale is not None:
-            tl.store(padded_scale + block * BLOCK + tl.arange(0, BLOCK), scale)
     elif GROUP == "block":
         code = to_int8(divide(tile, scale, inverse))
         repeated = tl.zeros((BLOCK,), tl.float32) + scale
         if token_scale is not None:
             tl.store(token_scale + row, repeated, mask=inside)
-        if padded_scale is not None:
-            tl.store(padded_scale + block * BLOCK + tl.arange(0, BLOCK), repeated)
         if block_scale is not None:
             tl.store(block_scale + block, scale)
     else:
@@ -139,7 +126,8 @@ def quantize_kernel(
         if GROUP == "channel":
             tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
     if codes is not None:
-        tl.store(codes + out, code, mask=written)
+        out = tile_of(codes, batch, head, start + first, tl.arange(0, BLOCK), columns)
+        tl.store(codes.at + out, code, mask=written)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
     if column_sum is not None:
@@ -147,11 +135,7 @@ def quantize_kernel(
         tl.debug_barrier()
         code = load_transposed(transposed, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
         total = tl.sum(code.to(tl.int32), 0) * 128
-        if column_sum.dtype.element_ty == tl.int32:
-            total += ROUND_BITS
-        tl.store(
-            column_sum + block * head_dim + columns, total.to(column_sum.dtype.element_ty), mask=columns < head_dim
-        )
+        tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
     if first_row is not None:
         token = 0 * tokens
         if first_key is not None:
@@ -159,7 +143,7 @@ def quantize_kernel(
         if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
             # read by itself: taken from the tile, it costs every program registers
             at, of_head = columns < head_dim, program * head_dim + columns
-            chosen = tl.load(x + (token - first).to(tl.int64) * stride_t + columns, mask=at, other=0).to(tl.float32)
+            chosen = tl.load(x_at + (token - first).to(tl.int64) * x.token + columns, mask=at, other=0).to(tl.float32)
             if mean is not None:
                 chosen -= tl.load(mean + of_head, mask=at, other=0)
             if GROUP == "sequence":
@@ -173,7 +157,6 @@ class Quantized:
 
     codes: Tensor | None = None
     token_scale: Tensor | None = None
-    padded_scale: Tensor | None = None
     block_scale: Tensor | None = None
     transposed: Tensor | None = None
     column_sum: Tensor | None = None
@@ -192,9 +175,8 @@ def launch_quantize(
     *,
     sequence_scale: Tensor | None = None,
     codes: bool = False,
-    padded_scale: bool = False,
     transposed: bool = False,
-    column_sum: torch.dtype | None = None,
+    column_sum: bool = False,
     smoothed: bool = False,
     block_mean: bool = False,
     first_row: bool = False,
@@ -207,8 +189,6 @@ def launch_quantize(
         out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)
     if codes or group == "token":
         out.token_scale = packing.per_token(device)
-    if padded_scale:
-        out.padded_scale = packing.padded(block, block, dtype=torch.float32, device=device)
     if smoothed:
         out.smoothed = torch.empty(x.shape, dtype=x.dtype, device=device)
     if transposed:
@@ -216,33 +196,29 @@ def launch_quantize(
     if group == "channel" or (transposed and group == "block"):
         channels = (head_dim,) if group == "channel" else ()
         out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
-    if column_sum is not None:
-        out.column_sum = packing.padded(block, head_dim, dtype=column_sum, device=device)
+    if column_sum:
+        out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     if first_row:
         out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
-    rows = out.codes if codes else out.smoothed if smoothed else x
     launch(
         quantize_kernel,
         (packing.grid(block) * packing.batch * packing.heads,),
-        x,
+        Strided.of(x, packing),
         mean,
         sequence_scale,
         key_mask,
         first_key,
         packing.cu_seqlens,
         out.block_mean,
-        out.codes,
+        Strided.of(out.codes, packing) if codes else None,
         out.token_scale,
-        out.padded_scale,
         out.block_scale,
         out.transposed,
         out.column_sum,
-        out.smoothed,
+        Strided.of(out.smoothed, packing) if smoothed else None,
         out.first_row,
-        *packing.strides(x),
-        *packing.strides(rows),
         packing.heads,
         packing.tokens,
         packing.total,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
@@ -37,15 +38,6 @@ def grad_out_kernel(
     rows,
     codes,
     codes_transposed,
-    do_b,
-    do_h,
-    do_n,
-    o_b,
-    o_h,
-    o_n,
-    codes_b,
-    codes_h,
-    codes_n,
     heads,
     tokens,
     total,
@@ -53,7 +45,6 @@ def grad_out_kernel(
     grid,
     head_dim: tl.constexpr,
     GROUP: tl.constexpr,
-    PLANES: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -61,11 +52,11 @@ def grad_out_kernel(
     """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
 
     delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
-    values than a program has threads are repeated by every thread. PLANES: they lie one after the other instead, a
-    block of each: lse, q_scale, delta * q_scale, delta. lse is +inf where a query sees no key and in the
+    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the
     padding, so that P comes out 0 there without a mask.
 
-    codes: Q's saved ones, if not None; programs of a second plane of the grid write their transposed copy.
+    do, o, codes: `Strided`; codes: Q's saved ones, if not None, of which programs of a second plane of the grid write
+    the transposed copy.
     """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -75,18 +66,17 @@ def grad_out_kernel(
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     if codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(1) == 1:
-            codes += batch.to(tl.int64) * codes_b + head.to(tl.int64) * codes_h
-            codes += (start + first).to(tl.int64) * codes_n
-            transpose(codes, codes_n, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            at = row_of(codes, batch, head, start + first)
+            transpose(at, codes.token, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
             return
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     EVEN: tl.constexpr = head_dim == BLOCK_D
     inside = first + local < length
-    do += batch.to(tl.int64) * do_b + head.to(tl.int64) * do_h + (start + first).to(tl.int64) * do_n
-    o += batch.to(tl.int64) * o_b + head.to(tl.int64) * o_h + (start + first).to(tl.int64) * o_n
-    tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
-    out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
+    do_at = row_of(do, batch, head, start + first)
+    o_at = row_of(o, batch, head, start + first)
+    tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
     row_delta = tl.sum(tile * out, 1)
@@ -99,14 +89,8 @@ def grad_out_kernel(
     if q_scale is not None:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
     rows += block * BLOCK * 4
-    if PLANES:
-        tl.store(rows + local, row_lse)
-        tl.store(rows + BLOCK + local, row_scale)
-        tl.store(rows + 2 * BLOCK + local, row_delta * row_scale)
-        tl.store(rows + 3 * BLOCK + local, row_delta)
-    else:
-        packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
-        tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
+    packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
+    tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
 
     if GROUP == "block":
         amax = abs_max(abs_max(tile, 1), 0)
@@ -130,8 +114,6 @@ def launch_grad_out(
     dlse: Tensor | None,
     q_scale: Tensor | None,
     q_int8: Tensor | None,
-    *,
-    planes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """row_values, dO's scale, where dV is INT8 its transposed codes, and q_int8 transposed; see `grad_out_kernel`."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
@@ -147,8 +129,8 @@ def launch_grad_out(
     launch(
         grad_out_kernel,
         (queries.grid(block) * queries.batch * queries.heads, 1 if q_int8 is None else 2),
-        do,
-        o,
+        Strided.of(do, queries),
+        Strided.of(o, queries),
         lse,
         dlse,
         queries.cu_seqlens,
@@ -156,11 +138,8 @@ def launch_grad_out(
         transposed,
         scale,
         row_values,
-        q_int8,
+        None if q_int8 is None else Strided.of(q_int8, queries),
         q_transposed,
-        *queries.strides(do),
-        *queries.strides(o),
-        *queries.strides(do if q_int8 is None else q_int8),
         queries.heads,
         queries.tokens,
         queries.total,
@@ -168,7 +147,6 @@ def launch_grad_out(
         queries.grid(block),
         head_dim=call.head_dim,
         GROUP=recipe.do_scale,
-        PLANES=planes,
         VARLEN=call.packed,
         BLOCK=block,
         BLOCK_D=call.block_d,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, head_of
 from sagebwd.kernels.operands.tile import block_and_head, load_rows, psi_scale, sequence
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
@@ -40,9 +41,6 @@ def _chunk(
     key_mask,
     first_key,
     cu_seqlens,
-    stride_b,
-    stride_h,
-    stride_t,
     heads,
     tokens,
     chunks,
@@ -65,7 +63,7 @@ def _chunk(
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
-    x += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    rows = head_of(x, batch, head)
     count = length
     if key_mask is not None:
         key_mask += batch.to(tl.int64) * tokens
@@ -86,8 +84,8 @@ def _chunk(
     local = tl.arange(0, BLOCK * UNROLL)
     for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
         # one load of many rows, so that all are in flight at a time; of BLOCK apart a thread holds the same columns
-        block = x + (start + first).to(tl.int64) * stride_t
-        tile = load_rows(block, local, columns, stride_t, length - first, head_dim, False, head_dim == BLOCK_D)
+        block = rows + (start + first).to(tl.int64) * x.token
+        tile = load_rows(block, local, columns, x.token, length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
         keep = first + local < length
         if key_mask is not None:
@@ -119,12 +117,6 @@ def statistics_kernel(
     key_mask,
     first_key,
     cu_seqlens,
-    k_b,
-    k_h,
-    k_n,
-    v_b,
-    v_h,
-    v_n,
     heads,
     tokens,
     chunks,
@@ -136,19 +128,19 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One chunk of K or of V; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted.
+    """One chunk of K or of V, `Strided`; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted.
 
     K_SAMPLED: K's mean is of a sample.
     """
     if tl.program_id(1) == 0:
         _chunk(
-            k, partial, planes, key_mask, first_key, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunks, head_dim,
-            False, K_SAMPLED, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            k, partial, planes, key_mask, first_key, cu_seqlens, heads, tokens, chunks, head_dim, False, K_SAMPLED,
+            VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
-            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunks,
-            head_dim, V_SCALE, False, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, heads, tokens, chunks, head_dim, V_SCALE,
+            False, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -235,15 +227,13 @@ def launch_statistics(
     launch(
         statistics_kernel,
         (heads * chunks, 2),
-        k,
-        v,
+        Strided.of(k, packing),
+        Strided.of(v, packing),
         partial,
         planes,
         key_mask,
         first,
         packing.cu_seqlens,
-        *packing.strides(k),
-        *packing.strides(v),
         packing.heads,
         packing.tokens,
         chunks,

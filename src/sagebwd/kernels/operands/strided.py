@@ -26,6 +26,12 @@ class Strided(NamedTuple):
 
 
 @triton.jit
+def head_of(x, batch, head):
+    """Where the tokens of all sequences of a head begin."""
+    return x.at + (batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head)
+
+
+@triton.jit
 def offset_of(x, batch, head, token):
     """How far a token's channels are from the first's; token: among all of a packed tensor's."""
     return batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head + token.to(tl.int64) * x.token
@@ -35,6 +41,12 @@ def offset_of(x, batch, head, token):
 def row_of(x, batch, head, token):
     """Where a token's channels begin."""
     return x.at + offset_of(x, batch, head, token)
+
+
+@triton.jit
+def tile_of(x, batch, head, token, rows, columns):
+    """How far a tile's channels are from the first's, which begins with this token."""
+    return offset_of(x, batch, head, token) + rows[:, None] * x.token + columns[None, :]
 
 
 @triton.jit

@@ -18,7 +18,6 @@ INT8_MAX = tl.constexpr(127.0)
 INVERSE_INT8_MAX = tl.constexpr(1.0 / 127.0)
 # Adding 1.5 * 2**23 leaves an fp32's nearest integer, ties to even, in its low mantissa bits.
 ROUND = tl.constexpr(12582912.0)
-ROUND_BITS = tl.constexpr(0x4B400000)
 # Below this a group's largest magnitude counts as zero (`sagebwd.meaning.quantize`): 1 / its scale may overflow.
 TINY = tl.constexpr(quantize.TINY)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
@@ -42,13 +43,8 @@ def transpose(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def transpose_kernel(
     codes,
-    token_scale,
     cu_seqlens,
     transposed,
-    padded_scale,
-    stride_b,
-    stride_h,
-    stride_t,
     heads,
     tokens,
     total,
@@ -59,42 +55,27 @@ def transpose_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Saved INT8 rows to the transposed copy that backward reads; cheaper to remake than to keep.
-
-    padded_scale: token_scale in whole blocks, if not None; 0 in the padding.
-    """
+    """Saved INT8 rows, `Strided`, to the transposed copy that backward reads; cheaper to remake than to keep."""
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
         return
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
-    codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
-    transpose(codes, stride_t, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
-    if padded_scale is not None:
-        local = tl.arange(0, BLOCK)
-        scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
-        tl.store(padded_scale + block * BLOCK + local, scale)
+    at = row_of(codes, batch, head, start + first)
+    transpose(at, codes.token, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
 
 
-def launch_transpose(
-    codes: Tensor, packing: Packing, block: int, token_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The transposed copy of saved codes, and their scales padded to whole blocks if given."""
+def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
+    """The transposed copy of saved codes."""
     head_dim = codes.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
-    padded_scale = None
-    if token_scale is not None:
-        padded_scale = packing.padded(block, block, dtype=torch.float32, device=codes.device)
     launch(
         transpose_kernel,
         (packing.grid(block) * packing.batch * packing.heads,),
-        codes,
-        token_scale,
+        Strided.of(codes, packing),
         packing.cu_seqlens,
         transposed,
-        padded_scale,
-        *packing.strides(codes),
         packing.heads,
         packing.tokens,
         packing.total,
@@ -106,4 +87,4 @@ def launch_transpose(
         BLOCK_D=padded_head_dim(head_dim),
         num_warps=pass_warps(block, head_dim),
     )
-    return transposed, padded_scale
+    return transposed

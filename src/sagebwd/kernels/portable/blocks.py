@@ -91,20 +91,20 @@ def in_part(walk, condition):
 
 @triton.jit
 def steps_of(walk, lists, PART: tl.constexpr):
-    """How many blocks are met whole, or PART in part, and where a list of them begins if there are lists."""
+    """How many blocks are met whole, or PART in part, and where the list of them begins, 0 without lists."""
     if lists is not None:
         return tl.load(lists + PART), lists + 2 + PART * tl.load(lists)
     else:
         count = walk.full_end - walk.full_begin
         if PART:
             count = walk.end - walk.begin - count
-        return count, None
+        return count, 0
 
 
 @triton.jit
-def block_of(step, walk, listed, PART: tl.constexpr):
-    """The block of a step."""
-    if listed is not None:
+def block_of(step, walk, mask, listed, PART: tl.constexpr):
+    """The block of a step; with a mask, of its list."""
+    if mask is not None:
         return tl.load(listed + step)
     elif PART:
         at = walk.begin + step
@@ -122,12 +122,6 @@ def kept(first_q, queries, first_k, keys, left, bounds, apart, key_mask):
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
     return keep
-
-
-@triton.jit
-def elements_of(mask, batch, head):
-    """Where a head's elements of a mask begin; see `sagebwd.kernels.portable.lists.Masked`."""
-    return mask.at + batch.to(tl.int64) * mask.batch + head.to(tl.int64) * mask.head
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, offset_of, row_of, rows_of
+from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of, tile_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     codes_of,
@@ -33,7 +33,6 @@ from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
     blocks_met,
-    elements_of,
     in_part,
     list_of,
     load_elements,
@@ -100,8 +99,6 @@ def dkdv_kernel(
     k,
     v,
     do,
-    dk,
-    dv,
     q_tma,
     do_tma,
     k_scale,
@@ -112,10 +109,12 @@ def dkdv_kernel(
     row_values,
     smooth_q,
     tile_maxima,
+    dk,
+    dv,
     key_mask,
-    mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
     groups,
     heads_k,
     group,
@@ -205,12 +204,12 @@ def dkdv_kernel(
             maxima = tile_maxima + ((z_q * tiles_k + first_k // TILE_K) * blocks_q + padded_q) * 2
         elements, lists = None, None
         if mask is not None:
-            elements = elements_of(mask, batch, head)
+            elements = head_of(mask, batch, head)
             lists = list_of(mask, batch, head, first_k)
         for masked in tl.static_range(2):
             count, listed = steps_of(walk, lists, masked)
             for i in tl.range(0, count):
-                block = block_of(i, walk, listed, masked)
+                block = block_of(i, walk, mask, listed, masked)
                 tile = tile_0 + block // STEPS
                 first_q = block * BLOCK_Q
                 left = length_q - first_q
@@ -288,7 +287,7 @@ def dkdv_kernel(
                     operand = load_rows(rows_at, queries, columns, q_rows.token, left, head_dim, not masked, EVEN)
                     acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)
 
-    out = offset_of(dk, batch, head_k, start_k + first_k) + keys[:, None] * dk.token + columns[None, :]
+    out = tile_of(dk, batch, head_k, start_k + first_k, keys, columns)
     written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)
     tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
@@ -334,8 +333,6 @@ def launch_dkdv(
             Strided.of(k, keys),
             Strided.of(v, keys),
             Strided.of(do, queries),
-            Strided.of(dk, keys),
-            dv,
             tma.get("q"),
             tma.get("do"),
             k_scale,
@@ -346,10 +343,12 @@ def launch_dkdv(
             row_values,
             smooth_q,
             tile_maxima,
+            Strided.of(dk, keys),
+            dv,
             call.key_mask,
-            Masked.of(None if call.lists is None else call.lists.by_key),
             queries.cu_seqlens,
             keys.cu_seqlens,
+            Masked.of(None if call.lists is None else call.lists.by_key),
             Groups.of(recipe),
             keys.heads,
             call.group,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, row_of, rows_of
+from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     codes_of,
@@ -30,7 +30,6 @@ from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
     blocks_met,
-    elements_of,
     heads_of,
     kept,
     list_of,
@@ -63,7 +62,6 @@ def dq_kernel(
     k,
     v,
     do,
-    dq,
     k_tma,
     v_tma,
     k_scale,
@@ -72,10 +70,11 @@ def dq_kernel(
     row_values,
     smooth_q,
     tile_maxima,
+    dq,
     key_mask,
-    mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
     heads,
     group,
     tokens_q,
@@ -109,9 +108,9 @@ def dq_kernel(
     EVEN: tl.constexpr = head_dim == BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
+    batch_head = tl.program_id(0) // grid
     # the last queries see the most keys: start them first
     block_q = grid - 1 - tl.program_id(0) % grid
-    batch_head = tl.program_id(0) // grid
     place = place_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
     start_q, length_q, start_k, length_k = place.start_q, place.length_q, place.start_k, place.length_k
     first_q = block_q * BLOCK_Q
@@ -151,7 +150,7 @@ def dq_kernel(
         key_mask += place.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
     if mask is not None:
-        elements = elements_of(mask, place.batch, place.head)
+        elements = head_of(mask, place.batch, place.head)
         lists = list_of(mask, place.batch, place.head, first_q)
     if tile_maxima is not None:
         # by key block first: the kernel that reads them walks along the queries
@@ -164,7 +163,7 @@ def dq_kernel(
     for masked in tl.static_range(2):
         count, listed = steps_of(walk, lists, masked)
         for i in tl.range(0, count):
-            block = block_of(i, walk, listed, masked)
+            block = block_of(i, walk, mask, listed, masked)
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
@@ -267,7 +266,6 @@ def launch_dq(
             Strided.of(k, keys),
             Strided.of(v, keys),
             Strided.of(do, queries),
-            Strided.of(dq, queries),
             tma.get("k"),
             tma.get("v"),
             k_scale,
@@ -276,10 +274,11 @@ def launch_dq(
             row_values,
             smooth_q,
             tile_maxima,
+            Strided.of(dq, queries),
             call.key_mask,
-            Masked.of(None if call.lists is None else call.lists.by_query),
             queries.cu_seqlens,
             keys.cu_seqlens,
+            Masked.of(None if call.lists is None else call.lists.by_query),
             queries.heads,
             call.group,
             queries.tokens,

@@ -8,32 +8,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.operands.tile import INTERPRETED, LOG2_E
-from sagebwd.kernels.portable.blocks import shows, within
-from sagebwd.kernels.portable.lists import strides
-from sagebwd.masks.lists import Listed
+from sagebwd.kernels.operands.tile import INTERPRETED
+from sagebwd.kernels.portable.lists import Listed, strides
 
 
 class FirstKey(NamedTuple):
-    """What is read of it beside K: V's smoothed row, which key it is, and a mask's elements.
+    """What is read of it: K, V's smoothed row, which key it is, and a mask's elements; all None where it is not apart.
 
-    value (batch, heads, D) is in units of V's scale if that is the sequence's; number (batch,) where there is a mask
-    of keys, else None.
+    k lies as the kernel's own K does, of which it keeps another address. value (batch, heads, D) is in units of V's
+    scale if that is the sequence's; number (batch,) where there is a mask of keys.
     """
 
-    value: Tensor
-    number: Tensor | None
-    mask: Tensor | None
-    mask_batch: int | None
-    mask_head: int | None
+    k: Tensor | None = None
+    value: Tensor | None = None
+    number: Tensor | None = None
+    mask: Tensor | None = None
+    mask_batch: int | None = None
+    mask_head: int | None = None
 
     @classmethod
-    def of(cls, value: Tensor | None, number: Tensor | None, listed: Listed | None) -> FirstKey | None:
-        """None where it is not apart."""
+    def of(cls, k: Tensor, value: Tensor | None, number: Tensor | None, listed: Listed | None) -> FirstKey:
+        """value is None where it is not apart."""
         if value is None:
-            return None
-        mask = None if listed is None else listed.first
-        return cls(value, number, mask, *((None, None) if mask is None else strides(mask)[:2]))
+            return cls()
+        if listed is None:
+            return cls(k, value, number)
+        return cls(k, value, number, listed.first, *strides(listed.first)[:2])
 
 
 @triton.jit
@@ -74,14 +74,7 @@ def value_of(first_key, owner, there, columns, head_dim):
 
 
 @triton.jit
-def seen_by(first_key, score, place, first, there, first_q, rows, inside, mask, bounds):
-    """Which rows see it, and their scores, to which a mask may add."""
-    seen = there & within(first - (first_q + rows), bounds)
-    if mask is not None:
-        at = first_key.mask + place.batch.to(tl.int64) * first_key.mask_batch
-        at += place.head.to(tl.int64) * first_key.mask_head
-        element = tl.load(at + first_q + rows, mask=inside, other=0)
-        seen = seen & shows(element, mask)
-        if mask.BIAS:
-            score += element.to(tl.float32) * LOG2_E
-    return seen, score
+def first_element(first_key, place, queries, inside):
+    """A mask's elements of some queries and it."""
+    offset = place.batch.to(tl.int64) * first_key.mask_batch + place.head.to(tl.int64) * first_key.mask_head
+    return tl.load(first_key.mask + offset + queries, mask=inside, other=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, row_of, rows_of
+from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LN_2,
     LOG2_E,
@@ -35,7 +35,6 @@ from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
     blocks_met,
-    elements_of,
     heads_of,
     kept,
     list_of,
@@ -43,10 +42,11 @@ from sagebwd.kernels.portable.blocks import (
     place_of,
     shows,
     steps_of,
+    within,
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.first_key import FirstKey, first_score, seen_by, value_of
+from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_score, value_of
 from sagebwd.kernels.portable.lists import Masked
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
@@ -66,16 +66,16 @@ class Values(NamedTuple):
 
 
 @triton.jit
-def scores(q_tile, k_tile, k_scale, keys, left, scale_2, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
-    """S in base 2, but for Q's scale if of codes; k_scale: of the first of these keys."""
+def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
+    """S in base 2, but for Q's scale if of codes; k_scale: of the sequence."""
     if q_tile.dtype == tl.int8:
         s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
         if not K_TOKEN:
-            s = s * (tl.load(k_scale) * scale_2)
+            s = s * (tl.load(k_scale + first_k) * scale_2)
         elif MASKED:
-            s = s * (tl.load(k_scale + keys, mask=keys < left, other=0) * scale_2)[None, :]
+            s = s * (tl.load(k_scale + first_k + keys, mask=keys < left, other=0) * scale_2)[None, :]
         else:
-            s = s * (tl.load(k_scale + keys) * scale_2)[None, :]
+            s = s * (tl.load(k_scale + first_k + keys) * scale_2)[None, :]
         return s
     else:
         return dot_16bit(q_tile, k_tile.T) * scale_2
@@ -133,19 +133,19 @@ def forward_kernel(
     q,
     k,
     v,
-    o,
     k_tma,
     v_tma,
     q_scale,
     k_scale,
     smooth_q,
     first_key,
+    o,
     lse,
     row_max,
     key_mask,
-    mask,
     cu_seqlens_q,
     cu_seqlens_k,
+    mask,
     heads,
     group,
     tokens_q,
@@ -172,14 +172,15 @@ def forward_kernel(
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
-    written where not None. smooth_q, first_key, mask: `SmoothQ`, `FirstKey` and `Masked`, or None.
+    written where not None. first_key: `FirstKey`. smooth_q, mask: `SmoothQ` and
+    `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
+    batch_head = tl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
     block_q = grid_q - 1 - tl.program_id(0) % grid_q
-    batch_head = tl.program_id(0) // grid_q
     place = place_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
     start_q, length_q, start_k, length_k = place.start_q, place.length_q, place.start_k, place.length_k
     first_q = block_q * BLOCK_Q
@@ -216,7 +217,7 @@ def forward_kernel(
         key_mask += place.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
     if mask is not None:
-        elements = elements_of(mask, place.batch, place.head)
+        elements = head_of(mask, place.batch, place.head)
         lists = list_of(mask, place.batch, place.head, first_q)
 
     walk = blocks_met(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
@@ -225,25 +226,31 @@ def forward_kernel(
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     scale_2 = scale * LOG2_E
     first = None
-    if first_key is not None:
+    if first_key.value is not None:
         first = place.batch * 0
         if first_key.number is not None:
             first = tl.load(first_key.number + place.batch)
         there = first < length_k
+        seen = there & within(first - (first_q + rows), bounds)
+        its_k = rows_of(Strided(first_key.k, k.batch, k.head, k.token), place.batch, place.head_k, start_k)
         # before the score, which waits for Q
         value = value_of(first_key, owner, there, columns, head_dim)
         score = first_score(
-            q_tile, row_scale, k_at, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, k.token,
+            q_tile, row_scale, its_k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, k.token,
             head_dim,
         )  # fmt: skip
-        seen, score = seen_by(first_key, score, place, first, there, first_q, rows, inside, mask, bounds)
+        if mask is not None:
+            its_element = first_element(first_key, place, first_q + rows, inside)
+            seen = seen & shows(its_element, mask)
+            if mask.BIAS:
+                score += its_element.to(tl.float32) * LOG2_E
         m = tl.where(seen, score, m)
         l = tl.where(seen, 1.0, l)
         acc = tl.where(seen[:, None], value[None, :], acc)
     for masked in tl.static_range(2):
         count, listed = steps_of(walk, lists, masked)
         for i in tl.range(0, count):
-            block = block_of(i, walk, listed, masked)
+            block = block_of(i, walk, mask, listed, masked)
             first_k = block * BLOCK_K
             left = length_k - first_k
             column_sum = None
@@ -253,7 +260,7 @@ def forward_kernel(
                 k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, k.token, head_dim, not masked,
                 BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
-            s = scores(q_tile, k_tile, k_scale + first_k if INT8_S else None, keys, left, scale_2, K_TOKEN, masked)
+            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)
             left_out = row_scale  # of S, where all of a row is to be multiplied by it
             if smooth_q is not None:
                 at = exact + first_k.to(tl.int64) * smooth_q.token
@@ -276,7 +283,7 @@ def forward_kernel(
                         s += element.to(tl.float32) * LOG2_E
                         left_out = None
                 s = tl.where(keep, s, float("-inf"))
-            elif first_key is not None and mask is None:
+            elif first_key.value is not None and mask is None:
                 # without masks it is the first of its block: of all but a few registers the compiler knows the outcome
                 s = tl.where(((keys == 0) & (first_k == 0))[None, :], float("-inf"), s)
             p, top = probabilities(s, left_out)
@@ -325,7 +332,7 @@ def launch_forward(
     q_scale: Tensor | None,
     k_scale: Tensor | None,
     smooth_q: SmoothQ | None,
-    first_key: FirstKey | None,
+    first_key: FirstKey,
     o: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Write o; lse and, where gradients are FP8, row maxima. The operands as `forward_kernel` takes them."""
@@ -347,19 +354,19 @@ def launch_forward(
             Strided.of(q, queries),
             Strided.of(k, keys),
             v,
-            Strided.of(o, queries),
             tma.get("k"),
             tma.get("v"),
             q_scale,
             k_scale,
             smooth_q,
             first_key,
+            Strided.of(o, queries),
             lse,
             row_max,
             call.key_mask,
-            Masked.of(None if call.lists is None else call.lists.by_query),
             queries.cu_seqlens,
             keys.cu_seqlens,
+            Masked.of(None if call.lists is None else call.lists.by_query),
             queries.heads,
             call.group,
             queries.tokens,

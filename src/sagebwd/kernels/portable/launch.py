@@ -54,7 +54,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
-            transposed=o_int8, column_sum=torch.float32 if o_int8 and recipe.p_levels == 254 else None,
+            transposed=o_int8, column_sum=o_int8 and recipe.p_levels == 254,
             smoothed=v_smoothed, first_row=first_apart, first_key=first_key,
         )  # fmt: skip
 
@@ -62,15 +62,16 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     v_operand = v_pass.transposed if o_int8 else v_pass.smoothed if v_smoothed else v
     v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
     v_group_scale = v_pass.block_scale if v_scale is None else v_scale
+    k_operand = k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k
     lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
-        k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k,
+        k_operand,
         Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
         SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
-        FirstKey.of(v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
+        FirstKey.of(k_operand, v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
@@ -94,7 +95,7 @@ def backward(
         q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
         q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
-    k_t = launch_transpose(k_int8, keys, recipe.block_k)[0] if dq_int8 else None
+    k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_grad_out(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
     )

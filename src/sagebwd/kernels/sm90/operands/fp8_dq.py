@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
@@ -15,7 +16,7 @@ from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, dq_b, dq_h, dq_n, heads, heads_k, tokens, total, blocks, grid, scale,
+    summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
@@ -35,9 +36,8 @@ def finish_dq_kernel(
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
-    dq += batch.to(tl.int64) * dq_b + head.to(tl.int64) * dq_h + (start + first).to(tl.int64) * dq_n
-    at = dq + local.to(tl.int64)[:, None] * dq_n + columns[None, :]
-    tl.store(at, to_16bit(tile * factor[:, None], dq.dtype.element_ty), mask=kept)
+    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token + columns[None, :]
+    tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
 
 
 def dq_sum_scale(call: Call) -> float:
@@ -59,8 +59,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         spread,
         largest,
         queries.cu_seqlens,
-        dq,
-        *queries.strides(dq),
+        Strided.of(dq, queries),
         queries.heads,
         call.keys.heads,
         queries.tokens,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
@@ -24,7 +25,7 @@ from sagebwd.kernels.operands.tile import (
     to_16bit,
     whose,
 )
-from sagebwd.kernels.operands.transposed import pass_warps, store_transposed
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
 from sagebwd.meaning import float8
 
 # Zeros that a program writes at a time.
@@ -37,22 +38,22 @@ DELTA_CHANNELS = tl.constexpr(16)
 DELTA_PARTS = tl.constexpr(8)
 # FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
 SCALES = tl.constexpr(4)
+# Sizes of queries and keys, which differ from call to call.
+SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
-@triton.jit(do_not_specialize=["share", "sizes"])
+@triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
-    spread, do_scaled, do_t, q_t, largest, zeros, share, do_strides, o_strides, scaled_strides, q_strides, k_strides,
-    sizes, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
+    blocks, grid, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
-    sizes: heads, of keys, programs, tokens of queries and keys of a sequence, and of a head, blocks of queries, grid.
-
-    zeros: int32, written for the next kernel to add to, ``share`` of them by each program: at least CLEARED, and a
-    multiple of 16.
+    do, o, do_scaled, q, k: `Strided`. zeros: int32, written for the next kernel to add to, ``share`` of them by each
+    program: at least CLEARED, and a multiple of 16.
     """
-    heads, heads_k, programs, tokens, tokens_k, total, total_k, blocks, grid = sizes
     number, program = block_and_head(grid)
     at = tl.program_id(0).to(tl.int64) * share
     at = tl.multiple_of(at, 16)  # for stores of 16 bytes
@@ -62,21 +63,20 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, do_strides, o_strides, scaled_strides, q_strides,
-            heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
-            k, k_scale, cu_seqlens_k, largest, number, program - programs, k_strides, heads_k, tokens_k, total_k,
-            head_dim, VARLEN, BLOCK, BLOCK_D,
+            k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
+            VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, number, program, do_strides, o_strides, scaled_strides, q_strides, heads, heads_k,
-    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -95,19 +95,13 @@ def row_values(
         columns = tl.arange(0, BLOCK_D)
         EVEN: tl.constexpr = head_dim == BLOCK_D
         inside = first + local < length
-        batch_64 = batch.to(tl.int64)
-        token = (start + first).to(tl.int64)
-        do_b, do_h, do_n = do_strides
-        o_b, o_h, o_n = o_strides
-        scaled_b, scaled_h, scaled_n = scaled_strides
-        q_b, q_h, q_n = q_strides
-        do += batch_64 * do_b + head.to(tl.int64) * do_h + token * do_n
-        o += batch_64 * o_b + head.to(tl.int64) * o_h + token * o_n
-        q += batch_64 * q_b + head.to(tl.int64) * q_h + token * q_n
-        do_scaled += batch_64 * scaled_b + head.to(tl.int64) * scaled_h + token * scaled_n
-        tile = load_rows(do, local, columns, do_n, length - first, head_dim, False, EVEN).to(tl.float32)
-        out = load_rows(o, local, columns, o_n, length - first, head_dim, False, EVEN).to(tl.float32)
-        codes = load_rows(q, local, columns, q_n, length - first, head_dim, False, EVEN)
+        do_at = row_of(do, batch, head, start + first)
+        o_at = row_of(o, batch, head, start + first)
+        q_at = row_of(q, batch, head, start + first)
+        scaled_at = row_of(do_scaled, batch, head, start + first)
+        tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * head_dim + columns, mask=columns < head_dim, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -124,7 +118,7 @@ def row_values(
         row_lse = row_lse * LOG2_E + delta * 0
         above = tl.where(seen, row_lse - top, 0.0)
         rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
-        if do.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
+        if do.at.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
             rest = tl.maximum(rest, (2.0**-14) / norm)
         rest = tl.minimum(rest, 1.0)
         bound = norm * norm_of(tile, 1) * rest
@@ -145,9 +139,9 @@ def row_values(
         tl.store(rows + BLOCK + local, scale)
         store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(spread + row, spread_row, mask=inside)
-        at = do_scaled + local[:, None] * scaled_n + columns[None, :]
+        at = scaled_at + local[:, None] * do_scaled.token + columns[None, :]
         kept = inside[:, None] & (columns < head_dim)[None, :]
-        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.dtype.element_ty), mask=kept)
+        tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
         x = codes.to(tl.float32) * (scale * spread_row)[:, None]
@@ -237,8 +231,8 @@ def keep_largest(largest, x):
 
 @triton.jit
 def largest_key(
-    codes, token_scale, cu_seqlens, largest, number, program, strides, heads, tokens, total,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    codes, token_scale, cu_seqlens, largest, number, program, heads, tokens, total, head_dim: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, one of which each token has."""
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -246,10 +240,11 @@ def largest_key(
     if first < length:
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
-        stride_b, stride_h, stride_t = strides
-        codes += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + (start + first).to(tl.int64) * stride_t
+        codes_at = row_of(codes, batch, head, start + first)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
-        top_code = largest_code(codes, scale, local, columns, stride_t, length - first, head_dim, head_dim == BLOCK_D)
+        top_code = largest_code(
+            codes_at, scale, local, columns, codes.token, length - first, head_dim, head_dim == BLOCK_D
+        )
         keep_largest(largest + program, top_code * scale)
 
 
@@ -295,15 +290,15 @@ def launch_row_values(
     launch(
         row_values_kernel,
         (clearing,),
-        do,
-        o,
+        Strided.of(do, queries),
+        Strided.of(o, queries),
         saved.lse,
         dlse,
         saved.row_max,
         v_maxima,
-        q,
+        Strided.of(q, queries),
         saved.q_scale,
-        k,
+        Strided.of(k, keys),
         saved.k_scale,
         queries.cu_seqlens,
         keys.cu_seqlens,
@@ -311,28 +306,21 @@ def launch_row_values(
         out.scales,
         out.delta_parts,
         out.spread,
-        do_scaled,
+        Strided.of(do_scaled, queries),
         out.do_t,
         out.q_t,
         largest,
         zeros,
         share,
-        queries.strides(do),
-        queries.strides(o),
-        queries.strides(do_scaled),
-        queries.strides(q),
-        keys.strides(k),
-        (
-            queries.heads,
-            keys.heads,
-            programs,
-            queries.tokens,
-            keys.tokens,
-            queries.total,
-            keys.total,
-            queries.blocks(block),
-            grid,
-        ),
+        queries.heads,
+        keys.heads,
+        programs,
+        queries.tokens,
+        keys.tokens,
+        queries.total,
+        keys.total,
+        queries.blocks(block),
+        grid,
         **shape_of(call, block),
     )
     return out

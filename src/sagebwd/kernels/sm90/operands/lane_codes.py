@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
     block_and_head,
@@ -55,13 +56,13 @@ class Codes(NamedTuple):
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
 def sum_keys_kernel(
-    k, sums, counts, largest, key_mask, cu_seqlens, k_b, k_h, k_n, heads, tokens, chunk, chunks, all_heads,
-    head_dim: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
+    SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
 
-    SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest (heads,) is
-    set to 0 for the next kernel.
+    k: `Strided`. SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest
+    (heads,) is set to 0 for the next kernel.
     """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
@@ -70,7 +71,7 @@ def sum_keys_kernel(
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     local = tl.arange(0, BLOCK)
-    k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h
+    rows = head_of(k, batch, head)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
     begin, step = part * chunk, BLOCK
@@ -78,8 +79,8 @@ def sum_keys_kernel(
         begin += tl.where(length < SAMPLED_KEYS, 0, BLOCK_AT)
         step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
     for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
-        at = k + (start + first).to(tl.int64) * k_n
-        tile = load_rows(at, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D)
+        at = rows + (start + first).to(tl.int64) * k.token
+        tile = load_rows(at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
         keep = first + local < length
         if key_mask is not None:
@@ -96,14 +97,14 @@ def sum_keys_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, k_b, k_h, k_n, out_b,
-    out_h, out_n, heads, tokens, total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads, tokens, total,
+    blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
-    not matter.
+    k, codes: `Strided`. largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds;
+    atomics, as the order does not matter.
     """
     number, batch_head = block_and_head(grid)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
@@ -129,9 +130,9 @@ def key_codes_kernel(
         local = tl.arange(0, BLOCK)
         inside = first + local < length
         keep = inside
-        token = (start + first).to(tl.int64)
-        k += batch.to(tl.int64) * k_b + head.to(tl.int64) * k_h + token * k_n
-        tile = load_rows(k, local, columns, k_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        at = row_of(k, batch, head, start + first)
+        tile = load_rows(at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
         tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
@@ -139,8 +140,7 @@ def key_codes_kernel(
         lane_scale = psi_scale(lanes)
         scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
         code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
-        out = batch.to(tl.int64) * out_b + head.to(tl.int64) * out_h + token * out_n
-        out = codes + out + local[:, None] * out_n + columns[None, :]
+        out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token + columns[None, :]
         tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
         tl.store(scales + z * total + start + first + local, scale, mask=inside)
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
@@ -153,12 +153,12 @@ def key_codes_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
 def channel_maxima_kernel(
-    v, maxima, key_mask, cu_seqlens, v_b, v_h, v_n, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    maxima, key_mask, cu_seqlens, v, heads, tokens, chunk, chunks, head_dim: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Raise ``maxima`` (heads, D) int32 to the bits of a chunk's largest magnitudes by channel.
 
-    Of the tokens that count; bits, so that NaN wins; with atomics, as the order does not matter.
+    Of the tokens of v, `Strided`, that count; bits, so that NaN wins; with atomics, as the order does not matter.
     """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
@@ -167,11 +167,12 @@ def channel_maxima_kernel(
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     local = tl.arange(0, BLOCK)
-    v += batch.to(tl.int64) * v_b + head.to(tl.int64) * v_h
+    rows = head_of(v, batch, head)
     largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
     for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
-        at = v + (start + first).to(tl.int64) * v_n
-        tile = load_rows(at, local, columns, v_n, length - first, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        at = rows + (start + first).to(tl.int64) * v.token
+        tile = load_rows(at, local, columns, v.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
         if key_mask is not None:
             keep = first + local < length
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
@@ -198,7 +199,7 @@ def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, max
     launch(
         channel_maxima_kernel,
         (chunks * all_heads,),
-        v, maxima, key_mask, keys.cu_seqlens, *keys.strides(v), keys.heads, keys.tokens, chunk, chunks,
+        maxima, key_mask, keys.cu_seqlens, Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
         head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
     )  # fmt: skip
 
@@ -228,15 +229,15 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
     launch(
         sum_keys_kernel,
         (chunks * all_heads,),
-        k, sums, counts, largest, key_mask, keys.cu_seqlens, *keys.strides(k), keys.heads, keys.tokens, chunk, chunks,
+        Strided.of(k, keys), sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, chunk, chunks,
         all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     grid = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     launch(
         key_codes_kernel,
         (grid * all_heads,),
-        k, sums, counts, out.k, out.k_scale, out.lane_scale, largest, out.k_mean, out.tiles_taken, key_mask,
-        keys.cu_seqlens, *keys.strides(k), *keys.strides(out.k), keys.heads, keys.tokens, keys.total,
-        keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
+        Strided.of(k, keys), sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest, out.k_mean,
+        out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total, keys.blocks(block_k), grid,
+        chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out
