@@ -29,6 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sagebwd.kernels.host import device
+from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
 from tests.kernels.calls import KernelCall
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
@@ -172,6 +173,10 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     call = kernel_call.call(*inputs[:2])
     saved = kernel_call.forward(impl, call, inputs)
     kernel_call.backward(impl, call, saved, inputs)
+    if gluon:  # the forward itself, in CuTe DSL, is another compiler's
+        launch_codes(
+            inputs[1], call.keys, call.key_mask, call.recipe.block_k, k_sampled=call.recipe.k_mean == "sample"
+        )
     deterministic = True
     kernel_call.backward(impl, call._replace(deterministic=True), saved, inputs)
     return found
