@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd.kernels.host.device import clear, current_stream
 from sagebwd.kernels.host.ffi import Function, Packed
-from sagebwd.kernels.host.relaunch import FunctionRelaunch, Relaunch, TritonRelaunch
+from sagebwd.kernels.host.relaunch import Descriptor, FunctionRelaunch, Location, Relaunch, TritonRelaunch
 
 # Calls remembered; beyond that, as lengths that never repeat would have it, all are forgotten.
 MOST_CALLS = 1024
@@ -212,20 +212,17 @@ class _Owners:
         if isinstance(compiled, Function):
             locations = [self.locate(x) for x in arguments if isinstance(x, Tensor)]
             return FunctionRelaunch(Packed(compiled, arguments), locations)
-        addresses, descriptors, tuples, flat = [], [], [], [*arguments, *constants]
-        for index, x in enumerate(arguments):
-            if isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
-                flat[index] = None
-                tuples.append((index, len(flat), len(flat) + len(x)))
-                flat += x
-        for index, x in enumerate(flat):
-            if isinstance(x, Tensor):
-                flat[index] = 0
-                if x.numel() > 0:
-                    addresses.append((index, *self.locate(x)))
-            elif isinstance(getattr(x, "base", None), Tensor):
-                descriptors.append((index, *self.locate(x.base)))
-        return TritonRelaunch(compiled, (*grid, 1, 1), flat, addresses, descriptors, tuples)
+        return TritonRelaunch(compiled, (*grid, 1, 1), [*map(self._placed, arguments), *constants])
+
+    def _placed(self, x: Any) -> Any:
+        """An argument without its tensors, which are `Location` then; a tuple with tensors is a plain one."""
+        if isinstance(x, Tensor):
+            return Location(*self.locate(x)) if x.numel() > 0 else 0
+        if isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
+            return tuple(map(self._placed, x))
+        if isinstance(getattr(x, "base", None), Tensor):
+            return Descriptor(x, Location(*self.locate(x.base)))
+        return x
 
 
 class Recording(NamedTuple):

@@ -126,9 +126,9 @@ def backward(
         added,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        operands.steps,
         keys.strides(dk),
-        Sizes(
+        *operands.steps,
+        *Sizes(
             keys.heads,
             call.group,
             queries.tokens,

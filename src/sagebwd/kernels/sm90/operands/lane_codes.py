@@ -130,8 +130,8 @@ def key_codes_kernel(
         local = tl.arange(0, BLOCK)
         inside = first + local < length
         keep = inside
-        rows = row_of(k, batch, head, start + first)
-        tile = load_rows(rows, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        k_at = row_of(k, batch, head, start + first)
+        tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
