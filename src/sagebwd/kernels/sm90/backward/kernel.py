@@ -294,9 +294,10 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, scales_desc, delta_desc, dq_desc, dk_desc,
     dv_desc, k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, strides, q_b, q_h, q_column, k_b,
     k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
-    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr,
-    GROUPED: gl.constexpr, IN_TURN: gl.constexpr, BY_CHANNEL: gl.constexpr, IN_HALVES: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
+    BY_CHANNEL: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
@@ -305,14 +306,10 @@ def backward_kernel(
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`).
     dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ in
     order, in one turn each; else None. strides: of dk and dv. q_b to do_column: `descriptor.Rows.steps`; heads_k to
-    upper: `launch.Sizes`, one by one, as Triton compiles for the numbers in a tuple. RAGGED: a block of either may end past its sequence. BY_CHANNEL, IN_HALVES: as
-    `widths.BackwardTile` has them.
+    upper: `launch.Sizes`, one by one, as Triton compiles for the numbers in a tuple. RAGGED: a block of either may end
+    past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
-    heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, turns, heads_at_once, heads_in_all, lower, upper = (
-        sizes
-    )
-    q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column = steps
     call = (
         cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
         lower, upper,
