@@ -112,7 +112,8 @@ def test_error_against_full_precision(recipe, kind):
 
 
 # Of these kinds, dK is the gradient of a few keys: its error is one draw of few numbers. In the emulator (2048 tokens,
-# head_dim 64, no mask, seeds 0 to 2) q times 1 + 2**-20 moves it by 1 to 5%, BF16 for FP32 by 3 to 13%.
+# head_dim 64, no mask, seeds 0 to 2) q times 1 + 2**-20 moves it by 1 to 5%, BF16 for FP32 by 3 to 13%. The weight of
+# their largest key is 1 in the emulator's P; a kernel without maxima rounds it to 16 bit, an eighth of O's error.
 FEW_KEYS = ("flat-and-sink", "sink", "sinks")
 
 
@@ -137,7 +138,7 @@ def test_kernels_at_16k_tokens(head_dim, is_causal):
             )
             for name, *of_tensor in zip(TENSORS, emulated, actual, exact):
                 allowed, error = (relative_l2(x, of_tensor[2]) for x in of_tensor[:2])
-                margin = 1.3 if name == "dk" and kind in FEW_KEYS else 1.1
+                margin = 1.3 if name in ("o", "dk") and kind in FEW_KEYS else 1.1
                 if not error <= margin * allowed:
                     failures.append(f"{recipe}, {kind}, {name}: {error:.4f}, the emulator has {allowed:.4f}")
     assert not failures, "\n".join(failures)

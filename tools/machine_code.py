@@ -3,8 +3,9 @@
 A kernel's speed on a GPU cannot be seen in CI; what the compiler made of it can. `tests/kernels/machine_code.json`
 holds, for each version of triton that is tested, each family and each call of `CALLS`, what every kernel compiled to.
 A change to it is a change to what a GPU runs, and is committed with the benchmark of a commit that has the new table
-(`test_machine_code.py` beside it asks for both). The same sources and triton compile to an instruction more or less
-on another machine. So CI lets instruction counts differ by 1%, and spills, registers and shared memory fall.
+(`test_machine_code.py` beside it asks for both); `untimed` names kernels that no benchmark has yet. The same sources
+and triton compile to an instruction more or less on another machine. So CI lets instruction counts differ by 1%, and
+spills, registers and shared memory fall.
 
     python -m tools.machine_code            prints what differs from the table; 1 where it is more than CI allows
     python -m tools.machine_code --exact    the same; 1 where anything differs: for a commit that claims the same code
@@ -162,7 +163,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--exact"], ["--write"]):
         print(__doc__)
         return 2
-    table = read() if TABLE.exists() else {"timed": {}}
+    table = read() if TABLE.exists() else {"timed": {}, "untimed": {}}
     mine = table.setdefault(triton.__version__, {})
     failed = False
     for family, calls in CALLS.items():

@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
     def form(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """The widths that its kernels run at, which a call's are filled up to with zeros."""
-        return self.forward.form(head_dim, value_dim)
+        return self.forward.form(int(head_dim), int(value_dim))  # in a trace they may be symbols, which have no hash
 
 
 def choose(ask: Ask) -> Choice:
