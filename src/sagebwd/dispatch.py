@@ -100,7 +100,7 @@ def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
     where the extra is missing.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
-    if ask.masked and not any(row.masks for row in table.ROWS if row.impl == impl):
+    if ask.masked and not table.row(FORWARD, impl).masks:
         return "masks other than causal, windows and key padding run on impl='triton'"
     if ask.masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
         return (
@@ -214,13 +214,9 @@ def _driver() -> ModuleType:
     return importlib.import_module("sagebwd.kernels.host.driver")
 
 
-@cache
 def arch_of(device: torch.device) -> int:
-    """90 for compute capability 9.0; 0 where there is no GPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    """90 for compute capability 9.0; 0 where there is no GPU, of which no kernels are asked."""
+    return _module("sagebwd.kernels.host.device").capability(device) if device.type == "cuda" else 0
 
 
 def is_hopper(device: torch.device) -> bool:

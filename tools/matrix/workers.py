@@ -1,8 +1,13 @@
-"""Groups of rows in processes beside each other: one that dies or hangs loses the row it was at, and no other."""
+"""Groups of rows in processes beside each other: one that dies or hangs loses the row it was at, and no other.
+
+With ``device="cuda"`` they are spread over all GPUs of the machine.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +28,10 @@ BROKEN = ("CUDA error", "illegal memory access", "unspecified launch failure", "
 Row = dict[str, object]
 
 
-def _work(connection: Connection, impl: str | None, device: str) -> None:
-    """In a process: the row of each cell that is sent, until there is none."""
+def _work(connection: Connection, impl: str | None, device: str, gpu: str | None) -> None:
+    """In a process: the row of each cell that is sent, until there is none. gpu: the one that it sees, of several."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, which nothing has done here
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     check.reserve(device)
@@ -63,10 +70,11 @@ def run(groups: list[list[Cell]], processes: int, impl: str | None, device: str,
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(groups))
     workers: list[_Worker] = []
+    gpus = itertools.cycle(_gpus() if device == "cuda" else [None])
 
     def start(group: list[Cell]) -> None:
         mine, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, impl, device), daemon=True)
+        process = context.Process(target=_work, args=(theirs, impl, device, next(gpus)), daemon=True)
         process.start()
         theirs.close()
         workers.append(_Worker(process, mine, group))
@@ -108,6 +116,12 @@ def run(groups: list[list[Cell]], processes: int, impl: str | None, device: str,
     finally:
         for worker in workers:
             _end(worker, kill=True)
+
+
+def _gpus() -> list[str]:
+    """GPUs of this machine, as CUDA_VISIBLE_DEVICES calls them."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _lost(worker: _Worker, message: str) -> Row:

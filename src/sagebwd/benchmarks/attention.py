@@ -191,13 +191,13 @@ def _pairs(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str, dtype: torch.dtype
 ) -> list[tuple[str, Recipe]]:
     """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
-    ask = Ask("", shape.head_dim, shape.value_dim, dtype, torch.device(device))
     pairs = []
     for recipe in map(Recipe.parse, recipes):
+        ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device))
         if impls is None:
-            pairs.append((dispatch.choose(ask._replace(recipe=recipe)).impl, recipe))
+            pairs.append((dispatch.choose(ask).impl, recipe))
             continue
-        runs = [impl for impl in impls if dispatch.refusal(ask._replace(recipe=recipe, impl=impl)) is None]
+        runs = [impl for impl in impls if dispatch.refusal(ask._replace(impl=impl)) is None]
         pairs += [(impl, recipe) for impl in runs or impls]
     return pairs
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sagebwd import dispatch
-from sagebwd.attention import ask_of
 from sagebwd.benchmarks import flash_attention_4
+from sagebwd.call import Ask
 from sagebwd.integrations.transformers import NAME
 from sagebwd.recipe import Recipe
 from sagebwd.training import full_precision
@@ -39,7 +39,7 @@ class Choice:
         recipe, _, impl = text.partition("@")
         parsed = Recipe.parse(recipe)
         like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
-        chosen = dispatch.choose(ask_of(like, like, parsed, impl or None)).impl
+        chosen = dispatch.choose(Ask.of(like, like, parsed, impl or None)).impl
         return Choice(f"{recipe}@{chosen}", str(parsed), chosen)
 
     @contextmanager

@@ -43,7 +43,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCall
 from sagebwd import dispatch
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.trace import Row, measure
-from sagebwd.attention import ask_of
 from sagebwd.call import Ask
 from sagebwd.integrations.transformers import NAME, settings
 from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
@@ -346,7 +345,7 @@ def _advice(index: int, finer: tuple[str, float] | None, automatic: bool) -> str
 
 def _supported(call: Captured, recipe: Recipe, impl: str | None) -> bool:
     try:
-        dispatch.choose(ask_of(call.q, call.v, recipe, impl))
+        dispatch.choose(Ask.of(call.q, call.v, recipe, impl))
     except NotImplementedError:
         return False
     return True

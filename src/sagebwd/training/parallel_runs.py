@@ -84,15 +84,8 @@ def _start(config: Config, run_dir: Path, gpu: str | None, jobs: int) -> subproc
     written = run_dir.with_name(f"{run_dir.name}.yaml")
     written.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
     command = [
-        sys.executable,
-        "-m",
-        "sagebwd.commands.main",
-        "pretrain",
-        "--config",
-        str(written),
-        "--output",
-        str(run_dir),
-    ]
+        sys.executable, "-m", "sagebwd.commands.main", "pretrain", "--config", str(written), "--output", str(run_dir),
+    ]  # fmt: skip
     threads = str(max(1, (os.cpu_count() or 1) // (2 * jobs)))
     environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
     if gpu is not None:
