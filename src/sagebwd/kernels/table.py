@@ -1,7 +1,7 @@
-"""Who can run what: a row for each implementation of a direction, fastest first.
+"""Who can run what: a row for each implementation of a direction.
 
 Imports neither torch nor triton: `sagebwd.dispatch` asks the rows before it imports any kernels, and tests, tools,
-`doctor` and error messages read the same rows. Architectures and masks are settled there too.
+`doctor` and error messages read the same rows. What is tried first, and on which architecture, `dispatch` says.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["backward", "forward", "recorded"]
 def forward(family: ModuleType, form: tuple[int, int], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """What ``family.forward(call, q, k, v)`` gives, at the widths of ``form``."""
     dims = call.head_dim, call.value_dim
-    wide = _prepared(family, "forward", call._replace(head_dim=form[0], value_dim=form[1]))
+    wide = _prepared(family, "forward", form, call)
     given = _filled(q, form[0]), _filled(k, form[0]), _filled(v, form[1])
     saved = Saved(*repeat(family.forward, wide, *map(aligned_rows, given)))
     if form == dims:
@@ -42,7 +42,7 @@ def backward(
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``family.backward(call, saved, do, dlse, q, k, v)`` gives, at the widths of ``form``."""
-    wide = _prepared(family, "backward", call._replace(head_dim=form[0], value_dim=form[1]))
+    wide = _prepared(family, "backward", form, call)
     rows = {"o": _filled(saved.o, form[1]), "q_int8": saved.q_int8, "k_int8": saved.k_int8}
     rows = {name: aligned_rows(x) for name, x in rows.items()}
     given = saved._replace(**rows, k_mean=_filled(saved.k_mean, form[0])), aligned_rows(_filled(do, form[1]))
@@ -54,8 +54,8 @@ def backward(
     return tuple(x.copy_(gradient[..., : x.shape[-1]]) for x, gradient in zip(narrow, gradients))
 
 
-def _prepared(family: ModuleType, direction: str, call: Call) -> Call:
-    call = call._replace(key_mask=contiguous(call.key_mask))
+def _prepared(family: ModuleType, direction: str, form: tuple[int, int], call: Call) -> Call:
+    call = call._replace(head_dim=form[0], value_dim=form[1], key_mask=contiguous(call.key_mask))
     return family.prepare(direction, call) if hasattr(family, "prepare") else call
 
 

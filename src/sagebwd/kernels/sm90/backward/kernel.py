@@ -305,9 +305,10 @@ def backward_kernel(
     parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`).
     dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ in
-    order, in one turn each; else None. strides: of dk and dv. q_b to do_column: `descriptor.Rows.steps`; heads_k to
-    upper: `launch.Sizes`, one by one, as Triton compiles for the numbers in a tuple. RAGGED: a block of either may end
-    past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
+    order, in one turn each; else None. strides: of dk and dv. q_b to do_column: `descriptor.Rows.steps`. heads_k to
+    upper differ from call to call, and are one by one as Triton compiles for the numbers in a tuple; total_k: keys of
+    one head, blocks_q: blocks of queries of one head, padded, lower and upper: bounds on key - query. RAGGED: a block
+    of either may end past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
     call = (

@@ -25,27 +25,6 @@ SCALES_APART = 32
 LAUNCH = {"REGISTERS": 240, "maxnreg": 168, "num_warps": 4}
 
 
-class Sizes(NamedTuple):
-    """What differs from call to call: numbers that no kernel is compiled for.
-
-    total_k: keys of one head. blocks_q: blocks of queries of one head, padded. grid: programs of one key head, each of
-    which takes ``turns`` blocks of keys. lower, upper: bounds on key - query.
-    """
-
-    heads_k: int
-    group: int
-    tokens_q: int
-    tokens_k: int
-    total_k: int
-    blocks_q: int
-    grid: int
-    turns: int
-    heads_at_once: int
-    heads_in_all: int
-    lower: int
-    upper: int
-
-
 class Operands(NamedTuple):
     """What a backward reads by TMA as rows."""
 
@@ -128,20 +107,18 @@ def backward(
         keys.cu_seqlens,
         keys.strides(dk),
         *operands.steps,
-        *Sizes(
-            keys.heads,
-            call.group,
-            queries.tokens,
-            keys.tokens,
-            keys.total,
-            queries.blocks(block_q),
-            grid,
-            turns,
-            heads_at_once,
-            keys.batch * keys.heads,
-            call.band["lower"],
-            call.band["upper"],
-        ),
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        queries.blocks(block_q),
+        grid,
+        turns,
+        heads_at_once,
+        keys.batch * keys.heads,
+        call.band["lower"],
+        call.band["upper"],
         scale=call.scale,
         sum_scale=dq_sum_scale(call),
         VARLEN=call.packed,
