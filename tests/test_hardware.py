@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sagebwd.hardware import check_device, command_output, flops, peak_rates
+from sagebwd.hardware import check_device, command_output, flops, peak_rates, visible_gpus
 
 
 def test_flops_by_hand():
@@ -43,3 +43,13 @@ def test_devices(monkeypatch):
         for device in ("tpu", "cuda:", "cuda:x", "CPU", ""):
             with pytest.raises(ValueError, match=f"device='{device}' is not known; accepted: cpu, cuda, cuda:N"):
                 check_device(device)
+
+
+def test_gpus_as_the_environment_names_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,3")
+    assert visible_gpus() == ["GPU-1", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert visible_gpus() == ["0", "1"]

@@ -1,8 +1,8 @@
 """Every test of a GPU and the matrix, run and recorded: `python -m tools.gpu_suite` (make gpu-suite).
 
-Tests marked gpu run in several pytest processes on one GPU, those of `ALONE` after them one by one, and then
-`tools.matrix`. What came of each test is kept in runs/gpu_suite.jsonl as it comes: after ``--seconds``, or a stop, the
-same command goes on, and leaves out what passed with the same code. The record is
+Tests marked gpu run in several pytest processes, spread over the machine's GPUs, those of `ALONE` after them one by
+one, and then `tools.matrix`. What came of each test is kept in runs/gpu_suite.jsonl as it comes: after ``--seconds``,
+or a stop, the same command goes on, and leaves out what passed with the same code. The record is
 benchmarks/results/gpu-suite_<gpu>_<date>_<commit>.json, with the hash of the tree src/sagebwd/kernels.
 
 Exit code 1 where anything failed, 3 where something is left. pytest loads this file too, as a plugin.
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from sagebwd.benchmarks.results import environment, save_lines
-from sagebwd.hardware import check_device, command_output
+from sagebwd.hardware import check_device, command_output, visible_gpus
 from tools.tree import digest
 
 KERNELS = "src/sagebwd/kernels"
@@ -58,6 +58,13 @@ def wanted(test: str, which: str, known: dict[str, dict]) -> bool:
     if test.startswith(LEFT_OUT) or known.get(test, {}).get("outcome") == "passed":
         return False
     return test.startswith(ALONE) == (which == "alone")
+
+
+def pytest_configure() -> None:
+    """Of a pytest process beside others: each sees one GPU, and they are spread over all of the machine."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", "")[2:], visible_gpus()
+    if worker and gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker) % len(gpus)]  # nothing has started CUDA here
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
-"""The FLOP count of attention, and the peak rates of GPUs."""
+"""The FLOP count of attention, the peak rates of GPUs, and which of them are here."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 
@@ -86,3 +87,10 @@ def command_output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -23,9 +23,16 @@ def call(monkeypatch):
 
 def test_smaller_launches_never_combine_tma_with_one_stage_nor_split_a_group():
     config = Config(64, 4, 3, tma=True)
-    found = smaller(config, "dkdv", TOKEN)
+    found = smaller(config, "dkdv", TOKEN, 80)
     assert [(x.rows, x.stages, x.tma) for x in found] == [(64, 2, True), (64, 1, False), (32, 1, False)]
-    assert {x.rows for x in smaller(config, "dkdv", PAPER)} == {64}
+    assert {x.rows for x in smaller(config, "dkdv", PAPER, 80)} == {64}
+
+
+def test_one_stage_on_hopper_has_a_warp_for_8_rows():
+    """Regression: `paper` under a mask at head_dim 256 read beyond shared memory on an H100 and an H200."""
+    found = smaller(Config(128, 8, 2), "dq", PAPER, 90)
+    assert [(x.rows, x.stages, x.warps) for x in found] == [(128, 1, 16)]
+    assert {x.warps for x in smaller(Config(128, 8, 2), "dq", PAPER, 80)} == {8}
 
 
 def test_a_launch_that_does_not_fit_is_shrunk_once(call):

@@ -1,7 +1,6 @@
 """Runs in processes of their own: the same numbers, kept, gone on with, and told of where they fail."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,13 +70,3 @@ def test_bad_jobs(config, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start the command without torchrun"):
         parallel_runs.train({}, tmp_path, 2)
-
-
-def test_gpus_as_the_environment_names_them(monkeypatch):
-    assert parallel_runs.visible_gpus() == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,3")
-    assert parallel_runs.visible_gpus() == ["GPU-1", "3"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert parallel_runs.visible_gpus() == ["0", "1"]
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ

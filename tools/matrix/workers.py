@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
+from sagebwd.hardware import visible_gpus
 from tools.matrix import check, large
 from tools.matrix.forms import Cell
 
@@ -70,7 +71,7 @@ def run(groups: list[list[Cell]], processes: int, impl: str | None, device: str,
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(groups))
     workers: list[_Worker] = []
-    gpus = itertools.cycle(_gpus() if device == "cuda" else [None])
+    gpus = itertools.cycle((visible_gpus() if device == "cuda" else []) or [None])
 
     def start(group: list[Cell]) -> None:
         mine, theirs = context.Pipe()
@@ -116,12 +117,6 @@ def run(groups: list[list[Cell]], processes: int, impl: str | None, device: str,
     finally:
         for worker in workers:
             _end(worker, kill=True)
-
-
-def _gpus() -> list[str]:
-    """GPUs of this machine, as CUDA_VISIBLE_DEVICES calls them."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _lost(worker: _Worker, message: str) -> Row:

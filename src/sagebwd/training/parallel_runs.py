@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 import yaml
 from tqdm import tqdm
 
+from sagebwd.hardware import visible_gpus
 from sagebwd.training import data, processes
 from sagebwd.training.config import Config
 from sagebwd.training.run_dir import checkpoints, end_of, read_metrics
@@ -70,13 +70,6 @@ def train(runs: dict[str, Config], output: Path, jobs: int) -> None:
 def _step(run_dir: Path) -> int:
     """The step that a run has logged last."""
     return max((line["step"] for line in read_metrics(run_dir)), default=0)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _start(config: Config, run_dir: Path, gpu: str | None, jobs: int) -> subprocess.Popen:

@@ -160,15 +160,20 @@ def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
     return None
 
 
-def smaller(config: Config, kernel: str, recipe: Recipe) -> list[Config]:
+def smaller(config: Config, kernel: str, recipe: Recipe, arch: int) -> list[Config]:
     """Launches that need less and less shared memory, for recipes and head_dims the table's does not fit.
 
-    Fewer stages; one stage without TMA, which is wrong with a single one; then fewer rows, where groups allow.
+    Fewer stages; one stage without TMA, which is wrong with a single one; then fewer rows, where groups allow. On
+    Hopper one stage takes a warp for each 8 rows: with fewer, triton 3.6 spills what names the operands of a product,
+    and dQ of 128 rows at head_dim 256 was wrong or read beyond shared memory.
     """
     fewer = [dataclasses.replace(config, stages=stages) for stages in range(config.stages - 1, 1, -1)]
-    fewer.append(dataclasses.replace(config, stages=1, tma=False))
+    one = dataclasses.replace(config, stages=1, tma=False)
+    if arch == 90:
+        one = dataclasses.replace(one, warps=max(one.warps, one.rows // 8))
+    fewer.append(one)
     if config.rows > 32 and _whole_groups(kernel, recipe) is None:
-        fewer.append(dataclasses.replace(config, rows=config.rows // 2, stages=1, tma=False))
+        fewer.append(dataclasses.replace(one, rows=one.rows // 2))
     return fewer
 
 

@@ -40,7 +40,7 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
         config = _tuned(kernel, call, run, config)
     key = (kernel, call.head_dim, call.recipe, call.dtype, call.mask is None, arch)
     config = _FITTING.get(key, config)
-    for fitting in (config, *smaller(config, kernel, call.recipe)):
+    for fitting in (config, *smaller(config, kernel, call.recipe, arch)):
         try:
             run(fitting)
         except OutOfResources:
