@@ -1,0 +1,70 @@
+"""`tools.trained_heads` on a model of random weights."""
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sagebwd.analysis.capture import capture
+from sagebwd.masks.band import Band
+from tools import trained_heads
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(str(i * i % 64) for i in range(300)))
+    return tmp_path
+
+
+def test_the_command(folder, capsys):
+    output = folder / "found.json"
+    command = [str(folder / "model"), str(folder / "text.txt"), "--tokens", "96", "--windows", "2", "--layer", "1"]
+    assert trained_heads.main([*command, "--recipe", "full", "--recipe", "token", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["window"], row["layer"]) for row in rows] == [(0, 1), (1, 1)]
+    for row in rows:
+        for name in trained_heads.OUTPUTS:
+            assert 0 < row["errors"]["full"][name] < 0.02
+            assert 0 < row["errors"]["token"][name] < 0.2
+    printed = capsys.readouterr().out
+    columns = [row["errors"]["token"]["o"] for row in rows]
+    assert f"{math.sqrt(sum(x * x for x in columns) / 2):.4f}" in printed
+
+
+def test_a_layer_is_that_of_autograd(folder):
+    model, tokenizer = trained_heads.load(folder / "model", None)
+    (ids,) = trained_heads.windows(tokenizer, folder / "text.txt", 64, 1)
+    (call,) = capture(model, ids, layers=[0])
+    tensors = trained_heads.in_bf16(call)
+    exact, weights = trained_heads.exact_layer(call, tensors, Band.of(True, -1, -1))
+    q, k, v, do = (x.double().requires_grad_() for x in tensors)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+    for name, expected in zip(trained_heads.OUTPUTS, (o, *torch.autograd.grad(o, (q, k, v), do))):
+        torch.testing.assert_close(exact[name], expected.detach())
+    assert weights.sum().item() == pytest.approx(1)
+
+
+def test_what_makes_scales_coarse():
+    x = torch.ones(1, 2, 5, 8)
+    x[..., 3] = 10
+    channel, row = trained_heads.coarseness(x)
+    assert channel == pytest.approx(10)
+    assert row == pytest.approx(10 / math.sqrt(107 / 8))
+
+
+def test_a_text_that_is_too_short(folder):
+    _, tokenizer = trained_heads.load(folder / "model", None)
+    with pytest.raises(ValueError, match="4 windows of 100 need 400"):
+        trained_heads.windows(tokenizer, folder / "text.txt", 100, 4)

@@ -1,0 +1,149 @@
+"""Errors of recipes on what a trained model's layers hand to attention: `python -m tools.trained_heads FOLDER TEXT`.
+
+FOLDER holds a causal language model of Transformers with its tokenizer, or, with ``--gguf FILE``, a GGUF file (which
+needs the package gguf). The model runs in FP32 on windows of TEXT, a text file, xz or not. Each layer's q, k, v and
+the gradient of its output are rounded to BF16, and the emulator of each recipe is compared with FP64 on them.
+
+An error is ||recipe - exact|| / ||exact|| of all heads of a layer together: a head whose first key has all the weight
+has gradients near zero, and a ratio of its own says nothing. The line of a recipe has the root mean square over
+layers and windows, and the worst layer. The ``--output`` has every layer. It also prints, of each layer, what makes
+INT8 scales coarse: the largest channel's RMS of q and k over the median channel's, the largest element of a row over
+the row's RMS, and the heaviest key with its mean weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sagebwd.analysis.capture import Captured, capture
+from sagebwd.analysis.trace import OUTPUTS, Exact, emulate
+from sagebwd.masks.band import Band
+from sagebwd.meaning.metrics import relative_l2
+from sagebwd.recipe import Recipe
+
+RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
+
+
+def load(folder: Path, gguf: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in FP32 and its tokenizer, from files alone."""
+    options = {"gguf_file": gguf} if gguf else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **options)
+    return model, tokenizer
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, text: Path, tokens: int, count: int) -> list[Tensor]:
+    """(1, tokens) ids of ``count`` windows spread over a text. Raises ValueError where it is too short."""
+    raw = text.read_bytes()
+    words = (lzma.decompress(raw) if text.suffix == ".xz" else raw).decode()
+    ids = torch.tensor(tokenizer(words, verbose=False)["input_ids"])
+    if len(ids) < tokens * count:
+        raise ValueError(f"{text} has {len(ids)} tokens; {count} windows of {tokens} need {tokens * count}")
+    starts = torch.linspace(0, len(ids) - tokens, count).long().tolist()
+    return [ids[start : start + tokens][None] for start in starts]
+
+
+def in_bf16(call: Captured) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and do; do scaled to a largest magnitude of 1, which relative errors do not see."""
+    scaled = call.do / call.do.abs().max()
+    return tuple(x.bfloat16() for x in (call.q, call.k, call.v, scaled))
+
+
+def exact_layer(call: Captured, tensors: tuple[Tensor, ...], band: Band) -> tuple[dict[str, Tensor], Tensor]:
+    """o, dq, dk and dv of a layer in FP64, dk and dv summed over the heads of a group, and each key's mean weight."""
+    found = emulate(tuple(x.double() for x in tensors), Recipe.named("full"), call.scale, band)
+    weights = []
+    for head in range(tensors[0].shape[1]):
+        q, do = tensors[0][:, head, None], tensors[3][:, head, None]
+        k, v = (x[:, head // call.group, None] for x in tensors[1:3])
+        tokens = slice(0, q.shape[2]), slice(0, k.shape[2])
+        weights.append(Exact(q, k, v, do, call.scale, band).pairs(*tokens)[0]["p"].mean((0, 1, 2)))
+    return {name: found[name] for name in OUTPUTS}, torch.stack(weights).mean(0)
+
+
+def coarseness(x: Tensor) -> tuple[float, float]:
+    """The largest channel's RMS over the median's, and a row's largest magnitude over its RMS, means over heads."""
+    x = x.double()
+    channels = x.square().mean((0, 2)).sqrt()
+    rows = x.abs().amax(-1) / x.square().mean(-1).sqrt().clamp(min=1e-30)
+    return (channels.amax(-1) / channels.median(-1).values).mean().item(), rows.mean().item()
+
+
+def measure(
+    model: PreTrainedModel, chosen: list[Tensor], layers: list[int] | None, recipes: list[Recipe]
+) -> Iterator[dict[str, object]]:
+    """A row for each window and layer: errors by recipe and tensor, and what its heads look like."""
+    for index, ids in enumerate(chosen):
+        for call in capture(model, ids, layers=layers):
+            band, tensors = Band.of(call.is_causal, *(call.window or (-1, -1))), in_bf16(call)
+            exact, weights = exact_layer(call, tensors, band)
+            row: dict[str, object] = {"window": index, "layer": call.layer, "errors": {}}
+            for name, x in (("q", tensors[0]), ("k", tensors[1])):
+                row[f"{name}_channel"], row[f"{name}_row"] = coarseness(x)
+            row |= {"sink": int(weights.argmax()), "sink_weight": weights.max().item(), "first": weights[0].item()}
+            for recipe in recipes:
+                found = emulate(tensors, recipe, call.scale, band)
+                row["errors"][str(recipe)] = {name: relative_l2(found[name], exact[name]) for name in OUTPUTS}
+            yield row
+
+
+def tables(rows: list[dict]) -> Iterator[Table]:
+    """Errors of recipes over all rows, and what each layer's heads look like."""
+    table = Table("recipe", *OUTPUTS, *(f"worst {name}" for name in OUTPUTS), title="error over a layer's norm")
+    for recipe in rows[0]["errors"]:
+        columns = [[row["errors"][recipe][name] for row in rows] for name in OUTPUTS]
+        rms = [math.sqrt(sum(x * x for x in column) / len(column)) for column in columns]
+        table.add_row(recipe, *(f"{x:.4f}" for x in rms), *(f"{max(column):.3f}" for column in columns))
+    yield table
+    names = {"q_channel": "q's largest channel", "q_row": "q's row", "k_channel": "k's", "k_row": "k's row"}
+    table = Table("layer", *names.values(), "weight of the first key", "heaviest key, its weight", title="means")
+    for layer in sorted({row["layer"] for row in rows}):
+        own = [row for row in rows if row["layer"] == layer]
+        cells = [f"{sum(row[name] for row in own) / len(own):.1f}" for name in names]
+        heaviest = ", ".join(f"{row['sink']} {row['sink_weight']:.2f}" for row in own)
+        table.add_row(str(layer), *cells, f"{sum(row['first'] for row in own) / len(own):.2f}", heaviest)
+    yield table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Capture, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--gguf", help="a file in the folder")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
+    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--layer", type=int, action="append", help="repeat for several; all unless named")
+    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(RECIPES)}]")
+    parser.add_argument("--output", type=Path, help="a JSON file of every layer")
+    given = parser.parse_args(arguments)
+    recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
+    model, tokenizer = load(given.folder, given.gguf)
+    chosen = windows(tokenizer, given.text, given.tokens, given.windows)
+    rows = []
+    for row in measure(model, chosen, given.layer, recipes):
+        rows.append(row)
+        print(f"window {row['window']}, layer {row['layer']}", file=sys.stderr, flush=True)
+        if given.output is not None:
+            named = given.gguf or given.folder.name
+            facts = {"model": named, "text": given.text.name, "tokens": given.tokens, "torch": torch.__version__}
+            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    for table in tables(rows):
+        Console(width=150).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
