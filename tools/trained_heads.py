@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import sys
 from collections.abc import Iterator
@@ -28,10 +27,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sagebwd.analysis.capture import Captured, capture
-from sagebwd.analysis.trace import OUTPUTS, Exact, emulate
+from sagebwd.analysis.trace import OUTPUTS, emulate
+from sagebwd.benchmarks.results import environment
 from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.training.data import open_text
 
 RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
 
@@ -46,9 +47,8 @@ def load(folder: Path, gguf: str | None) -> tuple[PreTrainedModel, PreTrainedTok
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: Path, tokens: int, count: int) -> list[Tensor]:
     """(1, tokens) ids of ``count`` windows spread over a text. Raises ValueError where it is too short."""
-    raw = text.read_bytes()
-    words = (lzma.decompress(raw) if text.suffix == ".xz" else raw).decode()
-    ids = torch.tensor(tokenizer(words, verbose=False)["input_ids"])
+    with open_text(text) as file:
+        ids = torch.tensor(tokenizer(file.read(), verbose=False)["input_ids"])
     if len(ids) < tokens * count:
         raise ValueError(f"{text} has {len(ids)} tokens; {count} windows of {tokens} need {tokens * count}")
     starts = torch.linspace(0, len(ids) - tokens, count).long().tolist()
@@ -63,14 +63,16 @@ def in_bf16(call: Captured) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def exact_layer(call: Captured, tensors: tuple[Tensor, ...], band: Band) -> tuple[dict[str, Tensor], Tensor]:
     """o, dq, dk and dv of a layer in FP64, dk and dv summed over the heads of a group, and each key's mean weight."""
-    found = emulate(tuple(x.double() for x in tensors), Recipe.named("full"), call.scale, band)
-    weights = []
-    for head in range(tensors[0].shape[1]):
-        q, do = tensors[0][:, head, None], tensors[3][:, head, None]
-        k, v = (x[:, head // call.group, None] for x in tensors[1:3])
-        tokens = slice(0, q.shape[2]), slice(0, k.shape[2])
-        weights.append(Exact(q, k, v, do, call.scale, band).pairs(*tokens)[0]["p"].mean((0, 1, 2)))
-    return {name: found[name] for name in OUTPUTS}, torch.stack(weights).mean(0)
+    q, k = tensors[:2]
+    weights = torch.zeros(k.shape[2], dtype=torch.float64)
+
+    def watch(name: str, rows: slice, keys: slice, value: Tensor) -> None:
+        if name == "p":
+            keys = slice(keys.start, min(keys.stop, k.shape[2]))
+            weights[keys] += value.flatten(0, -2).sum(0)[: keys.stop - keys.start]
+
+    found = emulate(tuple(x.double() for x in tensors), Recipe.named("full"), call.scale, band, watch)
+    return {name: found[name] for name in OUTPUTS}, weights / math.prod(q.shape[:3])
 
 
 def coarseness(x: Tensor) -> tuple[float, float]:
@@ -132,13 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
     model, tokenizer = load(given.folder, given.gguf)
     chosen = windows(tokenizer, given.text, given.tokens, given.windows)
+    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
+    facts |= environment("cpu")
     rows = []
     for row in measure(model, chosen, given.layer, recipes):
         rows.append(row)
         print(f"window {row['window']}, layer {row['layer']}", file=sys.stderr, flush=True)
         if given.output is not None:
-            named = given.gguf or given.folder.name
-            facts = {"model": named, "text": given.text.name, "tokens": given.tokens, "torch": torch.__version__}
             given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     for table in tables(rows):
         Console(width=150).print(table)

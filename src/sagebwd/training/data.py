@@ -18,9 +18,10 @@ import lzma
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -207,7 +208,7 @@ def _file_documents(path: Path) -> Iterator[str]:
         raise ValueError(f"data.source={str(path)!r}: the file is empty")
     lines: list[str] = []
     try:
-        with _open_text(path) as file:
+        with open_text(path) as file:
             for line in file:
                 if line.rstrip("\n") == END_OF_TEXT:
                     yield "".join(lines)
@@ -225,7 +226,8 @@ def _file_documents(path: Path) -> Iterator[str]:
         yield "".join(lines)
 
 
-def _open_text(path: Path) -> Iterable[str]:
+def open_text(path: Path) -> TextIO:
+    """A text file, compressed or not. Raises ValueError for another ending."""
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".zst":
