@@ -78,7 +78,7 @@ ROWS = (
         widths.of_call, _HOPPER_WIDTHS, masks=False, extra=True,
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {**_TILES, "rotate": (False,)}, _the_greater,
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, _TILES, _the_greater,
         f"1 to {MAX_HEAD_DIM}", masks=True,
     ),
     Row(
@@ -88,13 +88,14 @@ ROWS = (
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
         {
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
-            "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,), "rotate": (False,),
+            "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
+            "rotate": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS, masks=False,
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,
-        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES, "rotate": (False,)}, _the_greater, f"1 to {MAX_HEAD_DIM}", masks=True,
+        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}", masks=True,
     ),
     Row(
         BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True,
