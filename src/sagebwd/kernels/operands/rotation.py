@@ -1,8 +1,8 @@
 """R of `sagebwd.meaning.rotation` in kernels: products with its signs, of which each program makes its own.
 
 Signs follow from the numbers of two channels in a few instructions, so that there is no tensor of them for recorded
-launches and CUDA graphs to keep. What is multiplied is split into BF16 parts, whose products with signs are exact, and
-added up in FP32. TURNED: channels that R is of, a call's own head_dim; tiles may be filled up beyond it with zeros.
+launches and CUDA graphs to keep. Products of 16-bit numbers with signs are exact, and are added up in FP32. TURNED:
+channels that R is of, a call's own head_dim; tiles may be filled up beyond it with zeros.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _spans(channels, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _signs(rows, columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
-    """R's signs between some channels and others, BF16, 0 outside of its blocks; WHOLE: one block is the tile."""
+def _signs(rows, columns, dtype: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr):
+    """R's signs between some channels and others, 0 outside of its blocks; WHOLE: one block is as wide as tiles."""
     common = rows[:, None] & columns[None, :]
     if not WHOLE:
         row_spans = _spans(rows, TURNED)[:, None]
@@ -39,7 +39,7 @@ def _signs(rows, columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
     signs = tl.where(((0x6996 >> (common & 15)) & 1) == 0, 1.0, -1.0)
     if not WHOLE:
         signs = tl.where(row_spans == _spans(columns, TURNED)[None, :], signs, 0.0)
-    return signs.to(tl.bfloat16)
+    return signs.to(dtype)
 
 
 @triton.jit
@@ -54,47 +54,43 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, x, signs, PARTS: tl.constexpr):
-    """acc + x signs, of so many BF16 parts of x: FP32 has three."""
-    for _ in tl.static_range(PARTS):
-        part = to_16bit(x, tl.bfloat16)
-        acc = dot_16bit(part, signs, acc)
-        x -= part.to(tl.float32)
-    return acc
-
-
-@triton.jit
 def load_turned(
     x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32."""
+    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
+
+    Of the mean the product is taken by itself: rows as they are have 16 bits.
+    """
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
-    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    PARTS: tl.constexpr = 3 if mean is not None else 1 if BF16 else 2
     columns = tl.arange(0, BLOCK_D)
     acc = tl.zeros((rows.shape[0], BLOCK_D), tl.float32)
+    taken_off = tl.zeros((BLOCK_D,), tl.float32)
     for first in tl.static_range(0, BLOCK_D, WIDTH):
         channels = first + tl.arange(0, WIDTH)
-        tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
+        signs = _signs(channels, columns, tile.dtype, TURNED, WHOLE)
+        acc = dot_16bit(tile, signs, acc)
         if mean is not None:
-            tile -= tl.load(mean + channels, mask=channels < head_dim, other=0)[None, :]
-        acc = _add_product(acc, tile, _signs(channels, columns, TURNED, WHOLE), PARTS)
-    return acc * _factors(columns, TURNED, WHOLE)[None, :]
+            mu = tl.load(mean + channels, mask=channels < head_dim, other=0)
+            taken_off += tl.sum(mu[:, None] * signs.to(tl.float32), 0)
+    return (acc - taken_off[None, :]) * _factors(columns, TURNED, WHOLE)[None, :]
 
 
 @triton.jit
 def store_turned(
     out, rows, stride, inside, x, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Write x R scale, x of FP32 sums, to the rows that are ``inside``: to BF16's rounding and FP16's."""
+    """Write x R scale, x of FP32 of which 16 bits count, to the rows that are ``inside``."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
     channels = tl.arange(0, BLOCK_D)
+    high = to_16bit(x, tl.bfloat16)
+    low = to_16bit(x - high.to(tl.float32), tl.bfloat16)
     for first in tl.static_range(0, BLOCK_D, WIDTH):
         columns = first + tl.arange(0, WIDTH)
-        sums = tl.zeros((x.shape[0], WIDTH), tl.float32)
-        sums = _add_product(sums, x, _signs(channels, columns, TURNED, WHOLE), 2)
+        signs = _signs(channels, columns, tl.bfloat16, TURNED, WHOLE)
+        sums = dot_16bit(low, signs, dot_16bit(high, signs))
         sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
         written = inside[:, None] & (columns[None, :] < head_dim)
         at = out + rows[:, None] * stride + columns[None, :]
