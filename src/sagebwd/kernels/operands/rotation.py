@@ -12,8 +12,8 @@ import triton.language as tl
 
 from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
 
-# Channels of one side of R at a time: more of its signs would fill the registers.
-STEP = tl.constexpr(64)
+# Channels of one side of R at a time, in a loop: more of its signs would fill the registers.
+STEP = tl.constexpr(32)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def load_turned(
     columns = tl.arange(0, BLOCK_D)
     acc = tl.zeros((rows.shape[0], BLOCK_D), tl.float32)
     taken_off = tl.zeros((BLOCK_D,), tl.float32)
-    for first in tl.static_range(0, BLOCK_D, WIDTH):
+    for first in tl.range(0, BLOCK_D, WIDTH, num_stages=1):
         channels = first + tl.arange(0, WIDTH)
         tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
         signs = _signs(channels, columns, tile.dtype, TURNED, WHOLE)
