@@ -96,6 +96,14 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
     return codes, scale
 
 
+@triton.jit
+def mean_share(ds, mu, smooth_q, tile, columns, head_dim, TURNED: tl.constexpr):
+    """What dK has of the mean of a block of queries, times R where its codes are."""
+    if TURNED:
+        mu = channels(smooth_q.turned_mean, tile, columns, head_dim)
+    return tl.sum(ds, 1)[:, None] * mu[None, :]
+
+
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
 def dkdv_kernel(
     q,
@@ -232,10 +240,9 @@ def dkdv_kernel(
                 s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)
                 if smooth_q is not None:
                     mu = channels(smooth_q.q_mean, tile, columns, head_dim)
-                    bias = score_bias(
+                    s += score_bias(
                         exact, smooth_q.token, mu, shift, keys, columns, left_k, scale_2, head_dim, BLOCK_D
-                    )
-                    s = s + bias[:, None]
+                    )[:, None]
                 if mask is not None and masked:
                     element = load_elements(
                         mask, elements, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k
@@ -261,9 +268,7 @@ def dkdv_kernel(
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
                 if smooth_q is not None:
-                    if groups.TURNED:
-                        mu = channels(smooth_q.turned_mean, tile, columns, head_dim)
-                    acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
+                    acc_k += mean_share(ds, mu, smooth_q, tile, columns, head_dim, groups.TURNED)
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
                     p_max = largest_bits(p, groups.P_PER_KEY)
@@ -298,8 +303,8 @@ def dkdv_kernel(
         tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
     if groups.TURNED:
-        dk_at = row_of(dk, batch, head_k, start_k + first_k)
-        store_turned(dk_at, keys, dk.token, keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
+        at = row_of(dk, batch, head_k, start_k + first_k)
+        store_turned(at, keys, dk.token, keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
 
 
 def launch_dkdv(
