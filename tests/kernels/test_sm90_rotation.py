@@ -7,10 +7,11 @@ import torch
 from sagebwd.kernels.sm90.forward.rotation import Share, Threads, root, stages, turned
 from sagebwd.meaning.rotation import rotation, sizes
 
+FILLED = [(64, 64), (48, 64), (33, 64), (128, 128), (112, 128), (100, 128), (65, 128), (1, 64)]
 
-@pytest.mark.parametrize("lanes", [1, 2, 4, 8])
+
 @pytest.mark.parametrize(
-    ("head_dim", "width"), [(64, 64), (48, 64), (33, 64), (128, 128), (112, 128), (100, 128), (65, 128), (1, 64)]
+    ("head_dim", "width", "lanes"), [(*dims, lanes) for dims in FILLED for lanes in (1, 2, 4, 8)] + [(96, 96, 2)]
 )
 def test_threads_that_share_a_row_turn_it(head_dim, width, lanes):
     share = Share(lanes, min(16, width // lanes), width // lanes)

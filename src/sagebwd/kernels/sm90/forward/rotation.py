@@ -58,7 +58,9 @@ def turned(x: list, rotation: tuple[int, ...], share: Share, threads: Threads) -
         offset = distance // share.chunk
         sums = []
         for i, channel in enumerate(channels):
-            if 0 < offset < share.lanes:  # the pair's other is another thread's
+            if channel >= count:
+                pair = x[i]
+            elif 0 < offset < share.lanes:  # the pair's other is another thread's
                 sign = select((lane & offset) != 0, -1.0, 1.0)
                 pair = fma(x[i], sign, exchange(x[i], offset))
             else:
