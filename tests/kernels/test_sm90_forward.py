@@ -199,6 +199,7 @@ ROTATED = [
     Case("rotated, head_dim 128", head_dim=128, turned=128, tokens=1000, kv_tokens=1000, batch=2, kv_heads=1),
     Case("rotated, head_dim 112", head_dim=128, turned=112, tokens=700, kv_tokens=700, is_causal=True),
     Case("rotated, head_dim 100", head_dim=128, turned=100, tokens=300, kv_tokens=300),
+    Case("rotated, head_dim 120", head_dim=128, turned=120, tokens=320, kv_tokens=320),
     Case("rotated, key mask", head_dim=128, turned=112, batch=2, tokens=333, kv_tokens=777, masked=True),
     Case("rotated, packed", turned=64, lengths=((100, 300), (0, 40), (1, 77), (513, 513)), is_causal=True),
     Case("rotated, packed, head_dim 128", head_dim=128, turned=128, lengths=((100, 300), (65, 65)), window=(64, 16)),
