@@ -73,7 +73,7 @@ ROWS = (
         FORWARD, "hopper", "sagebwd.kernels.sm90.forward.launch", KERNEL_DTYPES,
         {
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
-            "smooth_k": (True,), "smooth_q": (False,), "rotate": (False,),
+            "smooth_k": (True,), "smooth_q": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS, masks=False, extra=True,
     ),
@@ -89,7 +89,6 @@ ROWS = (
         {
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
-            "rotate": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS, masks=False,
     ),
