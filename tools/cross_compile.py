@@ -175,8 +175,9 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     kernel_call.backward(impl, call, saved, inputs)
     if gluon:  # the forward itself, in CuTe DSL, is another compiler's
         launch_codes(
-            inputs[1], call.keys, call.key_mask, call.recipe.block_k, k_sampled=call.recipe.k_mean == "sample"
-        )
+            inputs[1], call.keys, call.key_mask, call.recipe.block_k, k_sampled=call.recipe.k_mean == "sample",
+            rotation=call.rotation,
+        )  # fmt: skip
     deterministic = True
     kernel_call.backward(impl, call._replace(deterministic=True), saved, inputs)
     return found

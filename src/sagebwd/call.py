@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.masks.mask import Mask
+from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     mask: Mask | None = None
     lists: Lists | None = None  # of the mask, made for the portable kernels
+    rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
 
     @classmethod
     def of(
@@ -141,7 +143,7 @@ class Call(NamedTuple):
         queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
         return cls(
             recipe, scale, q.dtype, q.device, *dims, queries, keys, key_mask, is_causal, window_left,
-            window_right, deterministic, mask,
+            window_right, deterministic, mask, rotation=sizes(dims[0]) if recipe.rotate else (),
         )  # fmt: skip
 
     @property

@@ -171,7 +171,11 @@ class KernelCall:
     def check_outputs(self, inputs: tuple[Tensor, ...], actual: dict[str, Tensor], names: tuple[str, ...]) -> None:
         """Assert that some of what kernels computed, lse among it, is the recipe's; lse's rows without keys go."""
         low, high = self._emulators(inputs)
-        others = [self._emulators(dataclasses.replace(self, seed=self.seed + step).inputs()) for step in (1000, 2000)]
+        # of 16-bit rows some codes lie between two, and FP32 and FP64 choose each its own; of rotated rows so few that
+        # there may be one for the kernel alone
+        plain = dataclasses.replace(self, recipe=str(Recipe.parse(self.recipe).replace(rotate=False)))
+        draws = [dataclasses.replace(plain, seed=self.seed + step) for step in (1000, 2000)]
+        others = [draw._emulators(draw.inputs()) for draw in draws]
         seen = high["lse"].isfinite()
         assert torch.equal(actual["lse"].isfinite(), seen), "lse is -inf where, and only where, a query sees no key"
         for result in (actual, low, high):

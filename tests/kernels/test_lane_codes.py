@@ -6,6 +6,7 @@ import torch
 from sagebwd.call import Packing
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
 from sagebwd.meaning.quantize import quantize_tokens, smooth
+from sagebwd.meaning.rotation import rotated, sizes
 
 BLOCK_K = 128
 
@@ -40,14 +41,19 @@ def assert_bounded(largest, codes, scale):
     assert (largest <= norms + rounding + 1e-5).all()
 
 
-def check(k, key_mask=None, device="cpu", sampled=False):
+def check(k, key_mask=None, device="cpu", sampled=False, turned=0):
+    """turned: the head_dim whose rotation keys get, of which k's is filled up with zeros."""
     k = k.to(device)
     key_mask_there = None if key_mask is None else key_mask.to(device)
-    out = launch_codes(k, Packing.of(k, None, k.shape[2]), key_mask_there, BLOCK_K, k_sampled=sampled)
+    packing, rotation = Packing.of(k, None, k.shape[2]), sizes(turned)
+    out = launch_codes(k, packing, key_mask_there, BLOCK_K, k_sampled=sampled, rotation=rotation)
     out = Codes(*(x.cpu() for x in out))
     valid = None if key_mask is None else key_mask[:, None, :, None]
     smoothed, mean = smooth(k.cpu().double(), valid, sampled)
     assert torch.allclose(out.k_mean.double(), mean[:, :, 0], rtol=1e-5, atol=1e-6)
+    if turned:
+        smoothed = torch.cat([rotated(smoothed[..., :turned]), smoothed[..., turned:]], -1)
+        assert not out.k[..., turned:].any()
     assert_codes(out.k, out.k_scale, smoothed, "lane")
     assert_bounded(out.largest_norm, out.k, out.k_scale)
     assert out.tiles_taken.item() == 0
@@ -67,6 +73,22 @@ def test_means_of_a_sample(tokens):
     k = draw(2, 2, tokens, 64, seed=1) + 2
     k[:, :, 30::128] += 100  # of many keys these are not in the sample
     check(k, sampled=True)
+
+
+@pytest.mark.parametrize(("turned", "head_dim"), [(64, 64), (128, 128), (112, 128), (96, 96)])
+def test_rotated(turned, head_dim):
+    k = draw(2, 2, 300, head_dim, seed=1) + 2
+    k[..., turned:] = 0
+    key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(2)) > 0.3
+    check(k, turned=turned)
+    check(torch.where(key_mask[:, None, :, None], k, torch.inf), key_mask, turned=turned)
+
+
+def test_a_key_that_is_its_mean_is_zero_when_it_is_rotated():
+    k = draw(2, 2, 1, 64, seed=1) + 100
+    out = launch_codes(k, Packing.of(k, None, 1), None, BLOCK_K, rotation=sizes(64))
+    assert not out.k.any()
+    assert (out.k_scale == 1).all()
 
 
 def test_rows_that_lie_apart():
@@ -123,7 +145,8 @@ def test_a_channel_with_nan_has_a_scale_of_nan():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("tokens", [1, 1000, 16384, 40000])
 def test_on_a_gpu(tokens, sampled):
-    check(draw(1, 2, tokens, 128, seed=1) + 2, device="cuda", sampled=sampled)
+    for turned in (0, 128):
+        check(draw(1, 2, tokens, 128, seed=1) + 2, device="cuda", sampled=sampled, turned=turned)
 
 
 def test_a_sequence_without_keys_has_scales():

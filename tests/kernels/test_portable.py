@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sagebwd.meaning.quantize import quantize_tokens, smooth
+from sagebwd.meaning.rotation import rotated
 from sagebwd.recipe import Recipe
 from tests.kernels.calls import TENSORS, KernelCall
 
@@ -81,6 +82,22 @@ CALLS = {
     "tile-scales": KernelCall(recipe="token(p_scale_dv=tile, ds_scale_dq=tile, ds_scale_dk=tile)"),
     "blocks-32-128": KernelCall(recipe="token(block_q=32, block_k=128)"),
     "blocks-128-32": KernelCall(recipe="token(block_q=128, block_k=32)", is_causal=True),
+    "rotate": KernelCall(recipe="token(rotate=True)", tokens_q=130, kv_heads=2, is_causal=True),
+    "rotate-mask": KernelCall(recipe="token(rotate=True)", batch=2, masked=True),
+    "rotate-packed": KernelCall(recipe="token(rotate=True)", **PACKED, is_causal=True),
+    "rotate-fp16-head-dim-96": KernelCall(recipe="token(rotate=True)", head_dim=96, dtype=torch.float16),
+    "rotate-head-dim-20": KernelCall(recipe="token(rotate=True)", head_dim=20, is_causal=True),
+    "rotate-head-dim-72-packed": KernelCall(recipe="token(rotate=True)", head_dim=72, **PACKED),
+    "rotate-head-dim-128": KernelCall(recipe="token(rotate=True)", head_dim=128, is_causal=True),
+    "rotate-head-dim-256": KernelCall(recipe="token(rotate=True)", head_dim=256, heads=1),
+    "rotate-paper": KernelCall(recipe="paper(rotate=True)", tokens_q=130, is_causal=True),
+    "rotate-paper-mask": KernelCall(recipe="paper(rotate=True)", tokens_q=130, masked=True),
+    "rotate-smooth-q": KernelCall(recipe="token(rotate=True, smooth_q=True)", is_causal=True),
+    "rotate-smooth-q-packed": KernelCall(recipe="paper(rotate=True, smooth_q=True)", **PACKED),
+    "rotate-smooth-q-16bit-dk": KernelCall(recipe="token(rotate=True, smooth_q=True, dk=16bit)"),
+    "rotate-no-smoothing": KernelCall(recipe="token(rotate=True, smooth_k=False, smooth_v=False)", masked=True),
+    **{f"rotate-{p}-16bit": KernelCall(recipe=f"token(rotate=True, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
+    "rotate-full": KernelCall(recipe="full(rotate=True)"),
 }
 
 # each tensor that a call with a mask and a packed one have, alone, and all of them
@@ -108,12 +125,23 @@ def test_calls_made_again(name):
     dataclasses.replace(call, seed=4).check("triton")
 
 
-@pytest.mark.parametrize("recipe", ["token", "paper"])
-def test_codes_and_scales(recipe):
-    call = KernelCall(recipe=recipe, batch=2, heads=2, kv_heads=1, head_dim=128, device=DEVICE)
+@pytest.mark.parametrize(("recipe", "head_dim", "dtype"), [
+    ("token", 128, torch.bfloat16),
+    ("paper", 128, torch.bfloat16),
+    ("token(rotate=True)", 128, torch.bfloat16),
+    ("token(rotate=True)", 128, torch.float16),
+    ("token(rotate=True)", 72, torch.bfloat16),
+    ("paper(rotate=True)", 64, torch.bfloat16),
+])  # fmt: skip
+def test_codes_and_scales(recipe, head_dim, dtype):
+    call = KernelCall(
+        recipe=recipe, batch=2, heads=2, kv_heads=1, head_dim=head_dim, dtype=dtype, is_causal=True, device=DEVICE
+    )
     inputs, parsed = call.inputs(), call.settings()[-1]
     actual = call.run("triton", inputs)
     q, k = inputs[0].float(), smooth(inputs[1].float())[0]
+    if parsed.rotate:
+        q, k = rotated(q), rotated(k)
     for name, x, group, block in (("q", q, parsed.q_scale, parsed.block_q), ("k", k, parsed.k_scale, parsed.block_k)):
         codes, scale = quantize_tokens(x, group, block)
         off = (actual[f"{name}_int8"] - codes).abs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.variant import Variant
 from sagebwd.kernels.sm90.widths import WIDTHS
+from sagebwd.meaning.rotation import sizes
 from tools.cross_compile import count, matrix_loops, sass
 
 pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))
@@ -31,12 +33,16 @@ KINDS = {
 
 
 @cache
-def loops(variant: Variant) -> list[Counter]:
-    """Instructions of each innermost loop with products."""
+def machine_code(variant: Variant) -> list[str]:
+    """Lines of disassembly."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = sm90.compiled(variant, f"--keep-cubin --dump-dir={folder}").artifacts.CUBIN
-    kernel = SimpleNamespace(asm={"cubin": cubin})
-    bodies = [count(body) for body in matrix_loops(sass(kernel))]
+    return sass(SimpleNamespace(asm={"cubin": cubin}))
+
+
+def loops(variant: Variant) -> list[Counter]:
+    """Instructions of each innermost loop with products."""
+    bodies = [count(body) for body in matrix_loops(machine_code(variant))]
     # waits that last jump back from behind the program's end
     return [body for body in bodies if not body["EXIT"]]
 
@@ -72,6 +78,18 @@ def test_products_of_a_step_are_queued_together(head_dim):
     for dtype in ("float16", "bfloat16"):
         for body in loops(Variant(head_dim, dtype, TILES[head_dim], upper=True, row_max=True)):
             assert body["WARPGROUP"] <= 4
+
+
+@pytest.mark.parametrize(("head_dim", "turned"), [(64, 64), (128, 112), (128, 128)])
+def test_a_rotation_costs_a_tile_little(head_dim, turned):
+    """No loop is touched, and what sums take is saved where fewer threads share a row."""
+    plain = Variant(head_dim, "bfloat16", TILES[head_dim], upper=True, row_max=True)
+    rotated = replace(plain, rotation=sizes(turned))
+    for body, expected in zip(loops(rotated), loops(plain), strict=True):
+        assert body.total() <= 1.01 * expected.total()
+    before, after = (count(machine_code(variant)) for variant in (plain, rotated))
+    assert after.total() <= 1.03 * before.total()
+    assert after["STL"] + after["LDL"] == 0
 
 
 def test_what_was_compiled_is_kept_and_depends_on_the_variant(monkeypatch, tmp_path):

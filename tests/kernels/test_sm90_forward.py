@@ -16,6 +16,8 @@ from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.masks.band import Band
+from sagebwd.meaning.quantize import quantize_tokens
+from sagebwd.meaning.rotation import rotated, sizes
 from sagebwd.recipe import Recipe
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
@@ -42,6 +44,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     factor: float = 1.0  # of q and k
     strided: bool = False
+    turned: int = 0  # the head_dim whose rotation Q and K get, filled up with zeros
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -57,6 +60,8 @@ class Case:
             return x.transpose(1, 2) if self.strided and not self.lengths else x
 
         q, k, v = draw(self.heads, tokens), draw(self.kv_heads, kv_tokens), draw(self.kv_heads, kv_tokens)
+        if self.turned:
+            q[..., self.turned :] = k[..., self.turned :] = 0
         key_mask = None
         if self.masked:
             key_mask = torch.rand(self.batch, kv_tokens, generator=generator, device="cuda") < 0.5
@@ -74,13 +79,14 @@ class Case:
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
     def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
-        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True)
+        rotation = sizes(self.turned)
+        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True, rotation=rotation)
 
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""
         call = Call(
             Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.head_dim,
-            *self.packings(), key_mask, self.is_causal, *self.window,
+            *self.packings(), key_mask, self.is_causal, *self.window, rotation=sizes(self.turned),
         )  # fmt: skip
         o = torch.full(q.shape, math.nan, dtype=v.dtype, device=v.device)
         return o, launch_forward(call, q, codes, v, o, with_row_max=True)
@@ -186,6 +192,22 @@ CASES = [
 ]  # fmt: skip
 
 
+ROTATED = [
+    Case("rotated", turned=64, tokens=1000, kv_tokens=1000, is_causal=True),
+    Case("rotated, one query", turned=64, tokens=1),
+    Case("rotated, head_dim 48", turned=48, tokens=333, kv_tokens=500),
+    Case("rotated, head_dim 128", head_dim=128, turned=128, tokens=1000, kv_tokens=1000, batch=2, kv_heads=1),
+    Case("rotated, head_dim 112", head_dim=128, turned=112, tokens=700, kv_tokens=700, is_causal=True),
+    Case("rotated, head_dim 100", head_dim=128, turned=100, tokens=300, kv_tokens=300),
+    Case("rotated, head_dim 120", head_dim=128, turned=120, tokens=320, kv_tokens=320),
+    Case("rotated, key mask", head_dim=128, turned=112, batch=2, tokens=333, kv_tokens=777, masked=True),
+    Case("rotated, packed", turned=64, lengths=((100, 300), (0, 40), (1, 77), (513, 513)), is_causal=True),
+    Case("rotated, packed, head_dim 128", head_dim=128, turned=128, lengths=((100, 300), (65, 65)), window=(64, 16)),
+    Case("rotated, float16", head_dim=128, turned=128, tokens=700, kv_tokens=700, dtype=torch.float16, factor=4),
+    Case("rotated, strided", turned=64, batch=2, tokens=500, kv_tokens=500, heads=4, kv_heads=4, strided=True),
+]  # fmt: skip
+
+
 def _why_not() -> str | None:
     if not torch.cuda.is_available() or capability(torch.device("cuda")) != 90:
         return "needs a GPU of compute capability 9.0"
@@ -195,7 +217,7 @@ def _why_not() -> str | None:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + ROTATED, ids=lambda case: case.name)
 def test_is_attention_on_its_codes(case):
     case.check()
 
@@ -246,9 +268,9 @@ def test_a_key_with_most_of_the_weight_is_met_last(head_dim, is_causal):
     torch.testing.assert_close((1 - got)[share > 0.5], (1 - share)[share > 0.5], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim):
-    case = Case("nan", head_dim=head_dim, tokens=500, kv_tokens=500, is_causal=True)
+@pytest.mark.parametrize(("head_dim", "turned"), [(64, 0), (128, 0), (64, 64), (128, 112)])
+def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim, turned):
+    case = Case("nan", head_dim=head_dim, tokens=500, kv_tokens=500, is_causal=True, turned=turned)
     q, k, v, _ = case.inputs(2)
     q[0, 1, 321, 5] = math.nan
     o, written = case.run(q, case.codes(k), v, None)
@@ -300,6 +322,22 @@ def test_codes_of_queries_are_those_of_the_pass(case):
     _, written = case.run(q, case.codes(k, key_mask), v, key_mask)
     assert torch.equal(written.q, expected.codes)
     assert torch.equal(written.q_scale, expected.token_scale)
+
+
+@pytest.mark.parametrize("case", ROTATED, ids=lambda case: case.name)
+def test_codes_of_rotated_queries(case):
+    """Equal but for a few ties, which FP32 rounds another way than FP64."""
+    q, k, v, key_mask = case.inputs(3)
+    rows = torch.cat([rotated(q[..., : case.turned].double()), q[..., case.turned :].double()], -1)
+    rows = rows.transpose(0, 1) if case.lengths else rows
+    codes, scale = quantize_tokens(rows, "token", 64)
+    _, written = case.run(q, case.codes(k, key_mask), v, key_mask)
+    found = written.q.transpose(0, 1) if case.lengths else written.q
+    torch.testing.assert_close(written.q_scale.double(), scale[..., 0], rtol=1e-5, atol=0)
+    difference = (found.double() - codes).abs()
+    assert difference.max() <= 1
+    assert difference.mean() <= 1e-3
+    assert not found[..., case.turned :].any()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -9,6 +9,7 @@ from sagebwd.meaning.float8 import Float8Operands, e4m3, queries_a_scale
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.quantize import quantize_tokens
 from sagebwd.meaning.reference import Emulator
+from sagebwd.meaning.rotation import rotated, sizes
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
 
@@ -37,7 +38,7 @@ def parts_of(x, parts, weight):
 class Operands:
     """What forward saved and backward was given, and both sides' operands."""
 
-    def __init__(self, with_dlse: bool, group: str) -> None:
+    def __init__(self, with_dlse: bool, group: str, turned: int) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -47,6 +48,8 @@ class Operands:
         # rows of zeros have scale 1, above all others here
         q, k = 0.01 * draw(BATCH, heads, TOKENS, HEAD_DIM), 0.01 * draw(BATCH, HEADS_K, KEYS, HEAD_DIM)
         q[:, :, 7] = k[:, :, 11] = 0
+        if turned:  # that head_dim is filled up with zeros
+            q[..., turned:] = k[..., turned:] = 0
         (q_codes, q_scale), (k_codes, k_scale) = (quantize_tokens(x, group, BLOCK) for x in (q, k))
         self.do, self.o = (draw(BATCH, heads, TOKENS, HEAD_DIM).bfloat16() for _ in range(2))
         # gradients of one head far larger, and a row of zeros
@@ -61,7 +64,7 @@ class Operands:
         self.keys = Packing(BATCH, HEADS_K, KEYS, KEYS, None)
         call = Call(
             Recipe.parse(f"mixed(q_scale={group}, k_scale={group})"), 1.0, torch.bfloat16, torch.device(DEVICE),
-            HEAD_DIM, HEAD_DIM, self.queries, self.keys,
+            HEAD_DIM, HEAD_DIM, self.queries, self.keys, rotation=sizes(turned),
         )  # fmt: skip
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
@@ -86,12 +89,17 @@ class Operands:
         lse = torch.where(self.lse == -torch.inf, 0, self.lse)
         self.emulated = Float8Operands.of(
             column(self.row_max), column(lse), grouped(self.do), column(self.dlse),
-            (self.v_maxima / 127).double()[:, :, None, None], grouped(q_codes), column(q_scale[..., 0]),
-            k_codes.double()[:, :, None], k_scale.double()[:, :, None],
+            (self.v_maxima / 127).double()[:, :, None, None], grouped(turned_back(q_codes.double(), turned)),
+            column(q_scale[..., 0]), k_codes.double()[:, :, None], k_scale.double()[:, :, None],
         )  # fmt: skip
         self.delta = (self.do.double() * self.o.double()).sum(-1)
         if self.dlse is not None:
             self.delta -= self.dlse.double()
+
+
+def turned_back(x: Tensor, head_dim: int) -> Tensor:
+    """x times the rotation of a head_dim, 0 for none, of which it is filled up with zeros."""
+    return torch.cat([rotated(x[..., :head_dim]), x[..., head_dim:]], -1) if head_dim else x
 
 
 def unit_of(largest: Tensor) -> Tensor:
@@ -106,9 +114,14 @@ def rows_of(transposed: Tensor) -> Tensor:
     return x.reshape(BATCH, HEADS_K * GROUP, HEAD_DIM, -1).transpose(-1, -2)
 
 
-@pytest.fixture(scope="module", params=[(False, "token"), (True, "token")], ids=["plain", "dlse"])
+@pytest.fixture(
+    scope="module",
+    params=[(False, 0), (True, 0), (False, HEAD_DIM), (True, 112)],
+    ids=["plain", "dlse", "rotated", "rotated and filled up"],
+)
 def operands(request) -> Operands:
-    return Operands(*request.param)
+    with_dlse, turned = request.param
+    return Operands(with_dlse, "token", turned)
 
 
 @pytest.mark.parametrize("name", ["do", "q"])
@@ -210,7 +223,12 @@ def test_finished_dq(operands, lengths):
     else:
         rows = summed.cpu().double().view(BATCH, heads, HEAD_DIM, -1)[..., columns].transpose(-1, -2)
         expected = rows * (spread.cpu().double() * unit * power[..., None])[..., None]
-    torch.testing.assert_close(dq.cpu().double(), expected, rtol=2.0**-8, atol=0)
+    atol = 0
+    if call.rotation:  # the sums beyond its head_dim are of zeros, and what cancels does so in FP32
+        expected[..., sum(call.rotation) :] = 0
+        expected = turned_back(expected, sum(call.rotation))
+        atol = 2.0**-20 * float(expected.abs().max())
+    torch.testing.assert_close(dq.cpu().double(), expected, rtol=2.0**-8, atol=atol)
 
 
 def test_no_sum_of_dq_overflows():
@@ -286,12 +304,14 @@ def test_queries_of_a_product_share_a_scale(head_dim):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
     """The steps of `backward_kernel` in PyTorch, on what the passes leave, are the emulator's gradients."""
     tokens, scale, block = 200, head_dim**-0.5, queries_a_scale(head_dim)
     q, k, v, do = draw("normal", heads=2, kv_heads=2, tokens=tokens, head_dim=head_dim, dtype=dtype)
     do = do * 1e-3
-    emulator = Emulator(q, k, v, Recipe.named("mixed"), scale, Band.of(True))
+    recipe, back = Recipe.parse(f"mixed(rotate={rotate})"), rotated if rotate else lambda x: x
+    emulator = Emulator(q, k, v, recipe, scale, Band.of(True))
     o, lse, _ = emulator.forward()
     gradients = emulator.backward(do, o, lse)
     operands = emulator.operands
@@ -301,7 +321,10 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
     s = (q_codes[0] @ k_codes[0].mT) * q_scale[0] * k_scale[0].mT * (scale * LOG2_E)
     row_max = torch.where(torch.ones(tokens, tokens).tril() > 0, s, -torch.inf).amax(-1)
     packing = Packing(1, 2, tokens, tokens, None)
-    call = Call(Recipe.named("mixed"), scale, dtype, torch.device(DEVICE), head_dim, head_dim, packing, packing)
+    call = Call(
+        recipe, scale, dtype, torch.device(DEVICE), head_dim, head_dim, packing, packing,
+        rotation=sizes(head_dim) if rotate else (),
+    )  # fmt: skip
     given = (
         o, lse.float(), q_codes.to(torch.int8), q_scale[..., 0].contiguous(), k_codes.to(torch.int8),
         k_scale[..., 0].contiguous(), row_max,
@@ -334,8 +357,8 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim):
     ds = e4m3(p * (do_scaled.cpu()[0].float() @ v[0].float().mT + delta))
     # the interpreter rounds to e4m3 otherwise (`test_operands_are_the_emulators`)
     dv = e4m3(p).mT @ (e4m3(do[0].float() * weight / do_unit) * do_unit)
-    dk = ds.mT @ (e4m3(q_codes[0] * q_scale[0] * spread / q_unit) * q_unit) * scale
+    dk = ds.mT @ (e4m3(back(q_codes[0]) * q_scale[0] * spread / q_unit) * q_unit) * scale
     k_unit = unit_of(largest)[:, None, None]
-    dq = ds @ (e4m3(k_codes[0] * k_scale[0] / k_unit) * k_unit) * spread * scale
+    dq = back(ds @ (e4m3(k_codes[0] * k_scale[0] / k_unit) * k_unit)) * spread * scale
     for actual, expected in zip((dq, dk, dv), gradients):
         assert relative_l2(actual, expected[0].float()) < torch.finfo(dtype).eps / 2

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import load_turned
 from sagebwd.kernels.operands.strided import Strided, row_of, tile_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -39,6 +40,7 @@ def quantize_kernel(
     first_key,
     cu_seqlens,
     block_mean,
+    turned_mean,
     codes,
     token_scale,
     block_scale,
@@ -52,6 +54,7 @@ def quantize_kernel(
     blocks,
     grid,
     head_dim: tl.constexpr,
+    TURNED: tl.constexpr,
     GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,7 +65,8 @@ def quantize_kernel(
     x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own
     mean, subtracted and written. token_scale: one a token. block_scale: one a block, or one a channel of it.
     sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8, see `tile`. column_sum: 128
-    times the sum of a block's codes, by column, exact in FP32.
+    times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of smoothed tokens times R, of so
+    many channels, or 0. turned_mean (heads, blocks, D): the block's own mean times R.
 
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
@@ -96,6 +100,20 @@ def quantize_kernel(
     if smoothed is not None:
         out = tile_of(smoothed, batch, head, start + first, tl.arange(0, BLOCK), columns)
         tl.store(smoothed.at + out, to_16bit(tile, smoothed.at.dtype.element_ty), mask=written)
+    if TURNED:
+        taken_off = None
+        if mean is not None:
+            taken_off = mean + program * head_dim
+        tile = load_turned(
+            x_at, tl.arange(0, BLOCK), x.token, length - first, taken_off, head_dim, TURNED, BLOCK_D
+        )  # fmt: skip
+        if block_mean is not None:
+            mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)
+            if turned_mean is not None:
+                tl.store(turned_mean + block * head_dim + columns, mu, mask=columns < head_dim)
+            tile -= mu[None, :]
+        if mean is not None or key_mask is not None or block_mean is not None:
+            tile = tl.where(keep[:, None], tile, 0.0)
     if GROUP == "token":
         amax = abs_max(tile, 1)
     elif GROUP == "lane":
@@ -163,6 +181,7 @@ class Quantized:
     smoothed: Tensor | None = None
     first_row: Tensor | None = None
     block_mean: Tensor | None = None
+    turned_mean: Tensor | None = None
 
 
 def launch_quantize(
@@ -179,10 +198,12 @@ def launch_quantize(
     column_sum: bool = False,
     smoothed: bool = False,
     block_mean: bool = False,
+    turned: int = 0,
+    turned_mean: bool = False,
     first_row: bool = False,
     first_key: Tensor | None = None,
 ) -> Quantized:
-    """Smooth x and write the asked-for outputs."""
+    """Smooth x and write the asked-for outputs; ``turned``: channels of the rotation under which codes are made."""
     head_dim, device = x.shape[-1], x.device
     out = Quantized()
     if codes:
@@ -200,6 +221,8 @@ def launch_quantize(
         out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
     if block_mean:
         out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
+    if turned_mean:
+        out.turned_mean = torch.empty_like(out.block_mean)
     if first_row:
         out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
     launch(
@@ -212,6 +235,7 @@ def launch_quantize(
         first_key,
         packing.cu_seqlens,
         out.block_mean,
+        out.turned_mean,
         Strided.of(out.codes, packing) if codes else None,
         out.token_scale,
         out.block_scale,
@@ -225,6 +249,7 @@ def launch_quantize(
         packing.blocks(block),
         packing.grid(block),
         head_dim=head_dim,
+        TURNED=turned,
         GROUP=group,
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import store_turned
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of, tile_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -53,23 +54,25 @@ from sagebwd.kernels.portable.recompute import (
 )
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
-from sagebwd.recipe import INT8, Recipe
+from sagebwd.recipe import INT8
 
 
 class Groups(NamedTuple):
-    """What has a scale of its own, as the kernel is compiled for."""
+    """What has a scale of its own, and how many channels the rotation has whose codes q_t has, or 0."""
 
     Q_TOKEN: tl.constexpr
     DO_CHANNEL: tl.constexpr
     P_PER_KEY: tl.constexpr
     DS_PER_KEY: tl.constexpr
+    TURNED: tl.constexpr
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Groups:
-        """Those of a recipe."""
+    def of(cls, call: Call) -> Groups:
+        """As the kernel is compiled for them."""
+        recipe = call.recipe
         chosen = (
             recipe.q_scale == "token", recipe.do_scale == "channel", recipe.p_scale_dv == "key",
-            recipe.ds_scale_dk == "key",
+            recipe.ds_scale_dk == "key", sum(call.rotation) if recipe.dk == INT8 else 0,
         )  # fmt: skip
         return cls(*map(tl.constexpr, chosen))
 
@@ -91,6 +94,14 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
     if block_scale is not None:
         scale = scale * block_scale
     return codes, scale
+
+
+@triton.jit
+def mean_share(ds, mu, smooth_q, tile, columns, head_dim, TURNED: tl.constexpr):
+    """What dK has of the mean of a block of queries, times R where its codes are."""
+    if TURNED:
+        mu = channels(smooth_q.turned_mean, tile, columns, head_dim)
+    return tl.sum(ds, 1)[:, None] * mu[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
@@ -229,10 +240,9 @@ def dkdv_kernel(
                 s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)
                 if smooth_q is not None:
                     mu = channels(smooth_q.q_mean, tile, columns, head_dim)
-                    bias = score_bias(
+                    s += score_bias(
                         exact, smooth_q.token, mu, shift, keys, columns, left_k, scale_2, head_dim, BLOCK_D
-                    )
-                    s = s + bias[:, None]
+                    )[:, None]
                 if mask is not None and masked:
                     element = load_elements(
                         mask, elements, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k
@@ -258,7 +268,7 @@ def dkdv_kernel(
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
                 if smooth_q is not None:
-                    acc_k += tl.sum(ds, 1)[:, None] * mu[None, :]
+                    acc_k += mean_share(ds, mu, smooth_q, tile, columns, head_dim, groups.TURNED)
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
                     p_max = largest_bits(p, groups.P_PER_KEY)
@@ -289,8 +299,12 @@ def dkdv_kernel(
 
     out = tile_of(dk, batch, head_k, start_k + first_k, keys, columns)
     written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)
-    tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
+    if not groups.TURNED:
+        tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
+    if groups.TURNED:
+        at = row_of(dk, batch, head_k, start_k + first_k)
+        store_turned(at, keys, dk.token, keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
 
 
 def launch_dkdv(
@@ -349,7 +363,7 @@ def launch_dkdv(
             queries.cu_seqlens,
             keys.cu_seqlens,
             Masked.of(None if call.lists is None else call.lists.by_key),
-            Groups.of(recipe),
+            Groups.of(call),
             keys.heads,
             call.group,
             queries.tokens,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import store_turned
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -88,6 +89,7 @@ def dq_kernel(
     upper,
     scale,
     head_dim: tl.constexpr,
+    TURNED: tl.constexpr,
     K_TOKEN: tl.constexpr,
     DS_PER_QUERY: tl.constexpr,
     HAS_LOWER: tl.constexpr,
@@ -102,7 +104,8 @@ def dq_kernel(
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S. k_t: transposed codes where dQ is INT8, else None, and
     k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v, and then k_t is one, or None. tile_maxima (heads,
     tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV; written where not None, and BLOCK_Q is
-    PAD_Q then. smooth_q, mask: `SmoothQ` and `Masked`, or None.
+    PAD_Q then. smooth_q, mask: `SmoothQ` and `Masked`, or None. TURNED: channels of the rotation
+    whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -229,8 +232,12 @@ def dq_kernel(
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
 
     out = row_of(dq, place.batch, place.head, start_q + first_q)
-    out = out + queries[:, None] * dq.token + columns[None, :]
-    tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < head_dim))
+    if TURNED:
+        store_turned(out, queries, dq.token, inside, acc, scale, head_dim, TURNED, BLOCK_D)
+    else:
+        out = out + queries[:, None] * dq.token + columns[None, :]
+        written = inside[:, None] & (columns[None, :] < head_dim)
+        tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=written)
 
 
 def launch_dq(
@@ -291,6 +298,7 @@ def launch_dq(
             **call.band,
             scale=call.scale,
             head_dim=call.head_dim,
+            TURNED=sum(call.rotation) if recipe.dq == INT8 else 0,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             PAD_Q=recipe.block_q,

@@ -40,15 +40,18 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
+    turned = sum(call.rotation)
     if q_int8 or recipe.smooth_q:
         smoothed = recipe.smooth_q and not s_int8
         q_pass = launch_quantize(
             q, queries, recipe.q_scale, recipe.block_q, codes=q_int8, smoothed=smoothed, block_mean=recipe.smooth_q,
+            turned=q_int8 * turned,
         )  # fmt: skip
     k_smoothed = not s_int8 and recipe.smooth_k
     if k_int8 or k_smoothed:
         k_pass = launch_quantize(
             k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed,
+            turned=k_int8 * turned,
         )  # fmt: skip
     v_smoothed = not o_int8 and key_mask is not None  # a masked key's V may be anything, NaN too
     if o_int8 or v_smoothed:
@@ -92,8 +95,12 @@ def backward(
         shift = k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     if recipe.smooth_q:
-        q_pass = launch_quantize(q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True)
-        q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys)
+        turned = dk_int8 * sum(call.rotation)
+        q_pass = launch_quantize(
+            q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True, turned=turned,
+            turned_mean=turned > 0,
+        )  # fmt: skip
+        q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys, q_pass.turned_mean)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_grad_out(

@@ -16,6 +16,7 @@ class SmoothQ(NamedTuple):
     """The mean of each query block, K's, and K as it was given, whose tokens `operands.strided` finds."""
 
     q_mean: Tensor  # (heads, blocks, D)
+    turned_mean: Tensor  # the same times R, where dK is of rotated codes
     k_mean: Tensor  # (batch, heads, D)
     at: Tensor
     batch: int
@@ -23,9 +24,11 @@ class SmoothQ(NamedTuple):
     token: int
 
     @classmethod
-    def of(cls, q_mean: Tensor, k_mean: Tensor, k: Tensor, keys: Packing) -> SmoothQ:
-        """k (B, H, N, D) or packed."""
-        return cls(q_mean, k_mean, k, *keys.strides(k))
+    def of(
+        cls, q_mean: Tensor, k_mean: Tensor, k: Tensor, keys: Packing, turned_mean: Tensor | None = None
+    ) -> SmoothQ:
+        """k (B, H, N, D) or packed; turned_mean is None where nobody reads it."""
+        return cls(q_mean, q_mean if turned_mean is None else turned_mean, k_mean, k, *keys.strides(k))
 
 
 @triton.jit

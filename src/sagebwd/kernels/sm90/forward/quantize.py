@@ -1,4 +1,7 @@
-"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.lane_codes` has K's)."""
+"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.lane_codes` has K's).
+
+A recipe that rotates has the codes of Q R (`rotation`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from sagebwd.kernels.sm90.forward.rotation import Share, Threads, root, turned
 from sagebwd.kernels.sm90.forward.variant import Variant
 
 ptx = cute.arch.inline_ptx
-# Threads that share a row.
-LANES = 8
+# Threads that share a row, and those that share one that is rotated, whose sums are then mostly a thread's own.
+LANES, LANES_ROTATED = 8, 2
+# Channels side by side that a thread has at most.
+CHUNK = 16
 # Adding it leaves an integer in the low bits, rounded half to even.
 ROUND = 12582912.0
 INVERSE_127 = 1.0 / 127.0
@@ -22,6 +28,7 @@ LOAD = {
     2: "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
     4: "ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
 }
+STORE = {1: "st.global.b32 [{$r0}], {$r1};", 4: "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"}
 BITS = "and.b32 {$w0}, {$r0}, 0x7fffffff;"
 PACK_CODES = (
     "{ .reg .b32 a, b; prmt.b32 a, {$r0}, {$r1}, 0x0040; prmt.b32 b, {$r2}, {$r3}, 0x0040;"
@@ -52,8 +59,12 @@ class Quantizer:
 
     def __init__(self, variant: Variant) -> None:
         self.variant, self.D = variant, variant.head_dim
-        self.elements = self.D // LANES  # of a row, of a thread
-        self.load_words = 4 if self.elements % 8 == 0 else 2
+        self.lanes = LANES_ROTATED if variant.rotation else LANES
+        self.elements = self.D // self.lanes  # of a row, of a thread
+        self.share = Share(self.lanes, min(CHUNK, self.elements), self.elements)
+        self.channels = self.share.channels()
+        self.load_words = 4 if self.share.chunk % 8 == 0 else 2
+        self.store_words = CHUNK // 4 if variant.rotation else 1
 
     @cute.jit
     def rows(
@@ -64,22 +75,25 @@ class Quantizer:
         q, codes: (T, D) of the head; scales (T,). In shared memory are zeros where rows are past the sequence's end.
         """
         words, row_scales, row_norms = memory.q_words, memory.q_scale, memory.q_norm
-        lane = thread % LANES
+        lanes, chunk, size = self.lanes, self.share.chunk, self.store_words
+        lane = thread % lanes
         tokens, parts = [], []
-        for part in cutlass.range_constexpr(64 * LANES // 128):
-            tokens.append(place.first_q + first + part * (128 // LANES) + thread // LANES)
+        for part in cutlass.range_constexpr(64 * lanes // 128):
+            tokens.append(place.first_q + first + part * (128 // lanes) + thread // lanes)
             parts.append(self.load(q, place.start_q + tokens[-1], lane, tokens[-1] < place.length_q))
-        for part in cutlass.range_constexpr(64 * LANES // 128):
+        for part in cutlass.range_constexpr(64 * lanes // 128):
             row, token, pairs = tokens[part] - place.first_q, tokens[part], parts[part]
             inside = token < place.length_q
             x = []
             for pair in pairs:
                 x += list(ptx(UNPACK[self.variant.dtype], write_only_types=[Float32] * 2, read_only_args=[pair]))
+            if const_expr(self.variant.rotation):
+                x = self.turned(x, lane)
             largest = ptx(BITS, write_only_types=[Int32], read_only_args=[as_bits(x[0])])
             for one in x[1:]:
                 bits = ptx(BITS, write_only_types=[Int32], read_only_args=[as_bits(one)])
                 largest = cutlass.max(largest, bits)  # of bits: NaN wins
-            for offset in (1, 2, 4):
+            for offset in self.offsets():
                 largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
             scale = self.scale(as_float(largest))
             inverse = 1.0 / scale
@@ -88,20 +102,39 @@ class Quantizer:
                 norm = self.norm(x, scale)
             found = []
             for i in cutlass.range_constexpr(0, self.elements, 4):
-                four = [as_bits(self.divided(x[i + j], scale, inverse) + ROUND) for j in range(4)]
+                four = [as_bits(self.code(x[i + j], scale, inverse)) for j in range(4)]
                 found.append(ptx(PACK_CODES, write_only_types=[Int32], read_only_args=four))
             for i in cutlass.range_constexpr(self.elements // 4):
-                words[row, lane * (self.elements // 4) + i, 0] = found[i]
+                words[row, lane * (chunk // 4) + self.channels[4 * i] // 4, 0] = found[i]
+            if const_expr(self.variant.rotation):
+                scale, norm = scale * root(self.variant.rotation), norm * root(self.variant.rotation)
             if lane == 0:
                 row_scales[row] = scale
                 if const_expr(row_norms is not None):
                     row_norms[row] = norm
             if inside:
-                at = codes[place.start_q + token, None].iterator.toint() + Int64(lane * self.elements)
-                for i in cutlass.range_constexpr(self.elements // 4):
-                    ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[at + 4 * i, found[i]])
+                at = codes[place.start_q + token, None].iterator.toint() + Int64(lane * chunk)
+                for i in cutlass.range_constexpr(0, self.elements // 4, size):
+                    ptx(STORE[size], read_only_args=[at + self.channels[4 * i], *found[i : i + size]])
                 if lane == 0:
                     scales[place.start_q + token] = scale
+
+    def offsets(self) -> list[int]:
+        """Of a row's lanes, by which each meets all others."""
+        return [1 << bit for bit in range(self.lanes.bit_length() - 1)]
+
+    def turned(self, x: list, lane) -> list:
+        """A thread's share of a row times R, but for `root`."""
+
+        def select(condition, value, other):
+            if isinstance(value, float) and isinstance(other, float):
+                value, other = Float32(value), Float32(other)
+            return cutlass.select_(condition, value, other)
+
+        def exchange(one, offset):
+            return cute.arch.shuffle_sync_bfly(one, offset=offset)
+
+        return turned(x, self.variant.rotation, self.share, Threads(lane, exchange, select, fma))
 
     @cute.jit
     def norm(self, x, scale):
@@ -109,7 +142,7 @@ class Quantizer:
         total = Float32(0)
         for one in x:
             total = fma(one, one, total)
-        for offset in (1, 2, 4):
+        for offset in self.offsets():
             total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
         return ptx(SQRT, write_only_types=[Float32], read_only_args=[total]) + 0.5 * self.D**0.5 * scale
 
@@ -120,12 +153,16 @@ class Quantizer:
         words = cute.make_rmem_tensor(self.elements // 2, Int32)
         words.fill(0)
         if inside:
-            at = q[token, None].iterator.toint() + Int64(lane * (2 * self.elements))
+            at = q[token, None].iterator.toint() + Int64(lane * (2 * self.share.chunk))
             for i in cutlass.range_constexpr(0, self.elements // 2, size):
-                got = ptx(LOAD[size], write_only_types=[Int32] * size, read_only_args=[at + 4 * i])
+                got = ptx(LOAD[size], write_only_types=[Int32] * size, read_only_args=[at + 2 * self.channels[2 * i]])
                 for j in cutlass.range_constexpr(size):
                     words[i + j] = got[j]
         return [words[i] for i in range(self.elements // 2)]
+
+    def code(self, x, scale, inverse):
+        """x / scale in the low bits, rounded half to even; of sums, which are rounded, without IEEE's division."""
+        return fma(x, inverse, Float32(ROUND)) if self.variant.rotation else self.divided(x, scale, inverse) + ROUND
 
     def divided(self, x, scale, inverse):
         """x / scale, rounded as IEEE division is (`kernels.tile.divide`)."""

@@ -26,6 +26,7 @@ class Variant:
     key_mask: bool = False
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
+    rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
 
     @property
     def bounded(self) -> bool:

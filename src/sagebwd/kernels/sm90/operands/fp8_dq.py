@@ -12,14 +12,18 @@ from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
+from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid, scale,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    summed, spread, largest, rotation, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid,
+    scale, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``."""
+    """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``.
+
+    rotation: `Signs`, if the sums are of rotated keys: dQ is turned back.
+    """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -32,7 +36,11 @@ def finish_dq_kernel(
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
     at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
+    if rotation is not None:
+        tile = turned(tile, rotation, columns, BLOCK_D)
+    else:
+        tile = tile.to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
@@ -58,6 +66,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         summed,
         spread,
         largest,
+        signs_of(call.rotation, call.head_dim, dq.device),
         queries.cu_seqlens,
         Strided.of(dq, queries),
         queries.heads,

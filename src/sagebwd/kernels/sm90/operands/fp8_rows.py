@@ -26,6 +26,7 @@ from sagebwd.kernels.operands.tile import (
     whose,
 )
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 from sagebwd.meaning import float8
 
 # Zeros that a program writes at a time.
@@ -44,9 +45,9 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
-    spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
-    blocks, grid, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, rotation, cu_seqlens, cu_seqlens_k, rows, scales,
+    delta_parts, spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k,
+    total, total_k, blocks, grid, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
@@ -62,8 +63,9 @@ def row_values_kernel(
         tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if program < programs:
         row_values(
-            do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            do, o, lse, dlse, row_max, v_maxima, q, q_scale, rotation, cu_seqlens, rows, scales, delta_parts, spread,
+            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK,
+            BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
@@ -74,9 +76,9 @@ def row_values_kernel(
 
 @triton.jit
 def row_values(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, rotation, cu_seqlens, rows, scales, delta_parts, spread,
+    do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -85,7 +87,7 @@ def row_values(
     it when multiplied by `delta_parts_weight`. do_scaled: 2^-b dO, exact but for what is too small for FP16. do_t and
     q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
     with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
-    bits of the largest magnitudes of V's channels, int32.
+    bits of the largest magnitudes of V's channels, int32. rotation: `Signs`, if Q's codes are turned back for q_t.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -144,7 +146,11 @@ def row_values(
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
-        x = codes.to(tl.float32) * (scale * spread_row)[:, None]
+        if rotation is not None:
+            x = turned(codes, rotation, columns, BLOCK_D)
+        else:
+            x = codes.to(tl.float32)
+        x *= (scale * spread_row)[:, None]
         store_float8(q_t, x, scales + 1, z, block, blocks, columns, head_dim, BLOCK)
 
 
@@ -300,6 +306,7 @@ def launch_row_values(
         saved.q_scale,
         Strided.of(k, keys),
         saved.k_scale,
+        signs_of(call.rotation, call.head_dim, do.device),
         queries.cu_seqlens,
         keys.cu_seqlens,
         out.planes,

@@ -28,6 +28,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
+from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 LANES = tl.constexpr(4)
@@ -97,14 +98,14 @@ def sum_keys_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads, tokens, total,
-    blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, rotation, key_mask, cu_seqlens, heads, tokens,
+    total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    k, codes: `Strided`. largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds;
-    atomics, as the order does not matter.
+    k, codes: `Strided`. rotation: `Signs`, if keys are rotated once the mean is off. largest: int32, raised to the
+    bits of what no norm of a head's keys as codes exceeds; atomics, as the order does not matter.
     """
     number, batch_head = block_and_head(grid)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
@@ -136,6 +137,8 @@ def key_codes_kernel(
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
         tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
+        if rotation is not None:
+            tile = turned(tile, rotation, columns, BLOCK_D)
         lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
         lane_scale = psi_scale(lanes)
         scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
@@ -204,10 +207,13 @@ def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, max
     )  # fmt: skip
 
 
-def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False) -> Codes:
+def launch_codes(
+    k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False,
+    rotation: tuple[int, ...] = (),
+) -> Codes:  # fmt: skip
     """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
 
-    k_sampled: the mean is that of a sample, where there is no mask.
+    k_sampled: the mean is that of a sample, where there is no mask. rotation: as a call's.
     """
     head_dim, device = k.shape[-1], k.device
     out = Codes(
@@ -237,7 +243,8 @@ def launch_codes(k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int
         key_codes_kernel,
         (grid * all_heads,),
         Strided.of(k, keys), sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest, out.k_mean,
-        out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total, keys.blocks(block_k), grid,
-        chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS, **shape,
+        out.tiles_taken, signs_of(rotation, head_dim, device), key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
+        keys.total, keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS,
+        **shape,
     )  # fmt: skip
     return out

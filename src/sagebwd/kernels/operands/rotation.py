@@ -1,0 +1,97 @@
+"""R of `sagebwd.meaning.rotation` in kernels: products with its signs, of which each program makes its own.
+
+Signs follow from the numbers of two channels in a few instructions, so that there is no tensor of them for recorded
+launches and CUDA graphs to keep. Products of 16-bit numbers with signs are exact, and are added up in FP32. TURNED:
+channels that R is of, a call's own head_dim; tiles may be filled up beyond it with zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
+
+# Channels of one side of R at a time, in a loop: more of its signs would fill the registers.
+STEP = tl.constexpr(32)
+
+
+@triton.jit
+def _spans(channels, TURNED: tl.constexpr):
+    """Of each channel all bits up to that of its block's size; 0 beyond the last block."""
+    # blocks begin at multiples of their sizes: the first bit in which head_dim and a channel's number differ is its
+    span = tl.where(channels < TURNED, channels ^ TURNED, 0)
+    span |= span >> 1
+    span |= span >> 2
+    span |= span >> 4
+    return span | (span >> 8)
+
+
+@triton.jit
+def _signs(rows, columns, dtype: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr):
+    """R's signs between some channels and others, 0 outside of its blocks; WHOLE: one block is as wide as tiles."""
+    common = rows[:, None] & columns[None, :]
+    if not WHOLE:
+        row_spans = _spans(rows, TURNED)[:, None]
+        common &= row_spans >> 1
+    # -1 where they have an odd number of ones in common: bit n of 0x6996 is 1 where n has
+    common ^= common >> 4
+    signs = tl.where(((0x6996 >> (common & 15)) & 1) == 0, 1.0, -1.0)
+    if not WHOLE:
+        signs = tl.where(row_spans == _spans(columns, TURNED)[None, :], signs, 0.0)
+    return signs.to(dtype)
+
+
+@triton.jit
+def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
+    """What signs are times, by column: one over the root of its block's size."""
+    if WHOLE:
+        return tl.full(columns.shape, TURNED**-0.5, tl.float32)
+    else:
+        span = _spans(columns, TURNED)
+        size = tl.maximum(span - (span >> 1), 1).to(tl.float32)
+        return tl.div_rn(1.0, tl.sqrt_rn(size))
+
+
+@triton.jit
+def load_turned(
+    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
+
+    Of the mean the product is taken by itself: rows as they are have 16 bits.
+    """
+    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    WIDTH: tl.constexpr = min(STEP, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((rows.shape[0], BLOCK_D), tl.float32)
+    taken_off = tl.zeros((BLOCK_D,), tl.float32)
+    for first in tl.range(0, BLOCK_D, WIDTH, num_stages=1):
+        channels = first + tl.arange(0, WIDTH)
+        tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
+        signs = _signs(channels, columns, tile.dtype, TURNED, WHOLE)
+        acc = dot_16bit(tile, signs, acc)
+        if mean is not None:
+            mu = tl.load(mean + channels, mask=channels < head_dim, other=0)
+            taken_off += tl.sum(mu[:, None] * signs.to(tl.float32), 0)
+    return (acc - taken_off[None, :]) * _factors(columns, TURNED, WHOLE)[None, :]
+
+
+@triton.jit
+def store_turned(
+    out, rows, stride, inside, x, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Write x R scale, x of FP32 of which 16 bits count, to the rows that are ``inside``."""
+    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    WIDTH: tl.constexpr = min(STEP, BLOCK_D)
+    channels = tl.arange(0, BLOCK_D)
+    high = to_16bit(x, tl.bfloat16)
+    low = to_16bit(x - high.to(tl.float32), tl.bfloat16)
+    for first in tl.static_range(0, BLOCK_D, WIDTH):
+        columns = first + tl.arange(0, WIDTH)
+        signs = _signs(channels, columns, tl.bfloat16, TURNED, WHOLE)
+        sums = dot_16bit(low, signs, dot_16bit(high, signs))
+        sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
+        written = inside[:, None] & (columns[None, :] < head_dim)
+        at = out + rows[:, None] * stride + columns[None, :]
+        tl.store(at, to_16bit(sums, out.dtype.element_ty), mask=written)
