@@ -279,19 +279,6 @@ def test_a_tensor_from_elsewhere_is_not_remembered():
     assert [replay.repeat(call, torch.zeros(8))[0][0].item() for _ in range(3)] == [4.0, 3.0, 2.0]
 
 
-def test_a_tensor_that_lasts_is_read_where_it_lies():
-    there = replay.lasting(torch.full((8,), 2.0))
-
-    def call(x: Tensor) -> tuple[Tensor]:
-        out = torch.empty(8)
-        replay.launch(kernel, (1,), x, there, out, 8, BLOCK=16, scale=1.0, num_warps=4)
-        return (out,)
-
-    kernel = Kernel()
-    assert [replay.repeat(call, torch.full((8,), x))[0][0].item() for x in (1.0, 2.0, 3.0)] == [4.0, 5.0, 6.0]
-    assert isinstance(*replay._calls.values(), replay.Recording)
-
-
 def test_calls_that_never_come_again_are_forgotten(monkeypatch):
     monkeypatch.setattr(replay, "MOST_CALLS", 10)
     call = call_of(Kernel())

@@ -79,8 +79,7 @@ class Case:
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
     def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
-        rotation = sizes(self.turned)
-        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True, rotation=rotation)
+        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True, turned=self.turned)
 
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""

@@ -31,8 +31,6 @@ COMPILING_SECONDS = 0.5
 ALIGNMENT = 512
 # By what is alike: how to do it again; True after the first call, False where it cannot be done so.
 _calls: dict[Hashable, Recording | bool] = {}
-# What `lasting` was given, by address.
-_lasting: dict[int, Tensor] = {}
 # Compilers that were announced.
 _told: set[str] = set()
 # Where `launch` notes launches: in the thread whose call is watched alone.
@@ -82,11 +80,6 @@ def recorded(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) ->
     leaves = list(_leaves(given))
     found = _calls.get((function, *map(_alike, leaves), _shared(leaves)))
     return found if isinstance(found, Recording) else None
-
-
-def lasting(x: Tensor) -> Tensor:
-    """x, kept for good: launches that read it are repeated with it where it lies. Nobody writes it any more."""
-    return _lasting.setdefault(x.data_ptr(), x)
 
 
 def _leaves(given: tuple) -> Iterator[Any]:
@@ -224,8 +217,6 @@ class _Owners:
     def _placed(self, x: Any) -> Any:
         """An argument without its tensors, which are `Location` then; a tuple with tensors is a plain one."""
         if isinstance(x, Tensor):
-            if _lasting.get(x.data_ptr()) is x:
-                return x.data_ptr()
             return Location(*self.locate(x)) if x.numel() > 0 else 0
         if isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
             return tuple(map(self._placed, x))

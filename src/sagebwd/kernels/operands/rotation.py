@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
+from sagebwd.kernels.operands.tile import dot_16bit, to_16bit
 
-# Channels of one side of R at a time, in a loop: more of its signs would fill the registers.
+# Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)
 
 
@@ -28,17 +28,30 @@ def _spans(channels, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _signs(rows, columns, dtype: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr):
-    """R's signs between some channels and others, 0 outside of its blocks; WHOLE: one block is as wide as tiles."""
-    common = rows[:, None] & columns[None, :]
+def _sign(x):
+    """-1 where a number below 256 has an odd number of ones, else 1: bit n of 0x6996 is 1 where n has."""
+    x ^= x >> 4
+    return 1.0 - 2.0 * ((0x6996 >> (x & 15)) & 1).to(tl.float32)
+
+
+@triton.jit
+def _signs(rows, first, dtype: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr):
+    """R's signs between some channels and COLUMNS from ``first``, a multiple of 8; 0 outside of its blocks.
+
+    -1 where the numbers of two channels have an odd number of ones in common. WHOLE: one block is as wide as tiles.
+    """
     if not WHOLE:
-        row_spans = _spans(rows, TURNED)[:, None]
-        common &= row_spans >> 1
-    # -1 where they have an odd number of ones in common: bit n of 0x6996 is 1 where n has
-    common ^= common >> 4
-    signs = tl.where(((0x6996 >> (common & 15)) & 1) == 0, 1.0, -1.0)
+        row_spans = _spans(rows, TURNED)
+        within = rows & (row_spans >> 1)
+    else:
+        within = rows
+    # of eight channels side by side, and of eights: their product takes an instruction, each of them ten
+    eights = _sign(within[:, None] & (first + 8 * tl.arange(0, COLUMNS // 8))[None, :])
+    eight = _sign(within[:, None] & tl.arange(0, 8)[None, :])
+    signs = (eights[:, :, None] * eight[:, None, :]).reshape(rows.shape[0], COLUMNS)
     if not WHOLE:
-        signs = tl.where(row_spans == _spans(columns, TURNED)[None, :], signs, 0.0)
+        columns = first + tl.arange(0, COLUMNS)
+        signs = tl.where(row_spans[:, None] == _spans(columns, TURNED)[None, :], signs, 0.0)
     return signs.to(dtype)
 
 
@@ -54,12 +67,23 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_turned(
-    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
+def turned_row(row, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """row R, of FP32, (D,)."""
+    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    columns = tl.arange(0, BLOCK_D)
+    sums = tl.sum(row[:, None] * _signs(columns, 0, tl.float32, BLOCK_D, TURNED, WHOLE), 0)
+    return sums * _factors(columns, TURNED, WHOLE)
 
-    Of the mean the product is taken by itself: rows as they are have 16 bits.
+
+@triton.jit
+def load_turned(
+    x, rows, stride, stride_d, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of all channels, less ``mean`` (D,) if that is not None, times R: FP32; rows past ``tokens`` are 0.
+
+    STEP of its channels are read at a time. x is of 16 bits or INT8, whose products with signs are exact; of the mean
+    the product is taken by itself.
     """
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
@@ -68,8 +92,14 @@ def load_turned(
     taken_off = tl.zeros((BLOCK_D,), tl.float32)
     for first in tl.range(0, BLOCK_D, WIDTH, num_stages=1):
         channels = first + tl.arange(0, WIDTH)
-        tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
-        signs = _signs(channels, columns, tile.dtype, TURNED, WHOLE)
+        kept = rows[:, None] < tokens
+        if head_dim != BLOCK_D:
+            kept &= channels[None, :] < head_dim
+        tile = tl.load(x + rows[:, None] * stride + channels[None, :] * stride_d, mask=kept, other=0)
+        if tile.dtype == tl.int8:
+            tile = tile.to(tl.float32).to(tl.bfloat16)
+        # of R, which is symmetric, the channels that are added up over
+        signs = tl.trans(_signs(columns, first, tile.dtype, WIDTH, TURNED, WHOLE))
         acc = dot_16bit(tile, signs, acc)
         if mean is not None:
             mu = tl.load(mean + channels, mask=channels < head_dim, other=0)
@@ -89,7 +119,7 @@ def store_turned(
     low = to_16bit(x - high.to(tl.float32), tl.bfloat16)
     for first in tl.static_range(0, BLOCK_D, WIDTH):
         columns = first + tl.arange(0, WIDTH)
-        signs = _signs(channels, columns, tl.bfloat16, TURNED, WHOLE)
+        signs = _signs(channels, first, tl.bfloat16, WIDTH, TURNED, WHOLE)
         sums = dot_16bit(low, signs, dot_16bit(high, signs))
         sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
         written = inside[:, None] & (columns[None, :] < head_dim)

@@ -8,21 +8,22 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import load_turned
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
-from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def finish_dq_kernel(
-    summed, spread, largest, rotation, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid,
-    scale, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid, scale,
+    head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``.
 
-    rotation: `Signs`, if the sums are of rotated keys: dQ is turned back.
+    TURNED: the sums are of keys times R, of so many channels, and dQ is turned back; or 0.
     """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -35,12 +36,12 @@ def finish_dq_kernel(
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
-    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
-    if rotation is not None:
-        tile = turned(tile, rotation, columns, BLOCK_D)
+    at = summed + z * head_dim * pitch + padded
+    if TURNED:
+        tile = load_turned(at, local, 1, pitch, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
     else:
-        tile = tile.to(tl.float32)
+        at = at + columns[:, None] * pitch + local[None, :]
+        tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
@@ -66,7 +67,6 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         summed,
         spread,
         largest,
-        signs_of(call.rotation, call.head_dim, dq.device),
         queries.cu_seqlens,
         Strided.of(dq, queries),
         queries.heads,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import load_turned
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -26,7 +27,6 @@ from sagebwd.kernels.operands.tile import (
     whose,
 )
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
-from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 from sagebwd.meaning import float8
 
 # Zeros that a program writes at a time.
@@ -39,16 +39,18 @@ DELTA_CHANNELS = tl.constexpr(16)
 DELTA_PARTS = tl.constexpr(8)
 # FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
 SCALES = tl.constexpr(4)
+# Channels that are rotated at a time.
+TURNED_STEP = 64
 # Sizes of queries and keys, which differ from call to call.
 SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, rotation, cu_seqlens, cu_seqlens_k, rows, scales,
-    delta_parts, spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k,
-    total, total_k, blocks, grid, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
+    spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
+    blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
@@ -63,8 +65,8 @@ def row_values_kernel(
         tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if program < programs:
         row_values(
-            do, o, lse, dlse, row_max, v_maxima, q, q_scale, rotation, cu_seqlens, rows, scales, delta_parts, spread,
-            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, VARLEN, BLOCK,
+            do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
+            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, STEP, VARLEN, BLOCK,
             BLOCK_D,
         )  # fmt: skip
     else:
@@ -76,9 +78,9 @@ def row_values_kernel(
 
 @triton.jit
 def row_values(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, rotation, cu_seqlens, rows, scales, delta_parts, spread,
-    do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
+    q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    STEP: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -87,7 +89,8 @@ def row_values(
     it when multiplied by `delta_parts_weight`. do_scaled: 2^-b dO, exact but for what is too small for FP16. do_t and
     q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
     with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
-    bits of the largest magnitudes of V's channels, int32. rotation: `Signs`, if Q's codes are turned back for q_t.
+    bits of the largest magnitudes of V's channels, int32. TURNED: channels of the rotation of Q's codes, which q_t
+    has turned back, STEP at a time; or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -103,7 +106,8 @@ def row_values(
         scaled_at = row_of(do_scaled, batch, head, start + first)
         tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
         out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
-        codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
+        if not TURNED:
+            codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * head_dim + columns, mask=columns < head_dim, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -146,8 +150,8 @@ def row_values(
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
-        if rotation is not None:
-            x = turned(codes, rotation, columns, BLOCK_D)
+        if TURNED:
+            x = load_turned(q_at, local, q.token, 1, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
         else:
             x = codes.to(tl.float32)
         x *= (scale * spread_row)[:, None]
@@ -306,7 +310,6 @@ def launch_row_values(
         saved.q_scale,
         Strided.of(k, keys),
         saved.k_scale,
-        signs_of(call.rotation, call.head_dim, do.device),
         queries.cu_seqlens,
         keys.cu_seqlens,
         out.planes,
@@ -336,6 +339,6 @@ def launch_row_values(
 def shape_of(call: Call, block: int) -> dict[str, object]:
     """The constants of every pass, and its warps."""
     return {
-        "head_dim": call.head_dim, "VARLEN": call.packed, "BLOCK": block, "BLOCK_D": call.block_d,
-        "num_warps": pass_warps(block, call.head_dim),
+        "head_dim": call.head_dim, "TURNED": sum(call.rotation), "STEP": TURNED_STEP, "VARLEN": call.packed,
+        "BLOCK": block, "BLOCK_D": call.block_d, "num_warps": pass_warps(block, call.head_dim),
     }  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.operands.rotation import load_turned, turned_row
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -28,13 +29,14 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
-from sagebwd.kernels.sm90.operands.signs import signs_of, turned
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
 STEP, WARPS = SAMPLE, 4
+# Channels of keys that are rotated at a time.
+TURNED_STEP, TURNED_WARPS = 64, 8
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
 CHUNK, MOST_CHUNKS = 256, 32
@@ -57,13 +59,14 @@ class Codes(NamedTuple):
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks", "all_heads"])
 def sum_keys_kernel(
-    k, sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads, head_dim: tl.constexpr,
-    SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads,
+    head_dim: tl.constexpr, TURNED: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
 
     k: `Strided`. SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest
-    (heads,) is set to 0 for the next kernel.
+    (heads,) is set to 0 for the next kernel. TURNED: turned_sums, as sums, are of keys times R.
     """
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
@@ -90,7 +93,11 @@ def sum_keys_kernel(
         total += tile
         kept += keep.to(tl.float32)
     at = part * all_heads + batch_head
-    tl.store(sums + at * head_dim + columns, tl.sum(total, 0), mask=columns < head_dim)
+    row = tl.sum(total, 0)
+    tl.store(sums + at * head_dim + columns, row, mask=columns < head_dim)
+    if TURNED:
+        row = turned_row(row, TURNED, BLOCK_D)
+        tl.store(turned_sums + at * head_dim + columns, row, mask=columns < head_dim)
     tl.store(counts + at, tl.sum(kept, 0))
     if part == 0:
         tl.store(largest + batch_head, 0)
@@ -98,14 +105,14 @@ def sum_keys_kernel(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, counts, codes, scales, lane_scales, largest, mean, taken, rotation, key_mask, cu_seqlens, heads, tokens,
-    total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, sums, turned_sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
+    tokens, total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    k, codes: `Strided`. rotation: `Signs`, if keys are rotated once the mean is off. largest: int32, raised to the
-    bits of what no norm of a head's keys as codes exceeds; atomics, as the order does not matter.
+    k, codes: `Strided`. TURNED: keys less their mean are taken times R, of so many channels, or 0. largest: int32,
+    raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does not matter.
     """
     number, batch_head = block_and_head(grid)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
@@ -113,16 +120,17 @@ def key_codes_kernel(
     parts = tl.arange(0, CHUNKS)
     at = parts * all_heads + batch_head
     count = tl.sum(tl.load(counts + at, mask=parts < chunks, other=0), 0)
-    shares = tl.load(
-        sums + at[:, None] * head_dim + columns[None, :],
-        mask=(parts < chunks)[:, None] & (columns < head_dim)[None, :],
-        other=0,
-    )
-    mu = tl.sum(shares, 0) / tl.maximum(count, 1.0)
-    if number == 0:
-        tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
-        if batch_head == 0:
-            tl.store(taken, 0)
+    count = tl.maximum(count, 1.0)
+    at = at[:, None] * head_dim + columns[None, :]
+    there = (parts < chunks)[:, None] & (columns < head_dim)[None, :]
+    if number == 0 or not TURNED:
+        mu = tl.sum(tl.load(sums + at, mask=there, other=0), 0) / count
+        if number == 0:
+            tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+            if batch_head == 0:
+                tl.store(taken, 0)
+    if TURNED:
+        mu = tl.sum(tl.load(turned_sums + at, mask=there, other=0), 0) / count
     first = number * BLOCK
     needed = first < length
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
@@ -132,13 +140,14 @@ def key_codes_kernel(
         inside = first + local < length
         keep = inside
         k_at = row_of(k, batch, head, start + first)
-        tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
-        tile = tile.to(tl.float32)
+        if TURNED:
+            tile = load_turned(k_at, local, k.token, 1, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
+        else:
+            tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
+            tile = tile.to(tl.float32)
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
         tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
-        if rotation is not None:
-            tile = turned(tile, rotation, columns, BLOCK_D)
         lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
         lane_scale = psi_scale(lanes)
         scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
@@ -209,11 +218,12 @@ def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, max
 
 def launch_codes(
     k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False,
-    rotation: tuple[int, ...] = (),
+    turned: int = 0,
 ) -> Codes:  # fmt: skip
     """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
 
-    k_sampled: the mean is that of a sample, where there is no mask. rotation: as a call's.
+    k_sampled: the mean is that of a sample, where there is no mask. turned: channels of the rotation under which
+    codes are made, or 0.
     """
     head_dim, device = k.shape[-1], k.device
     out = Codes(
@@ -229,22 +239,26 @@ def launch_codes(
     chunk, chunks = _chunks(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
     all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
+    turned_sums = torch.empty_like(sums) if turned else None
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     largest = out.largest_norm.view(torch.int32)
-    shape = {"head_dim": head_dim, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": padded_head_dim(head_dim)}
+    shape = {
+        "head_dim": head_dim, "TURNED": turned, "VARLEN": keys.cu_seqlens is not None,
+        "BLOCK_D": padded_head_dim(head_dim),
+    }  # fmt: skip
     launch(
         sum_keys_kernel,
         (chunks * all_heads,),
-        Strided.of(k, keys), sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, chunk, chunks,
-        all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
+        Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
+        chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     grid = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     launch(
         key_codes_kernel,
         (grid * all_heads,),
-        Strided.of(k, keys), sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest, out.k_mean,
-        out.tiles_taken, signs_of(rotation, head_dim, device), key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
-        keys.total, keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, num_warps=WARPS,
-        **shape,
+        Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
+        out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
+        keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, STEP=TURNED_STEP,
+        num_warps=TURNED_WARPS if turned else WARPS, **shape,
     )  # fmt: skip
     return out
