@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import STEP, load_turned
+from sagebwd.kernels.operands.rotation import load_turned
 from sagebwd.kernels.operands.strided import Strided, row_of, tile_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -105,7 +105,7 @@ def quantize_kernel(
         if mean is not None:
             taken_off = mean + program * head_dim
         tile = load_turned(
-            x_at, tl.arange(0, BLOCK), x.token, 1, length - first, taken_off, head_dim, TURNED, STEP, BLOCK_D
+            x_at, tl.arange(0, BLOCK), x.token, length - first, taken_off, head_dim, TURNED, BLOCK_D
         )  # fmt: skip
         if block_mean is not None:
             mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import dot_16bit, to_16bit
+from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
 
 # Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)
@@ -67,6 +67,23 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """All of R: signs (BLOCK_D, BLOCK_D), and what products with them are times, by column."""
+    columns = tl.arange(0, BLOCK_D)
+    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    return _signs(columns, 0, dtype, BLOCK_D, TURNED, WHOLE), _factors(columns, TURNED, WHOLE)
+
+
+@triton.jit
+def turned(tile, rotation):
+    """tile R in FP32, of INT8 or of 16 bits, whose products with signs are exact; ``rotation``: the above."""
+    signs, factors = rotation
+    if tile.dtype == tl.int8:
+        tile = tile.to(tl.float32).to(signs.dtype)
+    return dot_16bit(tile, signs) * factors[None, :]
+
+
+@triton.jit
 def turned_row(row, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
     """row R, of FP32, (D,)."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
@@ -77,13 +94,11 @@ def turned_row(row, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_turned(
-    x, rows, stride, stride_d, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """A tile of all channels, less ``mean`` (D,) if that is not None, times R: FP32; rows past ``tokens`` are 0.
+    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
 
-    STEP of its channels are read at a time. x is of 16 bits or INT8, whose products with signs are exact; of the mean
-    the product is taken by itself.
+    Of the mean the product is taken by itself: rows as they are have 16 bits.
     """
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
@@ -92,12 +107,7 @@ def load_turned(
     taken_off = tl.zeros((BLOCK_D,), tl.float32)
     for first in tl.range(0, BLOCK_D, WIDTH, num_stages=1):
         channels = first + tl.arange(0, WIDTH)
-        kept = rows[:, None] < tokens
-        if head_dim != BLOCK_D:
-            kept &= channels[None, :] < head_dim
-        tile = tl.load(x + rows[:, None] * stride + channels[None, :] * stride_d, mask=kept, other=0)
-        if tile.dtype == tl.int8:
-            tile = tile.to(tl.float32).to(tl.bfloat16)
+        tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
         # of R, which is symmetric, the channels that are added up over
         signs = tl.trans(_signs(columns, first, tile.dtype, WIDTH, TURNED, WHOLE))
         acc = dot_16bit(tile, signs, acc)

@@ -8,42 +8,63 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import load_turned
+from sagebwd.kernels.operands.rotation import signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
 
+# Where a program makes R's signs, so many blocks of queries take them.
+TURNED_BLOCKS, TURNED_STAGES = 4, 2
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
+
+@triton.jit(do_not_specialize=["tokens", "total", "blocks", "parts"])
 def finish_dq_kernel(
-    summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, grid, scale,
-    head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, parts, scale,
+    head_dim: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``.
 
-    TURNED: the sums are of keys times R, of so many channels, and dQ is turned back; or 0.
+    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. TURNED: the sums are of
+    keys times R, of so many channels, and dQ is turned back; or 0.
     """
-    number, program = block_and_head(grid)
+    number, program = block_and_head(parts)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    owner = batch * heads_k + head // (heads // heads_k)
+    if TURNED:
+        rotation = signs_and_factors(summed.dtype.element_ty, TURNED, BLOCK_D)
+        for i in tl.range(number, tl.cdiv(length, BLOCK), parts, num_stages=STAGES):
+            finish_rows(
+                summed, spread, largest, rotation, dq, i, batch, head, z, start, length, owner, total, blocks, scale,
+                head_dim, VARLEN, BLOCK, BLOCK_D,
+            )  # fmt: skip
+    elif number * BLOCK < length:
+        finish_rows(
+            summed, spread, largest, None, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
+            head_dim, VARLEN, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def finish_rows(
+    summed, spread, largest, rotation, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
+    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A block of `finish_dq_kernel`."""
     first = number * BLOCK
-    if first >= length:
-        return
     pitch = blocks * BLOCK
     padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     kept = inside[:, None] & (columns < head_dim)[None, :]
-    at = summed + z * head_dim * pitch + padded
-    if TURNED:
-        tile = load_turned(at, local, 1, pitch, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
+    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
+    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
+    if rotation is not None:
+        tile = turned(tile, rotation)
     else:
-        at = at + columns[:, None] * pitch + local[None, :]
-        tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)).to(tl.float32)
+        tile = tile.to(tl.float32)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
-    owner = batch * heads_k + head // (heads // heads_k)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
     at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token + columns[None, :]
     tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
@@ -61,9 +82,11 @@ def dq_sum_scale(call: Call) -> float:
 def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
     """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
     queries = call.queries
+    grid = queries.grid(block)
+    parts = -(-grid // TURNED_BLOCKS) if call.rotation else grid
     launch(
         finish_dq_kernel,
-        (queries.grid(block) * queries.batch * queries.heads,),
+        (parts * queries.batch * queries.heads,),
         summed,
         spread,
         largest,
@@ -74,7 +97,8 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         queries.tokens,
         queries.total,
         queries.blocks(block),
-        queries.grid(block),
+        parts,
         call.scale / dq_sum_scale(call),
+        STAGES=TURNED_STAGES,
         **shape_of(call, block),
     )

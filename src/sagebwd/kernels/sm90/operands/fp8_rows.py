@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import load_turned
+from sagebwd.kernels.operands.rotation import signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -39,8 +39,6 @@ DELTA_CHANNELS = tl.constexpr(16)
 DELTA_PARTS = tl.constexpr(8)
 # FP32 numbers a block of queries of which the first two are scales: TMA reads rows of whole 16 bytes.
 SCALES = tl.constexpr(4)
-# Channels that are rotated at a time.
-TURNED_STEP = 64
 # Sizes of queries and keys, which differ from call to call.
 SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
@@ -49,8 +47,8 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
     spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
-    blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
@@ -66,7 +64,7 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, STEP, VARLEN, BLOCK,
+            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, VARLEN, BLOCK,
             BLOCK_D,
         )  # fmt: skip
     else:
@@ -80,7 +78,7 @@ def row_values_kernel(
 def row_values(
     do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
     q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr,
-    STEP: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -90,7 +88,7 @@ def row_values(
     q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
     with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
     bits of the largest magnitudes of V's channels, int32. TURNED: channels of the rotation of Q's codes, which q_t
-    has turned back, STEP at a time; or 0.
+    has turned back, or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -106,8 +104,7 @@ def row_values(
         scaled_at = row_of(do_scaled, batch, head, start + first)
         tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
         out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
-        if not TURNED:
-            codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
+        codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * head_dim + columns, mask=columns < head_dim, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -151,7 +148,7 @@ def row_values(
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
         if TURNED:
-            x = load_turned(q_at, local, q.token, 1, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
+            x = turned(codes, signs_and_factors(tl.bfloat16, TURNED, BLOCK_D))
         else:
             x = codes.to(tl.float32)
         x *= (scale * spread_row)[:, None]
@@ -339,6 +336,6 @@ def launch_row_values(
 def shape_of(call: Call, block: int) -> dict[str, object]:
     """The constants of every pass, and its warps."""
     return {
-        "head_dim": call.head_dim, "TURNED": sum(call.rotation), "STEP": TURNED_STEP, "VARLEN": call.packed,
-        "BLOCK": block, "BLOCK_D": call.block_d, "num_warps": pass_warps(block, call.head_dim),
+        "head_dim": call.head_dim, "TURNED": sum(call.rotation), "VARLEN": call.packed, "BLOCK": block,
+        "BLOCK_D": call.block_d, "num_warps": pass_warps(block, call.head_dim),
     }  # fmt: skip

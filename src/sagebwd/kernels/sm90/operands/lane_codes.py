@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import load_turned, turned_row
+from sagebwd.kernels.operands.rotation import signs_and_factors, turned, turned_row
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -35,8 +35,8 @@ LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
 STEP, WARPS = SAMPLE, 4
-# Channels of keys that are rotated at a time.
-TURNED_STEP, TURNED_WARPS = 64, 8
+# Where keys are rotated: warps, tiles of K under way, and programs among which blocks are shared out.
+TURNED_WARPS, TURNED_STAGES, TURNED_PROGRAMS = 4, 2, 512
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
 CHUNK, MOST_CHUNKS = 256, 32
@@ -103,64 +103,83 @@ def sum_keys_kernel(
         tl.store(largest + batch_head, 0)
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "grid", "chunks", "all_heads"])
+@triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "parts", "chunks", "all_heads"])
 def key_codes_kernel(
     k, sums, turned_sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
-    tokens, total, blocks, grid, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
+    """Codes of blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    k, codes: `Strided`. TURNED: keys less their mean are taken times R, of so many channels, or 0. largest: int32,
-    raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does not matter.
+    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. k, codes: `Strided`. TURNED: keys
+    less their mean are taken times R, of so many channels, or 0. largest: int32, raised to the bits of what no norm of
+    a head's keys as codes exceeds; atomics, as the order does not matter.
     """
-    number, batch_head = block_and_head(grid)
+    number, batch_head = block_and_head(parts)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
-    parts = tl.arange(0, CHUNKS)
-    at = parts * all_heads + batch_head
-    count = tl.sum(tl.load(counts + at, mask=parts < chunks, other=0), 0)
-    count = tl.maximum(count, 1.0)
+    chunk = tl.arange(0, CHUNKS)
+    at = chunk * all_heads + batch_head
+    count = tl.sum(tl.load(counts + at, mask=chunk < chunks, other=0), 0)
     at = at[:, None] * head_dim + columns[None, :]
-    there = (parts < chunks)[:, None] & (columns < head_dim)[None, :]
-    if number == 0 or not TURNED:
-        mu = tl.sum(tl.load(sums + at, mask=there, other=0), 0) / count
-        if number == 0:
-            tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
-            if batch_head == 0:
-                tl.store(taken, 0)
+    there = (chunk < chunks)[:, None] & (columns < head_dim)[None, :]
+    mu = tl.sum(tl.load(sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
+    if number == 0:
+        tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+        if batch_head == 0:
+            tl.store(taken, 0)
     if TURNED:
-        mu = tl.sum(tl.load(turned_sums + at, mask=there, other=0), 0) / count
-    first = number * BLOCK
-    needed = first < length
+        mu = tl.sum(tl.load(turned_sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
+        rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
+    last = tl.cdiv(length, BLOCK)
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
-        needed = needed | (first == 0)
-    if needed:
-        local = tl.arange(0, BLOCK)
-        inside = first + local < length
-        keep = inside
-        k_at = row_of(k, batch, head, start + first)
-        if TURNED:
-            tile = load_turned(k_at, local, k.token, 1, length - first, None, head_dim, TURNED, STEP, BLOCK_D)
-        else:
-            tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
-            tile = tile.to(tl.float32)
-        if key_mask is not None:
-            keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
-        tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
-        lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
-        lane_scale = psi_scale(lanes)
-        scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
-        code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
-        out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token + columns[None, :]
-        tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
-        tl.store(scales + z * total + start + first + local, scale, mask=inside)
-        block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
-        tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
-        # a lane of zeros has the scale 1, and nothing to round
-        step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
-        norm = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0)) + step * (0.5 * head_dim**0.5)
-        tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
+        last = tl.maximum(last, 1)
+    if TURNED:
+        for i in tl.range(number, last, parts, num_stages=STAGES):
+            store_codes(
+                k, mu, rotation, codes, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
+                length, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            )  # fmt: skip
+    elif number < last:
+        store_codes(
+            k, mu, None, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
+            length, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_codes(
+    k, mu, rotation, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
+    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are."""
+    first = number * BLOCK
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = first + local < length
+    keep = inside
+    k_at = row_of(k, batch, head, start + first)
+    tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
+    if rotation is not None:
+        tile = turned(tile, rotation)
+    else:
+        tile = tile.to(tl.float32)
+    if key_mask is not None:
+        keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
+    tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
+    lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
+    lane_scale = psi_scale(lanes)
+    scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
+    code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
+    out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token + columns[None, :]
+    tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
+    tl.store(scales + z * total + start + first + local, scale, mask=inside)
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
+    tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
+    # a lane of zeros has the scale 1, and nothing to round
+    step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
+    norm = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0)) + step * (0.5 * head_dim**0.5)
+    tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
@@ -252,13 +271,15 @@ def launch_codes(
         Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
         chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
-    grid = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
+    parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
+    if turned:
+        parts = -(-parts // max(1, parts * all_heads // TURNED_PROGRAMS))
     launch(
         key_codes_kernel,
-        (grid * all_heads,),
+        (parts * all_heads,),
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
-        keys.blocks(block_k), grid, chunks, all_heads, BLOCK=block_k, CHUNKS=most, STEP=TURNED_STEP,
+        keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most, STAGES=TURNED_STAGES,
         num_warps=TURNED_WARPS if turned else WARPS, **shape,
     )  # fmt: skip
     return out
