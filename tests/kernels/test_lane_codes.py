@@ -6,7 +6,7 @@ import torch
 from sagebwd.call import Packing
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
 from sagebwd.meaning.quantize import quantize_tokens, smooth
-from sagebwd.meaning.rotation import rotated
+from sagebwd.meaning.rotation import rotated, rotation
 
 BLOCK_K = 128
 
@@ -82,6 +82,15 @@ def test_rotated(turned, head_dim):
     key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(2)) > 0.3
     check(k, turned=turned)
     check(torch.where(key_mask[:, None, :, None], k, torch.inf), key_mask, turned=turned)
+
+
+@pytest.mark.parametrize(("turned", "width"), [(64, 64), (128, 128), (112, 128), (72, 128)])
+def test_signs_of_the_rotation_are_left_for_the_next_kernel(turned, width):
+    v, signs = draw(1, 1, 40, 64, seed=1), torch.full((width, width), 99, dtype=torch.int8)
+    maxima = torch.zeros(1, 1, 64, dtype=torch.int32)
+    launch_channel_maxima(v, Packing.of(v, None, 40), None, maxima, signs, turned)
+    assert torch.equal(signs[:turned, :turned].double(), rotation(turned).sign())
+    assert torch.equal(maxima.view(torch.float32)[0, 0], v[0, 0].float().abs().amax(0))
 
 
 def test_of_a_key_that_is_its_mean_rounding_is_left_when_it_is_rotated():

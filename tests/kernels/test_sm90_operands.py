@@ -9,7 +9,7 @@ from sagebwd.meaning.float8 import Float8Operands, e4m3, queries_a_scale
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.quantize import quantize_tokens
 from sagebwd.meaning.reference import Emulator
-from sagebwd.meaning.rotation import rotated, sizes
+from sagebwd.meaning.rotation import rotated, rotation, sizes
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
 
@@ -78,6 +78,7 @@ class Operands:
             call,
             saved,
             v_maxima.view(torch.int32),
+            signs(turned),
             device(self.do),
             device(self.dlse),
             self.largest,
@@ -95,6 +96,15 @@ class Operands:
         self.delta = (self.do.double() * self.o.double()).sum(-1)
         if self.dlse is not None:
             self.delta -= self.dlse.double()
+
+
+def signs(turned: int, width: int = HEAD_DIM) -> Tensor | None:
+    """Of the rotation of ``turned`` channels, if any, filled up with zeros."""
+    if not turned:
+        return None
+    matrix = torch.zeros(width, width, dtype=torch.int8)
+    matrix[:turned, :turned] = rotation(turned).sign()
+    return matrix.to(DEVICE)
 
 
 def turned_back(x: Tensor, head_dim: int) -> Tensor:
@@ -264,7 +274,9 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         largest = torch.zeros(call.keys.batch * HEADS_K, dtype=torch.int32, device=DEVICE)
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, None)
         do_scaled = torch.empty_like(o)
-        values = fp8_rows.launch_row_values(call, saved, v_maxima, do, None, largest, do_scaled, BLOCK)
+        values = fp8_rows.launch_row_values(
+            call, saved, v_maxima, signs(sum(call.rotation)), do, None, largest, do_scaled, BLOCK
+        )
         copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in (values.do_t, values.q_t)]
         return values, copies, largest, do_scaled
 
@@ -336,6 +348,7 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
         call,
         Saved(*(x.to(DEVICE) for x in given), None),
         v.float().abs().amax(2).to(DEVICE).view(torch.int32),
+        signs(head_dim if rotate else 0, head_dim),
         do.to(DEVICE),
         None,
         largest,

@@ -75,12 +75,28 @@ def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
+def store_signs(signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write R's signs, (BLOCK_D, BLOCK_D) INT8, for programs of the next kernel: few rows each would not pay for them."""
+    columns = tl.arange(0, BLOCK_D)
+    written = _signs(columns, 0, tl.int8, BLOCK_D, TURNED, TURNED == BLOCK_D)
+    tl.store(signs + columns[:, None] * BLOCK_D + columns[None, :], written)
+
+
+@triton.jit
 def turned(tile, rotation):
-    """tile R in FP32, of INT8 or of 16 bits, whose products with signs are exact; ``rotation``: the above."""
+    """tile R in FP32, of 16 bits, whose products with signs are exact; rotation: `signs_and_factors`."""
     signs, factors = rotation
-    if tile.dtype == tl.int8:
-        tile = tile.to(tl.float32).to(signs.dtype)
     return dot_16bit(tile, signs) * factors[None, :]
+
+
+@triton.jit
+def turned_codes(codes, signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """codes R in FP32, of INT8; signs: what `store_signs` wrote."""
+    columns = tl.arange(0, BLOCK_D)
+    # by columns, as INT8 products read their second operand: R is symmetric
+    matrix = tl.load(signs + columns[:, None] + columns[None, :] * BLOCK_D)
+    sums = tl.dot(codes, matrix, out_dtype=tl.int32).to(tl.float32)
+    return sums * _factors(columns, TURNED, TURNED == BLOCK_D)[None, :]
 
 
 @triton.jit

@@ -71,10 +71,11 @@ def backward(
     tile = widths.width(call.head_dim, call.value_dim).backward
     block_q, span = tile.queries, CONSUMERS.value * rows
     largest, added, v_maxima = _zeros(call, block_q)
-    launch_channel_maxima(v, keys, call.key_mask, v_maxima)
+    signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
+    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, sum(call.rotation))
     dq, dk, dv = empty_gradients(call.recipe, head_dim, saved.o, v)
     # dQ is written last: its memory has the scaled dO until then
-    values = launch_row_values(call, saved, v_maxima, do, dlse, largest, dq, block_q)
+    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, dq, block_q)
     operands = Operands.of(call, q_int8, k_int8, v, dq)
     turns, heads_at_once = 1, 1
     if deterministic:

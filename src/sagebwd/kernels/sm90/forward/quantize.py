@@ -104,8 +104,12 @@ class Quantizer:
             for i in cutlass.range_constexpr(0, self.elements, 4):
                 four = [as_bits(self.code(x[i + j], scale, inverse)) for j in range(4)]
                 found.append(ptx(PACK_CODES, write_only_types=[Int32], read_only_args=four))
-            for i in cutlass.range_constexpr(self.elements // 4):
-                words[row, lane * (chunk // 4) + self.channels[4 * i] // 4, 0] = found[i]
+            for i in cutlass.range_constexpr(0, self.elements // 4, size):
+                side_by_side = cute.make_rmem_tensor(size, Int32)
+                for j in cutlass.range_constexpr(size):
+                    side_by_side[j] = found[i + j]
+                group = (lane * (chunk // 4) + self.channels[4 * i] // 4) // size
+                cute.autovec_copy(side_by_side, cute.local_tile(words[row, None, 0], (size,), (group,)))
             if const_expr(self.variant.rotation):
                 scale, norm = scale * root(self.variant.rotation), norm * root(self.variant.rotation)
             if lane == 0:

@@ -14,7 +14,7 @@ from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
 
 # Where a program makes R's signs, so many blocks of queries take them.
-TURNED_BLOCKS, TURNED_STAGES = 4, 2
+TURNED_BLOCKS, TURNED_STAGES = 4, 3
 
 
 @triton.jit(do_not_specialize=["tokens", "total", "blocks", "parts"])

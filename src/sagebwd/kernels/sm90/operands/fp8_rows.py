@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import signs_and_factors, turned
+from sagebwd.kernels.operands.rotation import turned_codes
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -45,10 +45,10 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 
 @triton.jit(do_not_specialize=SIZES)
 def row_values_kernel(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales, delta_parts,
-    spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k, total, total_k,
-    blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales,
+    delta_parts, spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k,
+    total, total_k, blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
@@ -63,9 +63,9 @@ def row_values_kernel(
         tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
     if program < programs:
         row_values(
-            do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-            do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, VARLEN, BLOCK,
-            BLOCK_D,
+            do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread,
+            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, VARLEN,
+            BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         largest_key(
@@ -76,8 +76,8 @@ def row_values_kernel(
 
 @triton.jit
 def row_values(
-    do, o, lse, dlse, row_max, v_maxima, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled, do_t,
-    q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
+    do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
@@ -88,7 +88,7 @@ def row_values(
     q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
     with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
     bits of the largest magnitudes of V's channels, int32. TURNED: channels of the rotation of Q's codes, which q_t
-    has turned back, or 0.
+    has turned back with R's ``signs`` (`store_signs`), or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -148,7 +148,7 @@ def row_values(
         scales += block * SCALES
         store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
         if TURNED:
-            x = turned(codes, signs_and_factors(tl.bfloat16, TURNED, BLOCK_D))
+            x = turned_codes(codes, signs, TURNED, BLOCK_D)
         else:
             x = codes.to(tl.float32)
         x *= (scale * spread_row)[:, None]
@@ -268,12 +268,12 @@ class RowValues(NamedTuple):
 
 
 def launch_row_values(
-    call: Call, saved: Saved, v_maxima: Tensor, do: Tensor, dlse: Tensor | None, largest: Tensor, do_scaled: Tensor,
-    block: int,
+    call: Call, saved: Saved, v_maxima: Tensor, signs: Tensor | None, do: Tensor, dlse: Tensor | None,
+    largest: Tensor, do_scaled: Tensor, block: int,
 ) -> RowValues:  # fmt: skip
     """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of each key head's largest K.
 
-    do_scaled: where the scaled dO goes, of dO's shape and dtype.
+    signs: R's, written before, where the call rotates. do_scaled: where the scaled dO goes, of dO's shape and dtype.
     """
     queries, keys = call.queries, call.keys
     o, q, k = saved.o, saved.q_int8, saved.k_int8
@@ -303,6 +303,7 @@ def launch_row_values(
         dlse,
         saved.row_max,
         v_maxima,
+        signs,
         Strided.of(q, queries),
         saved.q_scale,
         Strided.of(k, keys),

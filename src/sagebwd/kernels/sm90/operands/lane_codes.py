@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import signs_and_factors, turned, turned_row
+from sagebwd.kernels.operands.rotation import signs_and_factors, store_signs, turned, turned_row
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -35,8 +35,10 @@ LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
 STEP, WARPS = SAMPLE, 4
-# Where keys are rotated: warps, tiles of K under way, and programs among which blocks are shared out.
-TURNED_WARPS, TURNED_STAGES, TURNED_PROGRAMS = 4, 2, 512
+# Where keys are rotated: so many channels of all programs together, among which blocks are shared out, and of all
+# tiles of K that are under way in one. On an H100, head_dim 128, 16384 tokens x 2048, K's codes take 45 us plain, 48
+# rotated, and 69 if each block has a program (docs/log).
+TURNED_PROGRAMS, TURNED_STAGES = 32768, 256
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
 CHUNK, MOST_CHUNKS = 256, 32
@@ -184,13 +186,18 @@ def store_codes(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
 def channel_maxima_kernel(
-    maxima, key_mask, cu_seqlens, v, heads, tokens, chunk, chunks, head_dim: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    maxima, signs, key_mask, cu_seqlens, v, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
+    TURNED: tl.constexpr, TURNED_D: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Raise ``maxima`` (heads, D) int32 to the bits of a chunk's largest magnitudes by channel.
 
     Of the tokens of v, `Strided`, that count; bits, so that NaN wins; with atomics, as the order does not matter.
+    signs (TURNED_D, TURNED_D) INT8: where not None, R's are written for the next kernel.
     """
+    if signs is not None:  # noqa: SIM102, settled at compile time
+        if tl.program_id(0) == 0:
+            store_signs(signs, TURNED, TURNED_D)
     batch_head = tl.program_id(0) // chunks
     part = tl.program_id(0) % chunks
     batch = batch_head // heads
@@ -220,18 +227,22 @@ def _chunks(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tu
     return chunk, packing.grid(chunk)
 
 
-def launch_channel_maxima(v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor) -> None:
+def launch_channel_maxima(
+    v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor, signs: Tensor | None = None, turned: int = 0
+) -> None:
     """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
 
-    Of the tokens that count; v: (B, H, N, D) or packed.
+    Of the tokens that count; v: (B, H, N, D) or packed. signs: see `channel_maxima_kernel`; R is of ``turned``
+    channels.
     """
     head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
     chunk, chunks = _chunks(keys)
     launch(
         channel_maxima_kernel,
         (chunks * all_heads,),
-        maxima, key_mask, keys.cu_seqlens, Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
-        head_dim=head_dim, VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
+        maxima, signs, key_mask, keys.cu_seqlens, Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
+        head_dim=head_dim, TURNED=turned, TURNED_D=0 if signs is None else signs.shape[0],
+        VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
     )  # fmt: skip
 
 
@@ -261,10 +272,8 @@ def launch_codes(
     turned_sums = torch.empty_like(sums) if turned else None
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     largest = out.largest_norm.view(torch.int32)
-    shape = {
-        "head_dim": head_dim, "TURNED": turned, "VARLEN": keys.cu_seqlens is not None,
-        "BLOCK_D": padded_head_dim(head_dim),
-    }  # fmt: skip
+    block_d = padded_head_dim(head_dim)
+    shape = {"head_dim": head_dim, "TURNED": turned, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": block_d}
     launch(
         sum_keys_kernel,
         (chunks * all_heads,),
@@ -273,13 +282,13 @@ def launch_codes(
     )  # fmt: skip
     parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     if turned:
-        parts = -(-parts // max(1, parts * all_heads // TURNED_PROGRAMS))
+        parts = -(-parts // max(1, parts * all_heads * block_d // TURNED_PROGRAMS))
     launch(
         key_codes_kernel,
         (parts * all_heads,),
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
-        keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most, STAGES=TURNED_STAGES,
-        num_warps=TURNED_WARPS if turned else WARPS, **shape,
+        keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
+        STAGES=TURNED_STAGES // block_d, num_warps=WARPS, **shape,
     )  # fmt: skip
     return out
