@@ -76,7 +76,7 @@ def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def store_signs(signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write R's signs, (BLOCK_D, BLOCK_D) INT8, for programs of the next kernel: few rows each would not pay for them."""
+    """Write R's signs, (BLOCK_D, BLOCK_D) INT8: programs of few rows read them sooner than they make them."""
     columns = tl.arange(0, BLOCK_D)
     written = _signs(columns, 0, tl.int8, BLOCK_D, TURNED, TURNED == BLOCK_D)
     tl.store(signs + columns[:, None] * BLOCK_D + columns[None, :], written)
