@@ -93,11 +93,13 @@ def test_signs_of_the_rotation_are_left_for_the_next_kernel(turned, width):
     assert torch.equal(maxima.view(torch.float32)[0, 0], v[0, 0].float().abs().amax(0))
 
 
-def test_of_a_key_that_is_its_mean_rounding_is_left_when_it_is_rotated():
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
     """The products of keys and of their mean are rounded apart."""
-    k = draw(2, 2, 1, 64, seed=1) + 100
-    out = launch_codes(k, Packing.of(k, None, 1), None, BLOCK_K, turned=64)
-    assert (out.k * out.k_scale[..., None]).abs().max() < 64**0.5 * 100 * 2.0**-20
+    k = (draw(2, 2, 1, 64, seed=1) + 100).expand(2, 2, tokens, 64).contiguous()
+    out = launch_codes(k, Packing.of(k, None, tokens), None, BLOCK_K, turned=64)
+    assert not out.k.any()
+    assert (out.k_scale == 1).all()
 
 
 def test_rows_that_lie_apart():

@@ -148,6 +148,16 @@ def test_codes_and_scales(recipe, head_dim, dtype):
         torch.testing.assert_close(actual[f"{name}_scale"], scale[..., 0], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_keys_that_are_all_alike_are_zeros(tokens):
+    """The products of rotated keys and of their mean are rounded apart."""
+    call = KernelCall(tokens_k=tokens, device=DEVICE)
+    q, k, *rest = call.inputs()
+    actual = call.run("triton", (q, (k[:, :, :1] + 100).expand_as(k).contiguous(), *rest))
+    assert not actual["k_int8"].any()
+    assert (actual["k_scale"] == 1).all()
+
+
 @pytest.mark.parametrize("group", ["sequence", "token"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_first_rows(masked, group):

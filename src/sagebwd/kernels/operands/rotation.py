@@ -12,6 +12,9 @@ import triton.language as tl
 
 from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
 
+# Of keys that are all alike and their mean, whose products are rounded apart, less than this part of the mean is left,
+# and counts as zero. Others of 16 bits differ by far more.
+ROUNDING = tl.constexpr(2.0**-18)
 # Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)
 
@@ -130,7 +133,10 @@ def load_turned(
         if mean is not None:
             mu = tl.load(mean + channels, mask=channels < head_dim, other=0)
             taken_off += tl.sum(mu[:, None] * signs.to(tl.float32), 0)
-    return (acc - taken_off[None, :]) * _factors(columns, TURNED, WHOLE)[None, :]
+    if mean is not None:
+        acc -= taken_off[None, :]
+        acc = tl.where(tl.abs(acc) < tl.max(tl.abs(taken_off), 0) * ROUNDING, 0.0, acc)
+    return acc * _factors(columns, TURNED, WHOLE)[None, :]
 
 
 @triton.jit

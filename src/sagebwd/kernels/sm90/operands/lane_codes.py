@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import signs_and_factors, store_signs, turned, turned_row
+from sagebwd.kernels.operands.rotation import ROUNDING, signs_and_factors, store_signs, turned, turned_row
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -170,6 +170,8 @@ def store_codes(
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
     tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
     lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
+    if rotation is not None:
+        lanes = tl.where(lanes < tl.max(tl.abs(mu), 0) * ROUNDING, 0.0, lanes)
     lane_scale = psi_scale(lanes)
     scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
     code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
