@@ -121,7 +121,7 @@ class Recipe:
     smooth_k: bool = True
     smooth_v: bool = True
     k_mean: str = "all"
-    rotate: bool = True
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -233,7 +233,6 @@ RECIPES: dict[str, Recipe] = {
         block_q=128,
         block_k=64,
         smooth_v=False,
-        rotate=False,
     ),
     "mixed": Recipe(
         o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", v_scale="sequence", smooth_v=False, k_mean="sample"
@@ -246,6 +245,5 @@ RECIPES: dict[str, Recipe] = {
         dk=SIXTEEN_BIT,
         smooth_k=False,
         smooth_v=False,
-        rotate=False,
     ),
 }
