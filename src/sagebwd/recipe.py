@@ -92,10 +92,10 @@ class Recipe:
     tenth of a standard deviation of the mean leaves scales as small, and a quarter of K is read for it.
 
     ``rotate``, of no named recipe: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
-    orthogonal (`sagebwd.meaning.rotation`). Scores stay as they are in real arithmetic. Trained models have channels of
-    Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's codes
-    turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a 16-bit
-    S whose dQ and dK are 16 bit too.
+    orthogonal (`sagebwd.meaning.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
+    of Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's
+    codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a
+    16-bit S whose dQ and dK are 16 bit too.
 
     Raises ValueError for an unknown choice or block size, and TypeError for a switch that is not a bool.
     """
