@@ -12,6 +12,7 @@ from sagebwd.masks.band import Band
 from sagebwd.meaning import reference
 from sagebwd.meaning.float8 import E4M3_MAX, _normalised, e4m3, queries_a_scale
 from sagebwd.meaning.metrics import relative_l2
+from sagebwd.meaning.rotation import rotation
 from sagebwd.recipe import Recipe
 from tests.inputs import draw
 
@@ -45,9 +46,9 @@ def psi(x):
     return torch.round(x / torch.where(scale == 0, 1, scale)) * scale
 
 
-def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
-    """dQ, dK and dV of one key head and of the queries (G, N, D) that share it, row by row, in FP64."""
-    q, k = psi(q), psi(k - k.mean(0))
+def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v, r):
+    """dQ, dK and dV of one key head and of the queries (G, N, D) that share it, row by row in FP64. r: rotation."""
+    q, k = psi(q @ r), psi((k - k.mean(0)) @ r)
     norm_v = (v - v.mean(0) if smooth_v else v).abs().amax(0).norm()  # R
     pairs = (*q.shape[:2], len(k))
     p_codes, ds_codes = torch.zeros(pairs, dtype=q.dtype), torch.zeros(pairs, dtype=q.dtype)
@@ -66,7 +67,7 @@ def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
         if u > 0:  # dS is 0 otherwise
             b = math.ceil(math.log2(u))
             ds_codes[row][seen] = to_grid(2.0**e * p * (dp - delta) * 2.0**-b)
-            q_weighted[row] = q[row] * 2.0 ** (b - e)
+            q_weighted[row] = r @ q[row] * 2.0 ** (b - e)
             spread[row] = 2.0 ** (b - e)
     k_codes, dq_scale = normalised(k)
     dv, dk = torch.zeros_like(v), torch.zeros_like(k)
@@ -75,7 +76,7 @@ def transcription(q, k, v, do, o, lse, dlse, visible, scale, smooth_v):
         dv += p_codes[block].mT @ do_codes * dv_scale
         dk += ds_codes[block].mT @ q_codes * dk_scale * scale
     dq = ds_codes @ k_codes * dq_scale * spread * scale
-    return dq, dk, dv
+    return dq @ r, dk, dv
 
 
 def case(name):
@@ -116,9 +117,11 @@ def case(name):
     "name",
     ["full", "causal", "blocks", "group", "dlse", "rows-without-keys", "channel-without-range", "zeros", "saturated"],
 )
-def test_emulator_is_the_formulas(name):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_emulator_is_the_formulas(name, rotate):
     (q, k, v, do), is_causal, dlse, valid, smooth_v = case(name)
-    recipe = Recipe.parse(E4M3).replace(smooth_v=smooth_v)
+    recipe = Recipe.parse(E4M3).replace(smooth_v=smooth_v, rotate=rotate)
+    r = rotation(16) if rotate else torch.eye(16, dtype=torch.float64)
     emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal), valid)
     o, lse, _ = emulator.forward()
     actual = emulator.backward(do, o, lse, dlse if name == "dlse" else None)
@@ -129,7 +132,7 @@ def test_emulator_is_the_formulas(name):
         queries = slice(head * group, (head + 1) * group)
         expected = transcription(
             q[0, queries], k[0, head, valid[0]], v[0, head, valid[0]],
-            *(x[0, queries] for x in (do, o, lse, dlse)), visible, 0.2, smooth_v,
+            *(x[0, queries] for x in (do, o, lse, dlse)), visible, 0.2, smooth_v, r,
         )  # fmt: skip
         shares = (actual[0][0, queries], *(x[0, head, valid[0]] for x in actual[1:]))
         for gradient, target in zip(shares, expected):

@@ -24,6 +24,12 @@ def psi(x):
     return torch.round(x / scale) * scale if scale > 0 else torch.zeros_like(x)
 
 
+def hadamard(size):
+    """Over the root of its size; its own inverse."""
+    odd = torch.tensor([[(i & j).bit_count() % 2 for j in range(size)] for i in range(size)])
+    return (1 - 2 * odd).double() / size**0.5
+
+
 def transcription(q, k, v, do, recipe, scale, is_causal):
     """One head, token by token and tile by tile, straight from the paper's algorithms; all in FP64."""
     tokens_q, tokens_k = len(q), len(k)
@@ -42,8 +48,9 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
                 out[group] = psi(x[group])
         return out, torch.where(scales == 0, 1.0, scales)
 
-    q_hat, q_scale = operand(q, rows, recipe.q_scale == "token")
-    k_hat, k_scale = operand(k, columns, recipe.k_scale == "token")
+    r = hadamard(q.shape[1]) if recipe.rotate else torch.eye(q.shape[1], dtype=q.dtype)
+    q_hat, q_scale = operand(q @ r, rows, recipe.q_scale == "token")
+    k_hat, k_scale = operand(k @ r, columns, recipe.k_scale == "token")
     v_hat, do_hat = operand(v - v_mean, columns, False)[0], operand(do, rows, False)[0]
     if recipe.v_scale == "sequence":
         v_hat = torch.stack([psi(channel) for channel in (v - v_mean).T], 1)
@@ -67,23 +74,27 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     p = torch.exp(s - lse[:, None])
     ds = p * (do @ v.T - (do * o).sum(-1, keepdim=True))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for r in map(list, rows):
+    for a in map(list, rows):
         for c in map(list, columns):
-            tile_p, tile_ds = p[r][:, c], ds[r][:, c]
-            for_dq, for_dk = tile_ds * k_scale[c], tile_ds * q_scale[r][:, None]
+            tile_p, tile_ds = p[a][:, c], ds[a][:, c]
+            for_dq, for_dk = tile_ds * k_scale[c], tile_ds * q_scale[a][:, None]
             if recipe.p_scale_dv == "key":
                 p_hat = torch.stack([psi(tile_p[:, j]) for j in range(len(c))], 1)
-                for_dq = torch.stack([psi(for_dq[i]) for i in range(len(r))])
+                for_dq = torch.stack([psi(for_dq[i]) for i in range(len(a))])
                 for_dk = torch.stack([psi(for_dk[:, j]) for j in range(len(c))], 1)
             else:
                 p_hat, for_dq, for_dk = psi(tile_p), psi(for_dq), psi(for_dk)
-            dv[c] += p_hat.T @ do_hat[r]
-            dq[r] += for_dq @ (k_hat[c] / k_scale[c][:, None]) * scale
-            dk[c] += for_dk.T @ (q_hat[r] / q_scale[r][:, None]) * scale
-    return o, lse, dq, dk, dv
+            dv[c] += p_hat.T @ do_hat[a]
+            dq[a] += for_dq @ (k_hat[c] / k_scale[c][:, None]) * scale
+            dk[c] += for_dk.T @ (q_hat[a] / q_scale[a][:, None]) * scale
+    return o, lse, dq @ r, dk @ r, dv
 
 
-@pytest.mark.parametrize("name", ["paper", "token", "paper(first_key=16bit)", "token(first_key=int8)"])
+@pytest.mark.parametrize(
+    "name",
+    [f"{name}({field})" for name in ("token", "paper") for field in ("first_key=int8", "first_key=16bit")]
+    + ["token(rotate=False)", "token(rotate=True)", "paper(rotate=True)"],
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("tokens_q", "tokens_k"), [(150, 150), (40, 130), (130, 40), (5, 1)])
 def test_emulator_is_the_algorithm(name, is_causal, tokens_q, tokens_k):

@@ -77,14 +77,20 @@ def test_without_a_change_a_variant_is_the_recipe(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_each_variant_changes_what_it_should(is_causal):
-    one = sample(is_causal=is_causal)
-    base = one.errors(Ablation("token"))
-    sixteen_bit = one.errors(Ablation("token(s=16bit)"))
-    both = one.errors(Ablation("token", variant={"s_terms": "qk"}))
+@pytest.mark.parametrize("rotate", [False, True])
+def test_two_terms_of_s_are_as_good_as_16_bit(is_causal, rotate):
+    one, recipe = sample(is_causal=is_causal), f"token(rotate={rotate})"
+    base = one.errors(Ablation(recipe))
+    sixteen_bit = one.errors(Ablation(f"token(rotate={rotate}, s=16bit)"))
+    both = one.errors(Ablation(recipe, variant={"s_terms": "qk"}))
     assert both == pytest.approx(sixteen_bit, rel=0.02)
     for half in ("q", "k"):
-        assert both["dq"] < one.errors(Ablation("token", variant={"s_terms": half}))["dq"] < base["dq"]
+        assert both["dq"] < one.errors(Ablation(recipe, variant={"s_terms": half}))["dq"] < base["dq"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_variant_changes_what_it_should(is_causal):
+    one = sample(is_causal=is_causal)
     rebuilt = one.run(Ablation("token(o=16bit)", variant={"delta": "rebuilt"}))
     from_output = one.run(Ablation("token(o=16bit)"))
     assert relative_l2(rebuilt["dq"], from_output["dq"]) < 1e-4  # rows of P sum to one: both deltas are one number

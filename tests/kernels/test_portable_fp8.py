@@ -16,6 +16,7 @@ from sagebwd.kernels.host import driver
 from sagebwd.kernels.portable import launch
 from sagebwd.masks.band import Band
 from sagebwd.meaning.quantize import quantize_tokens, smooth
+from sagebwd.meaning.rotation import rotated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -75,11 +76,15 @@ def test_is_the_recipe(name):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_scale_for_the_keys_of_a_lane(masked):
-    call = KernelCall(recipe="mixed", batch=2, tokens_k=330, head_dim=40, masked=masked, device=DEVICE)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_scale_for_the_keys_of_a_lane(rotate, masked):
+    call = KernelCall(
+        recipe=f"mixed(rotate={rotate})", batch=2, tokens_k=330, head_dim=40, masked=masked, device=DEVICE
+    )
     inputs, asked, saved = forward(call)
     valid = asked.key_mask[:, None, :, None] if masked else None
     k = smooth(inputs[1].float(), valid)[0]
+    k = rotated(k) if rotate else k
     codes, scale = quantize_tokens(k, "lane", Recipe.named("mixed").block_k)
     assert (saved.k_int8 - codes).abs().max() <= 1, "a code is more than a tie away"
     torch.testing.assert_close(saved.k_scale, scale[..., 0], rtol=1e-5, atol=0)
