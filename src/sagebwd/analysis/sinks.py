@@ -25,7 +25,6 @@ from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.quantize import pad_tokens
 from sagebwd.meaning.reference import Emulator
-from sagebwd.meaning.rotation import rotated
 from sagebwd.recipe import Recipe
 
 KINDS = ("first", "first and mean", "four", "delimiter")
@@ -137,14 +136,14 @@ class FirstKeyApart(Emulator):
 
         found = dict(zip(("dq", "dk", "dv"), self.backward(do, o, lse, observe=observe)))
         p, ds = (torch.cat(columns[name], -2) for name in ("p", "ds"))
-        x, back = self.operands, rotated if self.recipe.rotate else lambda codes: codes
+        x = self.operands
         if "dv" in self.products:
             found["dv"][:, :, :1] = (p.mT @ pad_tokens(self._group_heads(do), self.recipe.block_q)).sum(2)
         if "dk" in self.products:
-            found["dk"][:, :, :1] = (ds.mT @ back(x.q_codes * x.q_scale)).sum(2) * self.scale
+            found["dk"][:, :, :1] = (ds.mT @ self.turned(x.q_codes * x.q_scale)).sum(2) * self.scale
         if "dq" in self.products:
             self.first_is_zero = True
-            part = ds @ back(x.k_codes * x.k_scale)[..., :1, :] * self.scale
+            part = ds @ self.turned(x.k_codes * x.k_scale)[..., :1, :] * self.scale
             found["dq"] = self.backward(do, o, lse)[0] + part[..., : self.tokens_q, :].flatten(1, 2)
         return found
 

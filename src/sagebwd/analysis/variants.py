@@ -18,7 +18,6 @@ from torch import Tensor
 from sagebwd.masks.band import Band
 from sagebwd.meaning.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
 from sagebwd.meaning.reference import Emulator
-from sagebwd.meaning.rotation import rotated
 from sagebwd.recipe import Recipe
 
 Psi = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -101,9 +100,8 @@ class Variant(Emulator):
         super().__init__(q, k, v, recipe, scale, band)
         self.psi, self.s_terms, self.delta, self.do_scale = psi, s_terms, delta, do_scale
         if s_terms:
-            turned = rotated if recipe.rotate else lambda x: x
-            self.q1, self.q2 = two_terms(turned(self.operands.q_smooth))
-            self.k1, self.k2 = two_terms(turned(self.operands.k_exact))
+            self.q1, self.q2 = two_terms(self.turned(self.operands.q_smooth))
+            self.k1, self.k2 = two_terms(self.turned(self.operands.k_exact))
 
     def _quantized(self, x: Tensor, group: str) -> Tensor:
         tiles = x.unflatten(-1, (-1, self.recipe.block_k)).unflatten(-3, (-1, self.recipe.block_q))

@@ -92,6 +92,10 @@ class Emulator:
             return x.to(self.dtype).to(self.compute)
         return x
 
+    def turned(self, x: Tensor) -> Tensor:
+        """x R where the recipe rotates, else x; turned twice is x."""
+        return rotated(x) if self.recipe.rotate else x
+
     def _prepare(self) -> _Operands:
         recipe = self.recipe
         q, q_mean = self.q, None
@@ -102,9 +106,8 @@ class Emulator:
         if not recipe.smooth_k:
             k, k_mean = _zero_invalid(self.k, self.valid), torch.zeros_like(k_mean)
         q, k = pad_tokens(q, recipe.block_q), pad_tokens(k, recipe.block_k)
-        turned = rotated if recipe.rotate else lambda x: x
-        q_codes, q_scale = quantize_tokens(turned(q), recipe.q_scale, recipe.block_q)
-        k_codes, k_scale = quantize_tokens(turned(k), recipe.k_scale, recipe.block_k)
+        q_codes, q_scale = quantize_tokens(self.turned(q), recipe.q_scale, recipe.block_q)
+        k_codes, k_scale = quantize_tokens(self.turned(k), recipe.k_scale, recipe.block_k)
         q_smooth, k_smooth = self.sixteen_bit(q), self.sixteen_bit(k)
         return _Operands(q_codes, q_scale, q_smooth, q_mean, k_codes, k_scale, k_smooth, k, k_mean)
 
@@ -172,8 +175,8 @@ class Emulator:
                 row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
         _, v_scale = quantize_tokens(self._smooth_v()[0], "sequence", self.recipe.block_k)
         x = self.operands
-        q = rotated(x.q_codes) if self.recipe.rotate else x.q_codes
-        return Float8Operands.of(row_max, lse, do, dlse, v_scale[..., :1, :], q, x.q_scale, x.k_codes, x.k_scale)
+        q_codes = self.turned(x.q_codes)
+        return Float8Operands.of(row_max, lse, do, dlse, v_scale[..., :1, :], q_codes, x.q_scale, x.k_codes, x.k_scale)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, Dv) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
@@ -279,11 +282,11 @@ class Emulator:
                 dk_rows = self.sixteen_bit(ds).mT @ x.q_smooth[..., rows, :]
             if x.q_mean is not None:
                 means = x.q_mean[..., rows, :]
-                dk_rows = dk_rows + ds.mT @ (rotated(means) if recipe.rotate and recipe.dk == INT8 else means)
+                dk_rows = dk_rows + ds.mT @ (self.turned(means) if recipe.dk == INT8 else means)
             dk[..., keys, :] += dk_rows.sum(2, keepdim=True)
-        if recipe.rotate:  # sums of products with S's codes
-            dq = rotated(dq) if recipe.dq != SIXTEEN_BIT else dq
-            dk = rotated(dk) if recipe.dk == INT8 else dk
+        # sums of products with S's codes
+        dq = dq if recipe.dq == SIXTEEN_BIT else self.turned(dq)
+        dk = self.turned(dk) if recipe.dk == INT8 else dk
         dq = (dq * self.scale)[..., : self.tokens_q, :]
         dk, dv = (dk * self.scale)[..., : self.tokens_k, :], dv[..., : self.tokens_k, :]
         return tuple(gradient.flatten(1, 2).to(self.dtype) for gradient in (dq, dk, dv))
