@@ -6,7 +6,11 @@ on what its row says, never on a width.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+# Keys of a block that has four scales, one for each lane of a quad.
+SCALE_BLOCK = 128
 
 
 class ForwardTile(NamedTuple):
@@ -20,6 +24,11 @@ class ForwardTile(NamedTuple):
     def queries(self) -> int:
         """Queries of a tile."""
         return 64 * self.warpgroups
+
+    @property
+    def scale_keys(self) -> int:
+        """Keys of a step that have the same scales: all, unless a block of scales may end within a step."""
+        return math.gcd(self.keys, SCALE_BLOCK)
 
 
 class BackwardTile(NamedTuple):
@@ -73,6 +82,8 @@ WIDTHS = (
     Width(96, 96, (96, 96), ForwardTile(2, 128, 2), None),
     Width(112, 112, (128, 128), *_128),
     Width(128, 128, (128, 128), *_128),
+    Width(192, 128, (192, 128), ForwardTile(2, 128, 3), None),
+    Width(256, 256, (256, 256), ForwardTile(2, 96, 2), None),
 )
 
 _OF = {row[:2]: row for row in WIDTHS}
