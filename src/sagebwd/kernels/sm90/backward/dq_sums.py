@@ -49,6 +49,20 @@ def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: 
 
 
 @gluon.jit
+def dq_rows_product(k_t_memory, ds_memory, slot, none, piece, FIRST: gl.constexpr, never=False):
+    """As many channels of dQ as ``none`` has, from FIRST of a piece on, for 64 queries; otherwise as `dq_product`."""
+    N: gl.constexpr = none.shape[1]
+    PIECES: gl.constexpr = k_t_memory.shape[0] // CONSUMERS
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [ROWS, ROWS], CODES)
+    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [ROWS, ROWS], CODES)
+    k_low = k_t_memory.index(piece).slice(FIRST, N, 0)
+    k_high = k_t_memory.index(PIECES + piece).slice(FIRST, N, 0)
+    dq = warpgroup_mma(low, k_low.permute((1, 0)), none, use_acc=never, is_async=True)
+    return warpgroup_mma(high, k_high.permute((1, 0)), dq, is_async=True)
+
+
+@gluon.jit
 def counter_rank_and_count(
     row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -107,11 +121,11 @@ def count_added(added, counter):
 
 
 @gluon.jit
-def store_block(desc, memory, x, row):
+def store_block(desc, memory, x, row, column=0):
     """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
     tma.store_wait(0)
     barrier()
     memory.store(x.to(memory.dtype))
     fence_async_shared()
     barrier()
-    store_tile(desc, [row, 0], memory)
+    store_tile(desc, [row, column], memory)
