@@ -13,7 +13,6 @@ from sagebwd.kernels.sm90.backward.tile import (
     block_range,
     float8_factor,
     reinterpret,
-    store_tile,
     store_transposed,
     writes_done,
 )
@@ -78,10 +77,10 @@ def store_dq(memory, dq, added, counter_before):
 
 
 @gluon.jit
-def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
-    """Hand a block of dQ^T to TMA.
+def turn_to_add(added, counter, rank, count):
+    """Let TMA see what was stored, and wait until this block of keys may add to a block of dQ.
 
-    added: how many blocks of keys have added to each block of dQ^T, by counter; this one comes after ``rank`` of
+    added: how many blocks of keys have added to each block of dQ, by counter; this one comes after ``rank`` of
     them, of which ``count`` had when last asked. None: in any order. A counter under 0 is that of zeros, which may
     come at any time.
     """
@@ -91,6 +90,12 @@ def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
         if counter >= 0:
             while count != rank:
                 count = gl.load(added + counter, volatile=True)
+
+
+@gluon.jit
+def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
+    """Hand a block of dQ^T to TMA, in its turn."""
+    turn_to_add(added, counter, rank, count)
     add_tile(dq_desc, [row, column], memory)
 
 
@@ -104,14 +109,3 @@ def count_added(added, counter):
     barrier()
     if counter >= 0:
         gl.atomic_add(added + counter, 1, sem="relaxed")
-
-
-@gluon.jit
-def store_block(desc, memory, x, row):
-    """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
-    tma.store_wait(0)
-    barrier()
-    memory.store(x.to(memory.dtype))
-    fence_async_shared()
-    barrier()
-    store_tile(desc, [row, 0], memory)

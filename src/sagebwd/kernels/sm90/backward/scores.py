@@ -23,11 +23,15 @@ def same_of_pairs(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
-    """S^T of a step, if there are more, once Q is there; in flight. none, never: as of `new_product`."""
+    """S^T of a step, if there are more, once Q is there; in flight. k: by pieces of channels; none, never: as of
+    `new_product`."""
+    PIECES: gl.constexpr = len(k)
     stage, phase = ring(step, STAGES)
     mbarrier.wait(full.index(stage * 3), phase, pred=more)
-    q = q_memory.index(stage).permute((1, 0))
-    return warpgroup_mma(k, q, none, use_acc=never, is_async=True)
+    s = warpgroup_mma(k[0], q_memory.index(stage * PIECES).permute((1, 0)), none, use_acc=never, is_async=True)
+    for piece in gl.static_range(1, PIECES):
+        s = warpgroup_mma(k[piece], q_memory.index(stage * PIECES + piece).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
