@@ -157,6 +157,11 @@ class Call(NamedTuple):
         return padded_head_dim(self.head_dim)
 
     @property
+    def turned(self) -> int:
+        """Channels that R turns, 0 where the recipe does not rotate."""
+        return sum(self.rotation)
+
+    @property
     def group(self) -> int:
         """Query heads that a key head serves."""
         return self.queries.heads // self.keys.heads

@@ -24,6 +24,7 @@ from sagebwd.kernels.sm90.operands import fp8_dq, fp8_rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 128, 64
+TILE = widths.BackwardTile(BLOCK, 2, by_channel=True, in_halves=True, in_turn=False)
 LOG2_E = 1.4426950408889634
 
 
@@ -74,17 +75,12 @@ class Operands:
         o, lse, row_max, v_maxima = map(device, (self.o, self.lse, self.row_max * LOG2_E, self.v_maxima))
         saved = Saved(o, lse, *q, *k, row_max, None)
         self.do_scaled = torch.empty_like(o)
-        self.values = fp8_rows.launch_row_values(
-            call,
-            saved,
-            v_maxima.view(torch.int32),
-            signs(turned),
-            device(self.do),
-            device(self.dlse),
-            self.largest,
-            self.do_scaled,
-            BLOCK,
-        )
+
+        def run(tile: widths.BackwardTile) -> fp8_rows.RowValues:
+            given = v_maxima.view(torch.int32), signs(turned), device(self.do), device(self.dlse)
+            return fp8_rows.launch_row_values(call, saved, *given, self.largest, self.do_scaled, tile)
+
+        self.run, self.values = run, run(TILE)
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
         column = lambda x: None if x is None else grouped(x).unsqueeze(-1)  # noqa: E731
         lse = torch.where(self.lse == -torch.inf, 0, self.lse)
@@ -188,6 +184,25 @@ def test_parts_of_delta_add_up_to_it(operands):
     torch.testing.assert_close((parts[:, :, :TOKENS, :3] * weight).sum(-1), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_delta_as_a_plane(operands):
+    values = operands.run(TILE._replace(in_two=True))
+    assert values.delta_parts is None
+    planes = values.planes.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 3, BLOCK)
+    assert torch.equal(
+        planes[..., :2, :].flatten(3), operands.values.planes.cpu().double().view(*planes.shape[:3], -1)
+    )
+    delta = planes[..., 2, :].flatten(2)
+    assert (delta[..., TOKENS:] == 0).all()
+    expected = -operands.delta * operands.emulated.inverse_bound.flatten(1, 2).squeeze(-1)
+    torch.testing.assert_close(delta[..., :TOKENS], expected, rtol=1e-5, atol=1e-6)
+    assert values.dq_sums.shape == (BATCH * HEADS_K * GROUP * 2 * BLOCK, HEAD_DIM)
+    assert not values.dq_sums.any()
+    for name in ("scales", "spread", "do_t", "q_t"):
+        width = 2 if name == "scales" else None
+        alike = (getattr(x, name)[..., :width].cpu().float() for x in (values, operands.values))
+        assert torch.equal(*alike), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_reach_further_than_their_type(dtype):
     """A channel of V that is large and constant makes delta large, but says nothing of a row's bound."""
@@ -205,8 +220,9 @@ def test_scaled_gradients_are_exact(operands):
     assert torch.equal(operands.do_scaled.cpu().double(), expected)
 
 
+@pytest.mark.parametrize("tile", [TILE, TILE._replace(piece=64)], ids=["channels", "rows"])
 @pytest.mark.parametrize("lengths", [[], [5, 0, 65]], ids=["dense", "packed"])
-def test_finished_dq(operands, lengths):
+def test_finished_dq(operands, lengths, tile):
     heads, total = HEADS_K * GROUP, sum(lengths) or TOKENS
     if lengths:
         ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
@@ -226,7 +242,8 @@ def test_finished_dq(operands, lengths):
     largest = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    fp8_dq.launch_finish_dq(call, summed, spread, largest.view(torch.int32), dq, BLOCK)
+    given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.in_rows else summed
+    fp8_dq.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
     unit = 0.3 / fp8_dq.dq_sum_scale(call)
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
@@ -275,7 +292,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, None)
         do_scaled = torch.empty_like(o)
         values = fp8_rows.launch_row_values(
-            call, saved, v_maxima, signs(sum(call.rotation)), do, None, largest, do_scaled, BLOCK
+            call, saved, v_maxima, signs(sum(call.rotation)), do, None, largest, do_scaled, TILE
         )
         copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in (values.do_t, values.q_t)]
         return values, copies, largest, do_scaled
@@ -353,7 +370,7 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
         None,
         largest,
         do_scaled,
-        block,
+        widths.width(head_dim, head_dim).backward,
     )
     values, largest = fp8_rows.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
 

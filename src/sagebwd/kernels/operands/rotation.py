@@ -1,7 +1,7 @@
-"""R of `sagebwd.meaning.rotation` in kernels: products with its signs, of which each program makes its own.
+"""R of `sagebwd.meaning.rotation` in kernels: products with its signs, which programs of many rows make themselves.
 
-Signs follow from the numbers of two channels in a few instructions, so that there is no tensor of them for recorded
-launches and CUDA graphs to keep. Products of 16-bit numbers with signs are exact, and are added up in FP32. TURNED:
+Signs follow from the numbers of two channels in a few instructions. Programs of few rows read what a launch before
+theirs stored (`store_signs`). Products of 16-bit numbers with signs are exact, and are added up in FP32. TURNED:
 channels that R is of, a call's own head_dim; tiles may be filled up beyond it with zeros.
 """
 
@@ -17,6 +17,8 @@ from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
 ROUNDING = tl.constexpr(2.0**-18)
 # Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)
+# Channels of tiles up to which programs hold all of R's signs (`signs_and_factors`).
+HELD = tl.constexpr(128)
 
 
 @triton.jit

@@ -72,7 +72,7 @@ class Groups(NamedTuple):
         recipe = call.recipe
         chosen = (
             recipe.q_scale == "token", recipe.do_scale == "channel", recipe.p_scale_dv == "key",
-            recipe.ds_scale_dk == "key", sum(call.rotation) if recipe.dk == INT8 else 0,
+            recipe.ds_scale_dk == "key", call.turned if recipe.dk == INT8 else 0,
         )  # fmt: skip
         return cls(*map(tl.constexpr, chosen))
 

@@ -298,7 +298,7 @@ def launch_dq(
             **call.band,
             scale=call.scale,
             head_dim=call.head_dim,
-            TURNED=sum(call.rotation) if recipe.dq == INT8 else 0,
+            TURNED=call.turned if recipe.dq == INT8 else 0,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             PAD_Q=recipe.block_q,

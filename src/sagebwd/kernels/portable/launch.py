@@ -40,7 +40,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
-    turned = sum(call.rotation)
+    turned = call.turned
     if q_int8 or recipe.smooth_q:
         smoothed = recipe.smooth_q and not s_int8
         q_pass = launch_quantize(
@@ -95,7 +95,7 @@ def backward(
         shift = k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     if recipe.smooth_q:
-        turned = dk_int8 * sum(call.rotation)
+        turned = dk_int8 * call.turned
         q_pass = launch_quantize(
             q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True, turned=turned,
             turned_mean=turned > 0,

@@ -30,6 +30,8 @@ class BackwardTile(NamedTuple):
     queries, and holds K's copy for dQ^T.
     in_halves: products are added up half of the channels at a time, for the registers.
     in_turn: a program takes several blocks of keys one after the other (`turns`).
+    piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
+    in_two: dK and dV have no room beside one another, and are computed by two kernels.
     """
 
     queries: int
@@ -37,6 +39,13 @@ class BackwardTile(NamedTuple):
     by_channel: bool
     in_halves: bool
     in_turn: bool
+    piece: int = 0
+    in_two: bool = False
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether dQ is added up in rows, (queries, D); else dQ^T is."""
+        return self.in_two or self.piece > 0
 
 
 class Width(NamedTuple):

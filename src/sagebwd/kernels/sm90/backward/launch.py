@@ -72,10 +72,10 @@ def backward(
     block_q, span = tile.queries, CONSUMERS.value * rows
     largest, added, v_maxima = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
-    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, sum(call.rotation))
+    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned)
     dq, dk, dv = empty_gradients(call.recipe, head_dim, saved.o, v)
     # dQ is written last: its memory has the scaled dO until then
-    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, dq, block_q)
+    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, dq[..., : call.value_dim], tile)
     operands = Operands.of(call, q_int8, k_int8, v, dq)
     turns, heads_at_once = 1, 1
     if deterministic:
@@ -135,5 +135,5 @@ def backward(
         HAS_UPPER=call.band["HAS_UPPER"],
         **LAUNCH,
     )
-    launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, block_q)
+    launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
     return dq, dk, dv

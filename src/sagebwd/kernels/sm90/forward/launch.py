@@ -32,7 +32,7 @@ class Written(NamedTuple):
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     sampled = call.recipe.k_mean == "sample"
-    codes = launch_codes(k, call.keys, call.key_mask, SCALE_BLOCK, k_sampled=sampled, turned=sum(call.rotation))
+    codes = launch_codes(k, call.keys, call.key_mask, SCALE_BLOCK, k_sampled=sampled, turned=call.turned)
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0

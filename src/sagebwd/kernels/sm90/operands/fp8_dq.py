@@ -8,10 +8,11 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import signs_and_factors, turned
+from sagebwd.kernels.operands.rotation import load_turned, signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, row_of
-from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
+from sagebwd.kernels.operands.tile import block_and_head, load_rows, padded_block, to_16bit, whose
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
+from sagebwd.kernels.sm90.widths import BackwardTile
 
 # Where a program makes R's signs, so many blocks of queries take them.
 TURNED_BLOCKS, TURNED_STAGES = 4, 3
@@ -20,18 +21,24 @@ TURNED_BLOCKS, TURNED_STAGES = 4, 3
 @triton.jit(do_not_specialize=["tokens", "total", "blocks", "parts"])
 def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, parts, scale,
-    head_dim: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, TURNED: tl.constexpr, IN_ROWS: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``.
 
-    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. TURNED: the sums are of
-    keys times R, of so many channels, and dQ is turned back; or 0.
+    IN_ROWS: they are (heads, blocks * BLOCK, D). Of a head ``parts`` programs share the blocks: fewer where each makes
+    R's signs. TURNED: the sums are of keys times R, of so many channels, and dQ is turned back; or 0.
     """
     number, program = block_and_head(parts)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     owner = batch * heads_k + head // (heads // heads_k)
-    if TURNED:
+    if IN_ROWS:
+        if number * BLOCK < length:
+            finish_in_rows(
+                summed, spread, largest, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
+                head_dim, TURNED, VARLEN, BLOCK, BLOCK_D,
+            )  # fmt: skip
+    elif TURNED:
         rotation = signs_and_factors(summed.dtype.element_ty, TURNED, BLOCK_D)
         for i in tl.range(number, tl.cdiv(length, BLOCK), parts, num_stages=STAGES):
             finish_rows(
@@ -50,7 +57,7 @@ def finish_rows(
     summed, spread, largest, rotation, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
     head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A block of `finish_dq_kernel`."""
+    """A block of `finish_dq_kernel`, of sums of dQ^T."""
     first = number * BLOCK
     pitch = blocks * BLOCK
     padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
@@ -70,6 +77,30 @@ def finish_rows(
     tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
 
 
+@triton.jit
+def finish_in_rows(
+    summed, spread, largest, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
+    head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A block of `finish_dq_kernel`, of sums of dQ."""
+    first = number * BLOCK
+    local = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = first + local < length
+    row = z.to(tl.int64) * (blocks * BLOCK) + padded_block(start, batch, BLOCK, VARLEN) * BLOCK + first
+    rows = summed + row * head_dim
+    if TURNED:
+        tile = load_turned(rows, local, head_dim, length - first, None, head_dim, TURNED, BLOCK_D)
+    else:
+        tile = load_rows(rows, local, columns, head_dim, length - first, head_dim, False, head_dim == BLOCK_D)
+        tile = tile.to(tl.float32)
+    factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
+    factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
+    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token + columns[None, :]
+    kept = inside[:, None] & (columns < head_dim)[None, :]
+    tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
+
+
 def dq_sum_scale(call: Call) -> float:
     """What sums of dS' K' are multiplied by, lest FP16 overflow.
 
@@ -79,11 +110,13 @@ def dq_sum_scale(call: Call) -> float:
     return 2.0 ** -(3 + max(call.keys.tokens - 1, 0).bit_length())
 
 
-def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, block: int) -> None:
-    """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of ``block``; see `finish_dq_kernel`."""
-    queries = call.queries
+def launch_finish_dq(
+    call: Call, summed: Tensor, spread: Tensor, largest: Tensor, dq: Tensor, tile: BackwardTile
+) -> None:
+    """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of queries; see `finish_dq_kernel`."""
+    queries, block = call.queries, tile.queries
     grid = queries.grid(block)
-    parts = -(-grid // TURNED_BLOCKS) if call.rotation else grid
+    parts = -(-grid // TURNED_BLOCKS) if call.rotation and not tile.in_rows else grid
     launch(
         finish_dq_kernel,
         (parts * queries.batch * queries.heads,),
@@ -99,6 +132,7 @@ def launch_finish_dq(call: Call, summed: Tensor, spread: Tensor, largest: Tensor
         queries.blocks(block),
         parts,
         call.scale / dq_sum_scale(call),
+        IN_ROWS=tile.in_rows,
         STAGES=TURNED_STAGES,
         **shape_of(call, block),
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.call import Call, Saved
+from sagebwd.call import Call, Saved, padded_head_dim
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import turned_codes
 from sagebwd.kernels.operands.strided import Strided, row_of
@@ -27,6 +27,7 @@ from sagebwd.kernels.operands.tile import (
     whose,
 )
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.sm90.widths import BackwardTile
 from sagebwd.meaning import float8
 
 # Zeros that a program writes at a time.
@@ -47,8 +48,8 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales,
     delta_parts, spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k,
-    total, total_k, blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    total, total_k, blocks, grid, head_dim: tl.constexpr, value_dim: tl.constexpr, TURNED: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
@@ -64,8 +65,8 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread,
-            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, TURNED, VARLEN,
-            BLOCK, BLOCK_D,
+            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, value_dim, TURNED,
+            VARLEN, BLOCK, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         largest_key(
@@ -77,18 +78,19 @@ def row_values_kernel(
 @triton.jit
 def row_values(
     do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
-    do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr,
+    value_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
     key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
-    it when multiplied by `delta_parts_weight`. do_scaled: 2^-b dO, exact but for what is too small for FP16. do_t and
-    q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block, transposed by `store_transposed`,
-    with zeros past the end; scales, SCALES a block: 2^-g of both. spread, 2^(b - e), one a token. v_maxima: the
-    bits of the largest magnitudes of V's channels, int32. TURNED: channels of the rotation of Q's codes, which q_t
-    has turned back with R's ``signs`` (`store_signs`), or 0.
+    it when multiplied by `delta_parts_weight`; None: it is a third plane. do_scaled: 2^-b dO, exact but for what is
+    too small for FP16. do_t and q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block,
+    transposed by `store_transposed`, with zeros past the end; scales, SCALES a block: 2^-g of both. spread,
+    2^(b - e), one a token. v_maxima: the bits of the largest magnitudes of V's channels, int32. TURNED: channels of
+    the rotation of Q's codes, which q_t has turned back with R's ``signs`` (`store_signs`), or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -96,21 +98,25 @@ def row_values(
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
+        value_columns = tl.arange(0, BLOCK_V)
         EVEN: tl.constexpr = head_dim == BLOCK_D
+        EVEN_V: tl.constexpr = value_dim == BLOCK_V
         inside = first + local < length
         do_at = row_of(do, batch, head, start + first)
         o_at = row_of(o, batch, head, start + first)
         q_at = row_of(q, batch, head, start + first)
         scaled_at = row_of(do_scaled, batch, head, start + first)
-        tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
-        out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        tile = load_rows(do_at, local, value_columns, do.token, length - first, value_dim, False, EVEN_V).to(
+            tl.float32
+        )
+        out = load_rows(o_at, local, value_columns, o.token, length - first, value_dim, False, EVEN_V).to(tl.float32)
         codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
         owner = batch * heads_k + head // (heads // heads_k)
-        channel = tl.load(v_maxima + owner * head_dim + columns, mask=columns < head_dim, other=0)
+        channel = tl.load(v_maxima + owner * value_dim + value_columns, mask=value_columns < value_dim, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
         # psi gives a channel without range the scale 1, which says nothing of V
         norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
-        norm = 127.0 * tl.where(norm == 0, head_dim**0.5, norm)
+        norm = 127.0 * tl.where(norm == 0, value_dim**0.5, norm)
 
         row = z * total + start + first + local
         delta = tl.sum(tile * out, 1)
@@ -137,16 +143,19 @@ def row_values(
         inverse = power_of_2(-b)
         spread_row = weight * power_of_2(b) + bound * 0
         scale = tl.load(q_scale + row, mask=inside, other=0)
-        rows += block * BLOCK * 2
+        rows += block * BLOCK * (3 if delta_parts is None else 2)
         tl.store(rows + local, tl.where(seen, row_lse - e, float("inf")))
         tl.store(rows + BLOCK + local, scale)
-        store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
+        if delta_parts is None:
+            tl.store(rows + 2 * BLOCK + local, -delta * inverse)
+        else:
+            store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(spread + row, spread_row, mask=inside)
-        at = scaled_at + local[:, None] * do_scaled.token + columns[None, :]
-        kept = inside[:, None] & (columns < head_dim)[None, :]
+        at = scaled_at + local[:, None] * do_scaled.token + value_columns[None, :]
+        kept = inside[:, None] & (value_columns < value_dim)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
-        store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, columns, head_dim, BLOCK)
+        store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, value_columns, value_dim, BLOCK)
         if TURNED:
             x = turned_codes(codes, signs, TURNED, BLOCK_D)
         else:
@@ -256,11 +265,14 @@ def largest_key(
 
 
 class RowValues(NamedTuple):
-    """What `row_values_kernel` writes of the queries; see there. dq_sums: FP16 zeros, (heads * D, padded queries)."""
+    """What `row_values_kernel` writes of the queries; see there.
+
+    dq_sums: FP16 zeros, (heads * D, padded queries), or where dQ is added up in rows (heads * padded queries, D).
+    """
 
     planes: Tensor
     scales: Tensor
-    delta_parts: Tensor
+    delta_parts: Tensor | None
     spread: Tensor
     do_t: Tensor
     q_t: Tensor
@@ -269,13 +281,13 @@ class RowValues(NamedTuple):
 
 def launch_row_values(
     call: Call, saved: Saved, v_maxima: Tensor, signs: Tensor | None, do: Tensor, dlse: Tensor | None,
-    largest: Tensor, do_scaled: Tensor, block: int,
+    largest: Tensor, do_scaled: Tensor, tile: BackwardTile,
 ) -> RowValues:  # fmt: skip
-    """Row values of ``block`` queries, and in ``largest``, zeros before, the bits of each key head's largest K.
+    """Row values by blocks of queries, and in ``largest``, zeros before, the bits of each key head's largest K.
 
     signs: R's, written before, where the call rotates. do_scaled: where the scaled dO goes, of dO's shape and dtype.
     """
-    queries, keys = call.queries, call.keys
+    queries, keys, block = call.queries, call.keys, tile.queries
     o, q, k = saved.o, saved.q_int8, saved.k_int8
     programs = queries.batch * queries.heads
     grid = max(queries.grid(block), keys.grid(block))
@@ -284,15 +296,16 @@ def launch_row_values(
     rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
     share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
-    copy = block * call.head_dim
+    sums = zeros.view(torch.float16)[: rows * columns]
+    parts = None if tile.in_two else queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device)
     out = RowValues(
-        queries.padded(block, block * 2, dtype=torch.float32, device=do.device),
+        queries.padded(block, block * (3 if tile.in_two else 2), dtype=torch.float32, device=do.device),
         queries.padded(block, SCALES.value, dtype=torch.float32, device=do.device),
-        queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device),
+        parts,
         queries.per_token(do.device),
-        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
-        queries.padded(block, copy, dtype=torch.float8_e4m3fn, device=do.device),
-        zeros.view(torch.float16)[: rows * columns].view(rows, columns),
+        queries.padded(block, block * call.value_dim, dtype=torch.float8_e4m3fn, device=do.device),
+        queries.padded(block, block * call.head_dim, dtype=torch.float8_e4m3fn, device=do.device),
+        sums.view(-1, call.head_dim) if tile.in_rows else sums.view(rows, columns),
     )
     launch(
         row_values_kernel,
@@ -329,6 +342,8 @@ def launch_row_values(
         keys.total,
         queries.blocks(block),
         grid,
+        value_dim=call.value_dim,
+        BLOCK_V=padded_head_dim(call.value_dim),
         **shape_of(call, block),
     )
     return out
@@ -337,6 +352,6 @@ def launch_row_values(
 def shape_of(call: Call, block: int) -> dict[str, object]:
     """The constants of every pass, and its warps."""
     return {
-        "head_dim": call.head_dim, "TURNED": sum(call.rotation), "VARLEN": call.packed, "BLOCK": block,
+        "head_dim": call.head_dim, "TURNED": call.turned, "VARLEN": call.packed, "BLOCK": block,
         "BLOCK_D": call.block_d, "num_warps": pass_warps(block, call.head_dim),
     }  # fmt: skip

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import ROUNDING, signs_and_factors, store_signs, turned, turned_row
+from sagebwd.kernels.operands.rotation import (
+    HELD,
+    ROUNDING,
+    load_turned,
+    signs_and_factors,
+    store_signs,
+    turned,
+    turned_row,
+)
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
@@ -132,7 +140,9 @@ def key_codes_kernel(
             tl.store(taken, 0)
     if TURNED:
         mu = tl.sum(tl.load(turned_sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
-        rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
+        rotation = None
+        if BLOCK_D <= HELD:
+            rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
     last = tl.cdiv(length, BLOCK)
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
         last = tl.maximum(last, 1)
@@ -140,37 +150,41 @@ def key_codes_kernel(
         for i in tl.range(number, last, parts, num_stages=STAGES):
             store_codes(
                 k, mu, rotation, codes, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
-                length, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+                length, tokens, total, blocks, head_dim, TURNED, VARLEN, BLOCK, BLOCK_D,
             )  # fmt: skip
     elif number < last:
         store_codes(
             k, mu, None, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
-            length, tokens, total, blocks, head_dim, VARLEN, BLOCK, BLOCK_D,
+            length, tokens, total, blocks, head_dim, 0, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def store_codes(
     k, mu, rotation, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
-    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are."""
+    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are; rotation: None if not held."""
     first = number * BLOCK
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     keep = inside
     k_at = row_of(k, batch, head, start + first)
-    tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
-    if rotation is not None:
-        tile = turned(tile, rotation)
+    if TURNED and rotation is None:
+        tile = load_turned(k_at, local, k.token, length - first, None, head_dim, TURNED, BLOCK_D)
     else:
-        tile = tile.to(tl.float32)
+        tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        if TURNED:
+            tile = turned(tile, rotation)
+        else:
+            tile = tile.to(tl.float32)
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
     tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
     lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
-    if rotation is not None:
+    if TURNED:
         lanes = tl.where(lanes < tl.max(tl.abs(mu), 0) * ROUNDING, 0.0, lanes)
     lane_scale = psi_scale(lanes)
     scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
@@ -275,12 +289,13 @@ def launch_codes(
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     largest = out.largest_norm.view(torch.int32)
     block_d = padded_head_dim(head_dim)
+    warps = WARPS * max(1, block_d // 128)
     shape = {"head_dim": head_dim, "TURNED": turned, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": block_d}
     launch(
         sum_keys_kernel,
         (chunks * all_heads,),
         Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
-        chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
+        chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=warps, **shape,
     )  # fmt: skip
     parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     if turned:
@@ -291,6 +306,6 @@ def launch_codes(
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
         keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
-        STAGES=TURNED_STAGES // block_d, num_warps=WARPS, **shape,
+        STAGES=TURNED_STAGES // block_d, num_warps=warps, **shape,
     )  # fmt: skip
     return out
