@@ -19,23 +19,21 @@ def store_block(desc, memory, x, row, column):
 
 
 @gluon.jit
-def store_rows(x, factor, out, strides, batch, head, token, rows, written, LAYOUT: gl.constexpr):
-    """Rows of dK or dV from a sequence's token on, by pieces of channels, where they are to be ``written``."""
-    PIECE: gl.constexpr = x[0].shape[1]
-    columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
+def store_rows(x, out, strides, batch, head, token, rows, columns, written):
+    """Rows of dK or dV from a sequence's token on, by pieces of as many columns, where they are to be ``written``."""
     of_batch, of_head, of_token = strides
     first = batch.to(gl.int64) * of_batch + head.to(gl.int64) * of_head
     at = first + gl.expand_dims((token + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
     for piece in gl.static_range(len(x)):
-        gl.store(out + at + piece * PIECE, (x[piece] * factor).to(out.dtype.element_ty), mask=written)
+        gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=written)
 
 
 @gluon.jit
 def store_gradients(
-    dk_sums, dv_sums, scale, pointers, descriptors, v_part, dq_part, strides, batch, head_k, start_k, length_k,
+    dk_sums, dv_sums, pointers, descriptors, v_part, dq_part, strides, batch, head_k, start_k, length_k,
     first_k, heads_k, tokens_k, IN_TURN: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dK, times ``scale``, and dV of 64 keys from ``first_k`` on, by pieces of channels.
+    """dK and dV of 64 keys from ``first_k`` on, by pieces of channels.
 
     v_part, dq_part: this warpgroup's first piece of V, and of blocks of dQ. strides: of dK, and of dV if they are
     others.
@@ -45,9 +43,10 @@ def store_gradients(
     PIECE: gl.constexpr = dk_sums[0].shape[1]
     if RAGGED:
         rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
         written = gl.expand_dims(rows < length_k, 1)
-        store_rows(dk_sums, scale, dk, strides[:3], batch, head_k, start_k, rows, written, LAYOUT)
-        store_rows(dv_sums, 1.0, dv, strides[-3:], batch, head_k, start_k, rows, written, LAYOUT)
+        store_rows(dk_sums, dk, strides[:3], batch, head_k, start_k, rows, columns, written)
+        store_rows(dv_sums, dv, strides[-3:], batch, head_k, start_k, rows, columns, written)
     else:
         # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
         out = v_part
@@ -56,6 +55,6 @@ def store_gradients(
             out = reinterpret(dq_part, dk_desc.dtype, [ROWS, PIECE], dk_desc.layout)
         row = (batch * heads_k + head_k) * tokens_k + first_k
         for piece in gl.static_range(len(dk_sums)):
-            store_block(dk_desc, out, dk_sums[piece] * scale, row, piece * PIECE)
+            store_block(dk_desc, out, dk_sums[piece], row, piece * PIECE)
         for piece in gl.static_range(len(dv_sums)):
             store_block(dv_desc, out, dv_sums[piece], row, piece * PIECE)

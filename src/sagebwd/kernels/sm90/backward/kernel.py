@@ -31,7 +31,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 from sagebwd.kernels.sm90.backward.epilogue import store_gradients
 from sagebwd.kernels.sm90.backward.key_blocks import head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.sm90.backward.loads import load
-from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated
+from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
 from sagebwd.kernels.sm90.backward.scores import probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.tile import (
@@ -95,6 +95,7 @@ def accumulate(
     PARTS: gl.constexpr = 2 if HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory[0].index(CONSUMER)
     pitch = blocks_q * BLOCK_Q
@@ -132,13 +133,13 @@ def accumulate(
         barrier()
         mbarrier.arrive(ds_full.index(slot), count=1)
         # what registers are left for, tensor cores need not read from shared memory again and again
-        if HOLDS_KEYS:
-            k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
         if not IN_PIECES:
             k_t = k_t_memory.index(0).slice(CHANNEL, ROWS, 0), k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
             if not BY_CHANNEL and not IN_ORDER:
                 mbarrier.wait(ds_full.index(slot), phase)
                 k_t = loaded(k_t, gl.DotOperandLayout(0, DQ_LAYOUT, 4))
+        if HOLDS_KEYS:
+            k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
         last_row = (z_q + head_k * group) * HEAD + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
@@ -228,23 +229,22 @@ def accumulate(
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
                         dv, dk, dq = add_whole(
-                            dv_acc[0], dk_acc[0], p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
-                            copy_scales, k_t, ds_memory, before, ds_full, phase_before, QUERY, BLOCK_Q, OUT_LAYOUT,
-                            DQ_LAYOUT,
+                            dv_acc[0], dk_acc[0], (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                            k_t, ds_memory, before, ds_full, phase_before, no_sums, no_dq, QUERY, BLOCK_Q, OUT_LAYOUT,
                         )  # fmt: skip
                         dv_acc, dk_acc = (dv,), (dk,)
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
-                    to_column = column + to_block * BLOCK_Q
                     if IN_PIECES:
                         store_dq_rows(dq_memory, dq * sum_scale, CONSUMER, HALF_LAYOUT)
-                        add_dq_rows(dq_desc, dq_memory, to_row * pitch + to_column, CONSUMER, added, counter, rank, count)
+                        to_row = to_row * pitch + column + to_block * BLOCK_Q
+                        add_dq_rows(dq_desc, dq_memory, to_row, CONSUMER, added, counter, rank, count)
                     else:
                         store_dq(dq_part, dq * sum_scale, added, counter_before)
                         if not IN_HALVES:
                             # not before: dQ's registers are needed
                             s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
-                        add_dq(dq_desc, dq_part, to_row, to_column, added, counter, rank, count)
+                        add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
             last_row = row
             begun += end - begin
@@ -255,7 +255,6 @@ def accumulate(
         if IN_PIECES:
             dq, dq_half = last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER, OUT_LAYOUT, HALF_LAYOUT)
         else:
-            no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
             dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
@@ -264,19 +263,19 @@ def accumulate(
             HAS_LOWER, HAS_UPPER, BLOCK_Q, HEAD,
         )  # fmt: skip
         counter = gl.where(begin < end, counter, -1)
-        column += gl.maximum(end, 1) * BLOCK_Q
         if IN_PIECES:
             store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
             store_dq_rows(dq_memory, dq * sum_scale, CONSUMER, HALF_LAYOUT)
-            add_dq_rows(dq_desc, dq_memory, last_row * pitch + column, CONSUMER, added, counter, rank, count)
+            last_row = last_row * pitch + column + gl.maximum(end, 1) * BLOCK_Q
+            add_dq_rows(dq_desc, dq_memory, last_row, CONSUMER, added, counter, rank, count)
         else:
             store_dq(dq_part, dq * sum_scale, added, counter_before)
-            add_dq(dq_desc, dq_part, last_row, column, added, counter, rank, count)
+            add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
 
         store_gradients(
-            dk_acc, dv_acc, scale, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES), dq_part,
+            scaled(dk_acc, scale), dv_acc, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES), dq_part,
             strides, batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN, RAGGED,
             OUT_LAYOUT,
         )  # fmt: skip

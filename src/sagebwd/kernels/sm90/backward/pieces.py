@@ -48,6 +48,15 @@ def repeated(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def scaled(pieces, factor):
+    """Each piece times a number."""
+    out = ()
+    for piece in gl.static_range(len(pieces)):
+        out += (pieces[piece] * factor,)
+    return out
+
+
+@gluon.jit
 def halves(x, LAYOUT: gl.constexpr):
     """Each half of a result's columns: the same registers under other names."""
     N: gl.constexpr = x.shape[1] // 2

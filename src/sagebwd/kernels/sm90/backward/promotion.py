@@ -37,22 +37,24 @@ def add_here(x, y, scale):
 
 @gluon.jit
 def add_whole(
-    dv, dk, p_codes, ds_codes, do_t, q_t, scales, k_t, ds_memory, before, ds_full, phase, QUERY: gl.constexpr,
-    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    dv, dk, codes, copies, stage, scales, k_t, ds_memory, before, ds_full, phase, none, no_dq, QUERY: gl.constexpr,
+    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK with a step's products, and the step before's dQ^T."""
-    none = gl.zeros(dk.shape, gl.float32, LAYOUT)
-    dv_new = new_product(p_codes, do_t, none)
+    """dV and dK with a step's products, and the step before's dQ^T.
+
+    codes, copies: dV's and dK's. none, no_dq: zeros as dV and dK, and as dQ^T.
+    """
+    dv_new = new_product(codes[0], copies[0].index(stage), none)
     # before the products are waited for
     dv_scale = plane(scales, 0, 1, LAYOUT)
     dk_scale = plane(scales, 1, 1, LAYOUT)
     mbarrier.wait(ds_full.index(before), phase)
     dv_new = warpgroup_mma_wait(0, deps=[dv_new])
     dv = add_here(dv, dv_new, dv_scale)
-    dk_new = new_product(ds_codes, q_t, none)
+    dk_new = new_product(codes[1], copies[1].index(stage), none)
     dk_new = warpgroup_mma_wait(0, deps=[dk_new])
     dk = add_here(dk, dk_new, dk_scale)
-    dq = dq_product(k_t, ds_memory, before, gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT), False, QUERY, BLOCK_Q)
+    dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
     return dv, dk, warpgroup_mma_wait(0, deps=[dq])
 
 
