@@ -19,10 +19,13 @@ from tools.cross_compile import count, matrix_loops, sass
 pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))
 
 # Instructions of a step without masks, by element of the score tile that a thread holds; measured, and 3% more.
-TILES = {row.head_dim: row.forward for row in WIDTHS if row.form == row[:2]}
-MOST_INSTRUCTIONS = {64: 7.7, 96: 7.85, 128: 8.4}
+TILES = {row.form: row.forward for row in WIDTHS if row.form == row[:2]}
+MOST_INSTRUCTIONS = {(64, 64): 7.7, (96, 96): 8.1, (128, 128): 8.4, (192, 128): 8.6, (256, 256): 12.1}
 # Of one without maxima, and of one that looks at P for them, which counts what is skipped where no key dominates.
-MOST_WITHOUT_MAXIMA = {64: (6.1, 7.55), 96: (6.2, 7.65), 128: (6.3, 7.75)}
+MOST_WITHOUT_MAXIMA = {
+    (64, 64): (6.1, 7.55), (96, 96): (6.2, 7.65), (128, 128): (6.3, 7.75), (192, 128): (6.5, 7.85),
+    (256, 256): (7.6, 9.3),
+}  # fmt: skip
 KINDS = {
     "full": {},
     "causal": {"upper": True},
@@ -47,57 +50,60 @@ def loops(variant: Variant) -> list[Counter]:
     return [body for body in bodies if not body["EXIT"]]
 
 
-@pytest.mark.parametrize("head_dim", sorted(TILES))
+@pytest.mark.parametrize("dims", sorted(TILES))
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_loops_have_their_products_and_spill_nothing(kind, head_dim):
-    variant = Variant(head_dim, "bfloat16", TILES[head_dim], **KINDS[kind])
+def test_loops_have_their_products_and_spill_nothing(kind, dims):
+    variant = Variant(*dims, "bfloat16", TILES[dims], **KINDS[kind])
     found = loops(variant)
     # whole blocks, with and without maxima, and masked ones on either side of them
     assert len(found) == (1 if variant.key_mask else 2 + variant.upper + variant.lower)
     for body in found:
-        assert body["IGMMA"] == head_dim // 32
+        assert body["IGMMA"] == dims[0] // 32
         assert body["HGMMA"] == variant.tile.keys // 16
         assert body["STL"] + body["LDL"] == 0
 
 
-@pytest.mark.parametrize("head_dim", sorted(TILES))
-def test_whole_blocks_take_few_instructions(head_dim):
+@pytest.mark.parametrize("dims", sorted(TILES))
+def test_whole_blocks_take_few_instructions(dims):
     def least(dtype: str, row_max: bool) -> float:
-        variant = Variant(head_dim, dtype, TILES[head_dim], upper=True, row_max=row_max)
+        variant = Variant(*dims, dtype, TILES[dims], upper=True, row_max=row_max)
         return min(sum(body.values()) for body in loops(variant)) / variant.tile.keys * 2
 
-    assert least("float16", row_max=True) <= MOST_INSTRUCTIONS[head_dim]
-    without, looking = MOST_WITHOUT_MAXIMA[head_dim]
+    assert least("float16", row_max=True) <= MOST_INSTRUCTIONS[dims]
+    without, looking = MOST_WITHOUT_MAXIMA[dims]
     assert least("bfloat16", row_max=False) <= without
     assert least("bfloat16", row_max=True) <= looking
 
 
-@pytest.mark.parametrize("head_dim", sorted(TILES))
-def test_products_of_a_step_are_queued_together(head_dim):
+@pytest.mark.parametrize("dims", sorted(TILES))
+def test_products_of_a_step_are_queued_together(dims):
     # ptxas waits for every one of them where it cannot keep their registers apart
     for dtype in ("float16", "bfloat16"):
-        for body in loops(Variant(head_dim, dtype, TILES[head_dim], upper=True, row_max=True)):
+        for body in loops(Variant(*dims, dtype, TILES[dims], upper=True, row_max=True)):
             assert body["WARPGROUP"] <= 4
 
 
-@pytest.mark.parametrize(("head_dim", "turned"), [(64, 64), (128, 112), (128, 128)])
-def test_a_rotation_costs_a_tile_little(head_dim, turned):
+ROTATED = [((64, 64), 64), ((96, 96), 96), ((128, 128), 112), ((128, 128), 128), ((192, 128), 192), ((256, 256), 256)]
+
+
+@pytest.mark.parametrize(("dims", "turned"), ROTATED)
+def test_a_rotation_costs_a_tile_little(dims, turned):
     """No loop is touched, and what sums take is saved where fewer threads share a row."""
-    plain = Variant(head_dim, "bfloat16", TILES[head_dim], upper=True, row_max=True)
+    plain = Variant(*dims, "bfloat16", TILES[dims], upper=True, row_max=True)
     rotated = replace(plain, rotation=sizes(turned))
     for body, expected in zip(loops(rotated), loops(plain), strict=True):
         assert body.total() <= 1.01 * expected.total()
     before, after = (count(machine_code(variant)) for variant in (plain, rotated))
-    assert after.total() <= 1.03 * before.total()
+    assert after.total() <= 1.1 * before.total()
     assert after["STL"] + after["LDL"] == 0
 
 
 def test_what_was_compiled_is_kept_and_depends_on_the_variant(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    variant = Variant(64, "bfloat16", TILES[64])
+    variant = Variant(64, 64, "bfloat16", TILES[64, 64])
     path = sm90.object_path(variant)
     assert path.is_relative_to(tmp_path)
-    assert path != sm90.object_path(Variant(64, "float16", TILES[64]))
+    assert path != sm90.object_path(Variant(64, 64, "float16", TILES[64, 64]))
     sm90.build(variant, path)
     assert [x.name for x in path.parent.iterdir()] == [path.name]
     assert path.read_bytes()[:4] == b"\x7fELF"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ class Case:
     factor: float = 1.0  # of q and k
     strided: bool = False
     turned: int = 0  # the head_dim whose rotation Q and K get, filled up with zeros
+    value_dim: int = 0  # of V if not head_dim
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -52,14 +53,14 @@ class Case:
         if self.lengths:
             tokens, kv_tokens = (sum(x) for x in zip(*self.lengths))
 
-        def draw(heads: int, count: int) -> Tensor:
-            shape = (count, heads, self.head_dim) if self.lengths else (self.batch, heads, count, self.head_dim)
+        def draw(heads: int, count: int, width: int = self.head_dim) -> Tensor:
+            shape = (count, heads, width) if self.lengths else (self.batch, heads, count, width)
             if self.strided and not self.lengths:
-                shape = (self.batch, count, heads, self.head_dim)
+                shape = (self.batch, count, heads, width)
             x = torch.randn(shape, generator=generator, device="cuda").to(self.dtype)
             return x.transpose(1, 2) if self.strided and not self.lengths else x
 
-        q, k, v = draw(self.heads, tokens), draw(self.kv_heads, kv_tokens), draw(self.kv_heads, kv_tokens)
+        q, k, v = draw(self.heads, tokens), draw(self.kv_heads, kv_tokens), draw(self.kv_heads, kv_tokens, self.values)
         if self.turned:
             q[..., self.turned :] = k[..., self.turned :] = 0
         key_mask = None
@@ -67,6 +68,10 @@ class Case:
             key_mask = torch.rand(self.batch, kv_tokens, generator=generator, device="cuda") < 0.5
             key_mask[-1, : kv_tokens // 2] = False
         return q * self.factor, k * self.factor, v, key_mask
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim
 
     def packings(self) -> tuple[Packing, Packing]:
         def of(side: int, heads: int, tokens: int) -> Packing:
@@ -84,10 +89,10 @@ class Case:
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""
         call = Call(
-            Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.head_dim,
+            Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.values,
             *self.packings(), key_mask, self.is_causal, *self.window, rotation=sizes(self.turned),
         )  # fmt: skip
-        o = torch.full(q.shape, math.nan, dtype=v.dtype, device=v.device)
+        o = torch.full((*q.shape[:-1], self.values), math.nan, dtype=v.dtype, device=v.device)
         return o, launch_forward(call, q, codes, v, o, with_row_max=True)
 
     def softmax_scale(self) -> float:
@@ -206,6 +211,31 @@ ROTATED = [
     Case("rotated, strided", turned=64, batch=2, tokens=500, kv_tokens=500, heads=4, kv_heads=4, strided=True),
 ]  # fmt: skip
 
+# What tiles of other widths have to do with: ends of blocks of keys and of their scales, every mask, either type.
+FORMS = [
+    Case("one query", tokens=1),
+    Case("odd", tokens=1000, kv_tokens=17, batch=2),
+    Case("groups", batch=2, heads=8, kv_heads=2, tokens=400, kv_tokens=400, is_causal=True),
+    Case("ragged, no mask", tokens=63, kv_tokens=1025, kv_heads=1),
+    Case("causal, more keys", tokens=130, kv_tokens=900, is_causal=True),
+    Case("causal, more queries", tokens=700, kv_tokens=300, is_causal=True),
+    Case("causal window", tokens=1000, kv_tokens=1000, is_causal=True, window=(300, -1)),
+    Case("window", tokens=900, kv_tokens=700, window=(100, 30)),
+    Case("key mask", batch=3, tokens=333, kv_tokens=777, masked=True),
+    Case("packed", lengths=((1, 1), (0, 40), (40, 0), (130, 257), (300, 64)), heads=4, is_causal=True),
+    Case("packed, window", lengths=((100, 300), (300, 100), (65, 65)), window=(64, 16), kv_heads=1),
+    Case("float16", tokens=700, kv_tokens=700, dtype=torch.float16, is_causal=True),
+    Case("negative scale", tokens=500, kv_tokens=500, scale=-0.1, is_causal=True),
+    Case("sharp", tokens=2000, kv_tokens=2000, factor=4),
+    Case("strided", batch=2, tokens=500, kv_tokens=500, heads=4, kv_heads=4, strided=True),
+]
+OTHERS = [
+    replace(case, name=f"{case.name}, {d}/{e}{', rotated' * (turned > 0)}", head_dim=d, value_dim=e, turned=turned)
+    for d, e in ((96, 96), (192, 128), (256, 256))
+    for turned in (0, d)
+    for case in FORMS
+]
+
 
 def _why_not() -> str | None:
     if not torch.cuda.is_available() or capability(torch.device("cuda")) != 90:
@@ -216,7 +246,7 @@ def _why_not() -> str | None:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))]
 
 
-@pytest.mark.parametrize("case", CASES + ROTATED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + ROTATED + OTHERS, ids=lambda case: case.name)
 def test_is_attention_on_its_codes(case):
     case.check()
 

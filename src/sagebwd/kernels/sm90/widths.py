@@ -6,7 +6,11 @@ on what its row says, never on a width.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+# Keys of a block that has four scales, one for each lane of a quad.
+SCALE_BLOCK = 128
 
 
 class ForwardTile(NamedTuple):
@@ -20,6 +24,11 @@ class ForwardTile(NamedTuple):
     def queries(self) -> int:
         """Queries of a tile."""
         return 64 * self.warpgroups
+
+    @property
+    def scale_keys(self) -> int:
+        """Keys of a step that have the same scales: all, unless a block of scales may end within a step."""
+        return math.gcd(self.keys, SCALE_BLOCK)
 
 
 class BackwardTile(NamedTuple):
@@ -69,13 +78,16 @@ _64 = (
     BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
 )
 _128 = ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, holds_keys=True)
+_96 = BackwardTile(64, 2, by_channel=True, in_halves=False, in_turn=False, holds_keys=True, piece=32)
+_192 = BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64)
 
 WIDTHS = (
     Width(64, 64, (64, 64), *_64),
-    Width(96, 96, (96, 96), ForwardTile(2, 128, 2), BackwardTile(64, 2, True, False, False, holds_keys=True, piece=32)),
+    Width(96, 96, (96, 96), ForwardTile(2, 128, 2), _96),
     Width(112, 112, (128, 128), *_128),
     Width(128, 128, (128, 128), *_128),
-    Width(192, 128, (192, 128), ForwardTile(2, 128, 3), BackwardTile(64, 2, True, True, False, piece=64)),
+    Width(192, 128, (192, 128), ForwardTile(2, 128, 3), _192),
+    Width(256, 256, (256, 256), ForwardTile(2, 96, 2), None),
 )
 
 _OF = {row[:2]: row for row in WIDTHS}

@@ -31,9 +31,10 @@ def dq_rows_product(k_t_memory, ds_memory, slot, none, piece, FIRST: gl.constexp
 
 
 @gluon.jit
-def last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, HALF: gl.constexpr):
+def last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
     """A warpgroup's piece of dQ and its half of the third."""
     PIECE: gl.constexpr = k_t_memory.shape[1]
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE // 2, 32])
     LAST: gl.constexpr = k_t_memory.shape[0] // CONSUMERS - 1
     none = gl.zeros([ROWS, PIECE // 2], gl.float32, HALF)
     half = dq_rows_product(k_t_memory, ds_memory, slot, none, LAST, CONSUMER * (PIECE // 2))
@@ -44,18 +45,13 @@ def last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def store_dq_rows(memory, dq, CONSUMER: gl.constexpr, HALF: gl.constexpr):
-    """Leave both halves of a piece of dQ for `add_dq_rows`, once `dq_sums.store_dq` has left the half of the third."""
-    low, high = halves(dq, HALF)
+def add_dq_rows(dq_desc, memory, dq, row, CONSUMER: gl.constexpr, added, counter, rank, count):
+    """`dq_sums.add_dq` of 64 rows of dQ, once `dq_sums.store_dq` has left the half of the third piece in memory[2]."""
+    N: gl.constexpr = memory[0].shape[2]
+    low, high = halves(dq, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32]))
     memory[0].index(CONSUMER).store(low.to(memory[0].dtype))
     memory[1].index(CONSUMER).store(high.to(memory[1].dtype))
-
-
-@gluon.jit
-def add_dq_rows(dq_desc, memory, row, CONSUMER: gl.constexpr, added, counter, rank, count):
-    """`dq_sums.add_dq` of 64 rows of dQ."""
-    HALF: gl.constexpr = memory[0].shape[2]
     turn_to_add(added, counter, rank, count)
-    add_tile(dq_desc, [row, CONSUMER * 2 * HALF], memory[0].index(CONSUMER))
-    add_tile(dq_desc, [row, (CONSUMER * 2 + 1) * HALF], memory[1].index(CONSUMER))
-    add_tile(dq_desc, [row, (CONSUMERS * 2 + CONSUMER) * HALF], memory[2].index(CONSUMER))
+    add_tile(dq_desc, [row, CONSUMER * 2 * N], memory[0].index(CONSUMER))
+    add_tile(dq_desc, [row, (CONSUMER * 2 + 1) * N], memory[1].index(CONSUMER))
+    add_tile(dq_desc, [row, (CONSUMERS * 2 + CONSUMER) * N], memory[2].index(CONSUMER))

@@ -19,8 +19,17 @@ from sagebwd.kernels.sm90.backward.tile import (
 
 
 @gluon.jit
-def copy_keys(memory, k, key_scale, largest):
-    """e4m3 of 64 keys' codes times their scales and 2^g, transposed as dS^T is: to memory, as dQ's operand."""
+def copy_keys(k_t_memory, consumer, k, key_scale, largest):
+    """e4m3 of 64 keys' codes, by pieces of channels, times their scales and 2^g, transposed as dS^T is: to memory, as
+    dQ's operand."""
+    PIECES: gl.constexpr = len(k)
+    for piece in gl.static_range(PIECES):
+        copy_piece(k_t_memory.index(consumer * PIECES + piece), k[piece], key_scale, largest)
+
+
+@gluon.jit
+def copy_piece(memory, k, key_scale, largest):
+    """Channels of `copy_keys`."""
     WIDTH: gl.constexpr = 32  # all channels at once have more addresses, which would be kept through all steps
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)

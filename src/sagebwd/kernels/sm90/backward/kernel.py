@@ -15,11 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows, store_dq_rows
+from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
     add_dq,
     copy_keys,
@@ -33,7 +32,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import head_and_number, heads_and_
 from sagebwd.kernels.sm90.backward.loads import load
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
-from sagebwd.kernels.sm90.backward.scores import probabilities, same_of_pairs, scores
+from sagebwd.kernels.sm90.backward.scores import difference, ds_operand, probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -77,7 +76,6 @@ def accumulate(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
-    HALF_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE // 2, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     # its half of dQ^T: 64 channels, or 64 queries
@@ -116,14 +114,11 @@ def accumulate(
         if key_mask is not None:
             keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
-        dk_acc = repeated(no_sums, PIECES)
-        dv_acc = repeated(no_sums, VALUE_PIECES)
+        dk_acc, dv_acc = repeated(no_sums, PIECES), repeated(no_sums, VALUE_PIECES)
         mbarrier.wait(keys_full, turn & 1)
         k = pieces_of(k_memory, CONSUMER, PIECES)
         # nobody reads the copy of the turn before: keys were loaded since
-        for piece in gl.static_range(PIECES):
-            copy = k_t_memory.index(CONSUMER * PIECES + piece)
-            copy_keys(copy, k[piece], key_scale, largest + batch * heads_k + head_k)
+        copy_keys(k_t_memory, CONSUMER, k, key_scale, largest + batch * heads_k + head_k)
         key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
@@ -158,12 +153,10 @@ def accumulate(
                     stage, phase = ring(step, STAGES)
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
-                    rows = rows_memory.index(stage)
-                    copy_scales = scales_memory.index(stage)
+                    rows, copy_scales = rows_memory.index(stage), scales_memory.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
-                    to_row = row
-                    to_block = gl.maximum(i, 1)
+                    to_row, to_block = row, gl.maximum(i, 1)
                     if GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
@@ -175,29 +168,16 @@ def accumulate(
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
-                    # dP - delta
-                    delta = delta_memory.index(stage).permute((1, 0))
-                    dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
                     # with counters else V's eight descriptors take 14 uniform registers, and what those had spills
                     v = pieces_of(v_memory, anew(CONSUMER) if IN_HALVES and IN_ORDER else CONSUMER, VALUE_PIECES)
-                    for piece in gl.static_range(VALUE_PIECES):
-                        do = do_memory.index(stage * VALUE_PIECES + piece).permute((1, 0))
-                        dp = warpgroup_mma(v[piece], do, dp, is_async=True)
+                    dp = difference(ones, delta_memory, v, do_memory, stage, no_dp)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                         key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-                    ds = p * dp
-                    if key_mask is not None:
-                        ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-                    if RAGGED:  # noqa: SIM102 (one is of compile time)
-                        if not whole:
-                            # what lies past the end need not be finite
-                            ds = gl.where(p == 0, 0.0, ds)
-                    ds_codes = operand_float8(ds, OPERAND)
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, RAGGED, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -209,7 +189,6 @@ def accumulate(
                         dv_acc, dk_acc, dq, dq_half = add_in_pieces(
                             dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
                             k_t_memory, ds_memory, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
-                            HALF_LAYOUT,
                         )  # fmt: skip
                         store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
                         if not HOLDS_KEYS:
@@ -219,26 +198,23 @@ def accumulate(
                         dq = warpgroup_mma_wait(PIECES, deps=[dq])
                     elif IN_HALVES:
                         never = step < 0
-                        dv, dk, dq, free = add_in_halves(
-                            dv_acc[0], dk_acc[0], p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
+                        dv_acc, dk_acc, dq, free = add_in_halves(
+                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
                             copy_scales, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
                         )  # fmt: skip
-                        dv_acc, dk_acc = (dv,), (dk,)
                         free = free.to(gl.int32, bitcast=True)
                         s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
-                        dv, dk, dq = add_whole(
-                            dv_acc[0], dk_acc[0], (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                        dv_acc, dk_acc, dq = add_whole(
+                            dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
                             k_t, ds_memory, before, ds_full, phase_before, no_sums, no_dq, QUERY, BLOCK_Q, OUT_LAYOUT,
                         )  # fmt: skip
-                        dv_acc, dk_acc = (dv,), (dk,)
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
                     if IN_PIECES:
-                        store_dq_rows(dq_memory, dq * sum_scale, CONSUMER, HALF_LAYOUT)
                         to_row = to_row * pitch + column + to_block * BLOCK_Q
-                        add_dq_rows(dq_desc, dq_memory, to_row, CONSUMER, added, counter, rank, count)
+                        add_dq_rows(dq_desc, dq_memory, dq * sum_scale, to_row, CONSUMER, added, counter, rank, count)
                     else:
                         store_dq(dq_part, dq * sum_scale, added, counter_before)
                         if not IN_HALVES:
@@ -253,7 +229,7 @@ def accumulate(
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
         if IN_PIECES:
-            dq, dq_half = last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER, OUT_LAYOUT, HALF_LAYOUT)
+            dq, dq_half = last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER, OUT_LAYOUT)
         else:
             dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)])
         mbarrier.arrive(ds_empty.index(slot), count=1)
@@ -265,9 +241,8 @@ def accumulate(
         counter = gl.where(begin < end, counter, -1)
         if IN_PIECES:
             store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
-            store_dq_rows(dq_memory, dq * sum_scale, CONSUMER, HALF_LAYOUT)
             last_row = last_row * pitch + column + gl.maximum(end, 1) * BLOCK_Q
-            add_dq_rows(dq_desc, dq_memory, last_row, CONSUMER, added, counter, rank, count)
+            add_dq_rows(dq_desc, dq_memory, dq * sum_scale, last_row, CONSUMER, added, counter, rank, count)
         else:
             store_dq(dq_part, dq * sum_scale, added, counter_before)
             add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
@@ -275,9 +250,9 @@ def accumulate(
             count_added(added, counter)
 
         store_gradients(
-            scaled(dk_acc, scale), dv_acc, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES), dq_part,
-            strides, batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN, RAGGED,
-            OUT_LAYOUT,
+            scaled(dk_acc, scale), dv_acc, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES),
+            dq_part, strides, batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN,
+            RAGGED, OUT_LAYOUT,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
@@ -306,10 +281,11 @@ def backward_kernel(
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
     a piece. dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ
-    in order, in one turn each; else None. strides: of dk, and of dv if they are others. q_b to do_column: `descriptor.Rows.steps`. heads_k to
-    upper differ from call to call, and are one by one as Triton compiles for the numbers in a tuple; total_k: keys of
-    one head, blocks_q: blocks of queries of one head, padded, lower and upper: bounds on key - query. RAGGED: a block
-    of either may end past its sequence. BY_CHANNEL, HOLDS_KEYS, IN_HALVES: as `widths.BackwardTile` has them.
+    in order, in one turn each; else None. strides: of dk, and of dv if they are others. q_b to do_column:
+    `descriptor.Rows.steps`. heads_k to upper differ from call to call, and are one by one as Triton compiles for the
+    numbers in a tuple; total_k: keys of one head, blocks_q: blocks of queries of one head, padded, lower and upper:
+    bounds on key - query. RAGGED: a block of either may end past its sequence. BY_CHANNEL, HOLDS_KEYS, IN_HALVES: as
+    `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
     BLOCK_Q: gl.constexpr = q_desc.block_shape[0]

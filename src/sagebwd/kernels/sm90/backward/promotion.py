@@ -40,7 +40,7 @@ def add_whole(
     dv, dk, codes, copies, stage, scales, k_t, ds_memory, before, ds_full, phase, none, no_dq, QUERY: gl.constexpr,
     BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK with a step's products, and the step before's dQ^T.
+    """dV and dK, each one piece, with a step's products; and the step before's dQ^T.
 
     codes, copies: dV's and dK's. none, no_dq: zeros as dV and dK, and as dQ^T.
     """
@@ -50,12 +50,12 @@ def add_whole(
     dk_scale = plane(scales, 1, 1, LAYOUT)
     mbarrier.wait(ds_full.index(before), phase)
     dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-    dv = add_here(dv, dv_new, dv_scale)
+    dv = add_here(dv[0], dv_new, dv_scale)
     dk_new = new_product(codes[1], copies[1].index(stage), none)
     dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-    dk = add_here(dk, dk_new, dk_scale)
+    dk = add_here(dk[0], dk_new, dk_scale)
     dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
-    return dv, dk, warpgroup_mma_wait(0, deps=[dq])
+    return (dv,), (dk,), warpgroup_mma_wait(0, deps=[dq])
 
 
 @gluon.jit
@@ -63,15 +63,16 @@ def add_in_halves(
     dv, dk, p_codes, ds_codes, do_t, q_t, scales, k_t, ds_memory, before, ds_full, phase, never,
     LAYOUT: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK with a step's products, and the step before's dQ^T, in flight; where sums are IN_HALVES.
+    """dV and dK, each one piece, with a step's products; and the step before's dQ^T, in flight. Where sums are
+    IN_HALVES.
 
     64 channels at a time in two sets of registers in turn: one's product runs while the other's is added up. The
     second set is free in the end, and the last that is returned.
     """
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     none = gl.zeros([ROWS, ROWS], gl.float32, HALF)
-    dv_low, dv_high = halves(dv, HALF)
-    dk_low, dk_high = halves(dk, HALF)
+    dv_low, dv_high = halves(dv[0], HALF)
+    dk_low, dk_high = halves(dk[0], HALF)
     first = new_product(p_codes, do_t.slice(0, ROWS, 0), none)
     second = new_product(p_codes, do_t.slice(ROWS, ROWS, 0), none)
     scale = plane(scales, 0, 1, HALF)  # before the products are waited for
@@ -88,7 +89,7 @@ def add_in_halves(
     dq = dq_product(k_t, ds_memory, before, first, never, 0, BLOCK_Q)
     second = warpgroup_mma_wait(2, deps=[second])  # dQ^T's are two
     dk_high = add_here(dk_high, second, scale)
-    return joined(dv_low, dv_high, LAYOUT), joined(dk_low, dk_high, LAYOUT), dq, second
+    return (joined(dv_low, dv_high, LAYOUT),), (joined(dk_low, dk_high, LAYOUT),), dq, second
 
 
 @gluon.jit
@@ -106,7 +107,7 @@ def product_of_piece(piece: gl.constexpr, codes, copies, stage, free, never, PIE
 @gluon.jit
 def add_in_pieces(
     dv, dk, codes, copies, stage, scales, k_t_memory, ds_memory, before, ds_full, phase, never,
-    CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, HALF: gl.constexpr,
+    CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dV and dK, by pieces of channels, with a step's products; and of the step before's dQ a piece, which is in
     flight, and half of another.
@@ -118,6 +119,7 @@ def add_in_pieces(
     COUNT: gl.constexpr = len(dv) + len(dk)
     WIDTH: gl.constexpr = dk[0].shape[1]
     AHEAD: gl.constexpr = 0 if WIDTH == ROWS else 1
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
     none = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
     no_half = gl.zeros([ROWS, WIDTH // 2], gl.float32, HALF)
     sets = ()

@@ -93,7 +93,7 @@ def forward_kernel(variant: Variant) -> Function:
 
 def object_path(variant: Variant) -> Path:
     """Where a variant's shared object is kept."""
-    return _objects() / f"{ENTRY}-{variant.head_dim}-{_hash(repr(variant))}.so"
+    return _objects() / f"{ENTRY}-{variant.head_dim}-{variant.value_dim}-{_hash(repr(variant))}.so"
 
 
 def _objects() -> Path:

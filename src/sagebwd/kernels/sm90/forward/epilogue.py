@@ -18,7 +18,7 @@ class Epilogue:
     """That of one variant."""
 
     def __init__(self, variant: Variant, tiles: Tiles, softmax: Softmax) -> None:
-        self.D, self.tiles, self.softmax = variant.head_dim, tiles, softmax
+        self.E, self.tiles, self.softmax = variant.value_dim, tiles, softmax
 
     @cute.jit
     def write(
@@ -36,10 +36,10 @@ class Epilogue:
             unseen = sum_of_row == 0.0
             inverse = 1.0 / sum_of_row
             words = []
-            for j in cutlass.range_constexpr(2 * r, self.D // 2, 4):
+            for j in cutlass.range_constexpr(2 * r, self.E // 2, 4):
                 pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
                 words.append(Int32(0) if unseen else pair)
-            for i in cutlass.range_constexpr(0, self.D // 8, 4):
+            for i in cutlass.range_constexpr(0, self.E // 8, 4):
                 words[i : i + 4] = self.transposed(words[i : i + 4])
             if rows[r] < place.length_q:
                 at = place.start_q + rows[r]
@@ -49,7 +49,7 @@ class Epilogue:
                     if const_expr(row_max is not None):
                         row_max[at] = largest
                 to = o[at, None].iterator.toint() + Int64(thread % 4 * 16)
-                for i in cutlass.range_constexpr(0, self.D // 8, 4):
+                for i in cutlass.range_constexpr(0, self.E // 8, 4):
                     cute.arch.inline_ptx(STORE, read_only_args=[to + Int64(16 * i), *words[i : i + 4]])
 
     def transposed(self, words: list) -> list:

@@ -40,7 +40,7 @@ class Forward:
 
     def __init__(self, variant: Variant) -> None:
         self.variant, tile = variant, variant.tile
-        self.D, self.N, self.M = variant.head_dim, tile.keys, tile.queries
+        self.E, self.N, self.M = variant.value_dim, tile.keys, tile.queries
         self.warpgroups, self.stages = tile.warpgroups, tile.stages
         self.dtype = DTYPES[variant.dtype]
         self.tiles, self.softmax = Tiles(variant), Softmax(variant)
@@ -49,7 +49,7 @@ class Forward:
 
     def placeholders(self) -> list:
         """Arguments of the call's types, shapes unknown, to compile for."""
-        variant, D = self.variant, self.D
+        variant, D, E = self.variant, self.variant.head_dim, self.E
         size = cute.sym_int
         batch, heads, heads_k, tokens_q, tokens_k = (size() for _ in range(5))
 
@@ -63,15 +63,15 @@ class Forward:
             return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
 
         packed = variant.varlen
-        queries = (tokens_q, heads, D) if packed else (batch, heads, tokens_q, D)
-        keys = (tokens_k, heads_k, D) if packed else (batch, heads_k, tokens_k, D)
+        queries = (tokens_q, heads) if packed else (batch, heads, tokens_q)
+        keys = (tokens_k, heads_k) if packed else (batch, heads_k, tokens_k)
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
-            q=strided(*queries),
-            q_codes=compact(Int8, *queries),
-            k=compact(Int8, *keys),
-            v=strided(*keys),
-            o=strided(*queries),
+            q=strided(*queries, D),
+            q_codes=compact(Int8, *queries, D),
+            k=compact(Int8, *keys, D),
+            v=strided(*keys, E),
+            o=strided(*queries, E),
             lse=compact(Float32, *per_query),
             row_max=compact(Float32, *per_query) if variant.row_max else None,
             q_scale=compact(Float32, *per_query),
@@ -110,7 +110,7 @@ class Forward:
         upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
-        M, N, D = self.M, self.N, self.D
+        M, N, D, E = self.M, self.N, self.variant.code_columns, self.E
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
@@ -119,14 +119,14 @@ class Forward:
         lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
         major, source = OperandMajorMode, warpgroup.OperandSource
         s_op = warpgroup.MmaI8Op(Int8, Int8, Int32, (64, N, 32), source.SMEM, major.K, major.K)
-        o_op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, D, 16), source.RMEM, major.K, major.MN)
+        o_op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, E, 16), source.RMEM, major.K, major.MN)
         s_mma, o_mma = (cute.make_tiled_mma(op, (self.warpgroups, 1, 1)) for op in (s_op, o_op))
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, 1)
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, N, D), Int8, self.stages)
-        v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, D, N), self.dtype, self.stages)
+        v_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (M, E, N), self.dtype, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
-        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (D, N))
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (E, N))
         blocks_q = cute.ceil_div(longest, M)
         tiles = blocks_q * heads * batch
         self.kernel(
@@ -191,7 +191,7 @@ class Forward:
         """S of the block in ``stage``."""
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
-        for part in cutlass.range_constexpr(self.D // 32):
+        for part in cutlass.range_constexpr(self.variant.code_parts):
             atom.set(warpgroup.Field.ACCUMULATE, part > 0)
             cute.gemm(atom, s, q[None, None, part, 0], k[None, None, part, stage], s)
         warpgroup.commit_group()
@@ -211,7 +211,7 @@ class Forward:
         scales,
     ):  # fmt: skip
         """Warpgroup ``index``: its 64 queries of every tile."""
-        M, N, D = self.M, self.N, self.D
+        M, N, E = self.M, self.N, self.E
         s_part, o_part = s_mma.get_slice(index * 128), o_mma.get_slice(index * 128)
         operands = (
             s_part.make_fragment_A(s_part.partition_A(memory.q)), s_part.make_fragment_B(s_part.partition_B(memory.k)),
@@ -220,7 +220,7 @@ class Forward:
         s = cute.make_rmem_tensor(s_part.partition_shape_C((M, N)), Int32)
         x = cute.make_rmem_tensor(cute.size(s), Float32)
         p = o_part.make_fragment_A(o_part.partition_shape_A((M, N)))
-        acc = cute.make_rmem_tensor(o_part.partition_shape_C((M, D)), Float32)
+        acc = cute.make_rmem_tensor(o_part.partition_shape_C((M, E)), Float32)
         tile = (s, x, p, acc)
         state, scale = State.allocate(), cute.make_rmem_tensor(2, Float32)
         rows = cute.make_rmem_tensor(2, Int32)
@@ -334,10 +334,24 @@ class Forward:
 
     @cute.jit
     def factors(self, scales, block: Int32, place):
-        """What the scores of a thread's rows in a block are multiplied by, to be exponents of 2."""
+        """What the scores of a thread's rows in a block are multiplied by, to be exponents of 2.
+
+        A pair for each `ForwardTile.scale_keys` of the block's keys.
+        """
         scale, k_scales = scales
-        k_scale = k_scales[place.scale_block + block * self.N // SCALE_BLOCK]
-        return [scale[0] * k_scale, scale[1] * k_scale]
+        N, keys, found = self.N, self.variant.tile.scale_keys, []
+        at, past = block * N // SCALE_BLOCK, block * N % SCALE_BLOCK
+        loaded = [k_scales[place.scale_block + at]]
+        for _ in cutlass.range_constexpr(-(-(N - keys) // SCALE_BLOCK)):
+            # a step may reach past the last block of scales
+            at = cutlass.min(at + 1, cutlass.max(place.length_k - 1, 0) // SCALE_BLOCK)
+            loaded.append(k_scales[place.scale_block + at])
+        for first in cutlass.range_constexpr(0, N, keys):
+            k_scale = loaded[0]
+            for j in cutlass.range_constexpr(1, len(loaded)):
+                k_scale = cutlass.select_(past + first >= j * SCALE_BLOCK, loaded[j], k_scale)
+            found.append((scale[0] * k_scale, scale[1] * k_scale))
+        return found
 
     @cute.jit
     def steps(
@@ -407,11 +421,11 @@ class Forward:
 
         Every warpgroup does so, with the same zeros, before its own product.
         """
-        N, D = self.N, self.D
+        N, E = self.N, self.E
         if keys_left < N:
-            for part in cutlass.range(N * D // 128, unroll=1):
+            for part in cutlass.range(N * E // 128, unroll=1):
                 at = part * 128 + thread
-                if at // D >= keys_left:
-                    v[at % D, at // D, stage] = self.dtype(0.0)
+                if at // E >= keys_left:
+                    v[at % E, at // E, stage] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)

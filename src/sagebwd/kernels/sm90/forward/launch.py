@@ -37,7 +37,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0
     v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
-    o = empty_like_rows(q)
+    o = empty_like_rows(q, call.value_dim)
     q = q if fits_tma(q) else q.contiguous()
     written = launch_forward(call, q, codes, v, o, with_row_max=call.recipe.dv == FP8)
     return Saved(o, written.lse, written.q, written.q_scale, codes.k, codes.k_scale, written.row_max, codes.k_mean)
@@ -55,9 +55,9 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
     )  # fmt: skip
     tile = widths.width(call.head_dim, call.value_dim).forward
     variant = Variant(
-        call.head_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"], upper=band["HAS_UPPER"],
-        varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0, row_max=with_row_max,
-        rotation=call.rotation,
+        call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
+        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
+        row_max=with_row_max, rotation=call.rotation,
     )  # fmt: skip
     arguments = Arguments(
         q=q,

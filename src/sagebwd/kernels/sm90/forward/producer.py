@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from sagebwd.kernels.sm90.forward.tiles import Tiles
-from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
+from sagebwd.kernels.sm90.forward.variant import Variant
 
 ptx = cute.arch.inline_ptx
 
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
             smem.allocate_tensor(kind, layout.outer, 1024, swizzle=layout.inner)
             for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
         ]
-        keys_kept = smem.allocate_tensor(Int32, cute.make_layout((SCALE_BLOCK // 32, stages)), 16)
+        keys_kept = smem.allocate_tensor(Int32, cute.make_layout((-(-variant.tile.keys // 32), stages)), 16)
         # recast_tensor would lose the swizzle
         words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
         q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
@@ -78,7 +78,7 @@ class Producer:
 
     def __init__(self, variant: Variant, tiles: Tiles) -> None:
         self.variant, self.tiles = variant, tiles
-        self.M, self.N, self.D = variant.tile.queries, variant.tile.keys, variant.head_dim
+        self.M, self.N = variant.tile.queries, variant.tile.keys
 
     @cute.jit
     def load(self, atoms, source, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
@@ -111,7 +111,7 @@ class Producer:
                 token = place.first_q + part * 32 + cute.arch.lane_idx()
                 if token < place.length_q:
                     row = rows[place.start_q + token, None].iterator.toint()
-                    for line in cutlass.range_constexpr(0, 2 * self.D, 128):
+                    for line in cutlass.range_constexpr(0, 2 * self.variant.head_dim, 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
         return program
 
@@ -119,7 +119,7 @@ class Producer:
     def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
         """Every block of K and V that a tile meets, from the last to the first; the ring's next stage and phase."""
         atoms, source, memory, key_mask, grid = fixed
-        M, N, D = self.M, self.N, self.D
+        M, N, D, E = self.M, self.N, self.variant.code_columns, self.variant.value_dim
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
             begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
@@ -129,7 +129,7 @@ class Producer:
                 k = cute.domain_offset((place.start_k, 0), k)
                 v = cute.domain_offset((0, place.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
-            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (D, N), (0, None)))
+            v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (E, N), (0, None)))
             for step in cutlass.range(end - begin, unroll=1):
                 block = end - 1 - step
                 cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
@@ -140,7 +140,7 @@ class Producer:
                 cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
                 cute.arch.mbarrier_wait(memory.v_empty + stage, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * D * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * E * 2)
                 cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
                 stage, phase = self.following(stage, phase)
         return stage, phase
@@ -162,7 +162,7 @@ class Producer:
     @cute.jit
     def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, place):
         """The mask's bytes of a block as bits, before the arrival that says that K is there."""
-        for word in cutlass.range_constexpr(self.N // 32):
+        for word in cutlass.range_constexpr(-(-self.N // 32)):
             key = block * self.N + word * 32 + cute.arch.lane_idx()
             keep = Int32(0)
             if key < place.length_k:

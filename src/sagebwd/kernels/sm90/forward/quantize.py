@@ -5,6 +5,8 @@ A recipe that rotates has the codes of Q R (`rotation`).
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -61,7 +63,7 @@ class Quantizer:
         self.variant, self.D = variant, variant.head_dim
         self.lanes = LANES_ROTATED if variant.rotation else LANES
         self.elements = self.D // self.lanes  # of a row, of a thread
-        self.share = Share(self.lanes, min(CHUNK, self.elements), self.elements)
+        self.share = Share(self.lanes, math.gcd(CHUNK, self.elements), self.elements)
         self.channels = self.share.channels()
         self.load_words = 4 if self.share.chunk % 8 == 0 else 2
         self.store_words = CHUNK // 4 if variant.rotation else 1

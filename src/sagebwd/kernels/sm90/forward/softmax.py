@@ -70,7 +70,7 @@ class Softmax:
         self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, bounds, words,
         first: cutlass.Constexpr, masked: cutlass.Constexpr,
     ):  # fmt: skip
-        """Bring the state up to new scores, INT32, which ``factors`` scale; whether O must be rescaled.
+        """Bring the state up to new scores, INT32, which ``factors`` scale, of each part; whether O must be rescaled.
 
         first: there is no state yet. masked: scores go to x, -inf where a column is not in ``bounds`` or not in
         ``words`` (see `masks`).
@@ -90,8 +90,11 @@ class Softmax:
                 x[i] = scores[i].to(Float32) if keep else unseen
         tops = []
         for r in cutlass.range_constexpr(2):
-            best = self.largest(x if const_expr(masked) else scores, r, masked)
-            tops.append(best * factors[r])
+            best = self.largest(x if const_expr(masked) else scores, r, 0, masked) * factors[0][r]
+            for part in cutlass.range_constexpr(1, len(factors)):
+                other = self.largest(x if const_expr(masked) else scores, r, part, masked)
+                best = cute.arch.fmax(best, other * factors[part][r])
+            tops.append(best)
         moved = Boolean(False)
         if const_expr(first):
             for r in cutlass.range_constexpr(2):
@@ -111,14 +114,18 @@ class Softmax:
                     top[r] = m
         return moved
 
-    def largest(self, scores: cute.Tensor, r: int, masked: bool):
-        """The score of a thread's row that is largest once scaled, as FP32."""
+    def part(self, i: int) -> int:
+        """Which of a step's scales register i of a score tile has."""
+        return i // 4 * 8 // self.variant.tile.scale_keys
+
+    def largest(self, scores: cute.Tensor, r: int, part: int, masked: bool):
+        """Of scores that share a scale, the one of a thread's row that is largest once scaled, as FP32."""
         negative = self.variant.negative
         if masked:
             best_of = cute.arch.fmin if negative else cute.arch.fmax
         else:
             best_of = cutlass.min if negative else cutlass.max
-        at = row_of(cute.size(scores), r)
+        at = [i for i in row_of(cute.size(scores), r) if self.part(i) == part]
         best = scores[at[0]]
         for i in at[1:]:
             best = best_of(best, scores[i])
@@ -136,7 +143,7 @@ class Softmax:
             part = Float32(0)
             for i in row_of(cute.size(x), r):
                 s = x[i] if const_expr(masked) else scores[i].to(Float32)
-                x[i] = exp2(s * factors[r] + shift)
+                x[i] = exp2(s * factors[self.part(i)][r] + shift)
                 part = part + x[i]
             total[r] = total[r] + part
             parts.append(part)

@@ -118,4 +118,4 @@ class Tiles:
         if not self.variant.key_mask:
             return []
         shift = cute.arch.lane_idx() % 4 * 2
-        return [keys_kept[word, stage] >> shift for word in range(self.N // 32)]
+        return [keys_kept[word, stage] >> shift for word in range(-(-self.N // 32))]

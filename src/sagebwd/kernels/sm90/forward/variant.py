@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sagebwd.kernels.sm90.widths import ForwardTile
+from sagebwd.kernels.sm90.widths import SCALE_BLOCK, ForwardTile
+
+__all__ = ["REGISTERS", "SCALE_BLOCK", "Arguments", "Variant"]
 
 # Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-# Keys of a block that has four scales, one for each lane of a quad.
-SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Variant:
     """One compilation."""
 
     head_dim: int
+    value_dim: int
     dtype: str  # bfloat16 or float16
     tile: ForwardTile
     lower: bool = False  # keys before a bound are masked: a window
@@ -27,6 +28,19 @@ class Variant:
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
+
+    @property
+    def code_columns(self) -> int:
+        """Columns of Q's and K's codes in shared memory, of which TMA sets K's beyond head_dim to 0.
+
+        Rows of whole 64 bytes, or of 128: TMA would write others in pieces of 32.
+        """
+        return self.head_dim if self.head_dim % 64 == 0 else -(-self.head_dim // 128) * 128
+
+    @property
+    def code_parts(self) -> int:
+        """Products of 32 channels that make up S."""
+        return -(-self.head_dim // 32)
 
     @property
     def bounded(self) -> bool:
@@ -47,8 +61,8 @@ class Arguments(NamedTuple):
     q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
     q_codes: Any  # written, INT8 codes, contiguous
     k: Any  # INT8 codes, contiguous
-    v: Any  # as q
-    o: Any  # written, as q
+    v: Any  # as q, of V's channels
+    o: Any  # written, as v
     lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
     row_max: Any  # written if not None: each query's largest score times log2(e)
     q_scale: Any  # written, FP32, as lse
