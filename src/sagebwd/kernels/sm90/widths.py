@@ -35,8 +35,9 @@ class BackwardTile(NamedTuple):
     """Tile and pipeline of the backward: 128 keys, ``queries`` a step, ``stages`` of what is loaded of these.
 
     queries: also of a scale of dO's and Q's e4m3 copies (`sagebwd.meaning.float8.queries_a_scale`).
-    by_channel: a warpgroup computes dQ^T of half of the channels, and holds K for S in registers; else of half of the
-    queries, and holds K's copy for dQ^T.
+    by_channel: a warpgroup computes dQ^T of half of the channels; else of half of the queries, and holds K's copy for
+    it in registers.
+    holds_keys: a warpgroup holds K for S in registers.
     in_halves: products are added up half of the channels at a time, for the registers.
     in_turn: a program takes several blocks of keys one after the other (`turns`).
     piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
@@ -48,6 +49,7 @@ class BackwardTile(NamedTuple):
     by_channel: bool
     in_halves: bool
     in_turn: bool
+    holds_keys: bool = False
     piece: int = 0
     in_two: bool = False
 
@@ -75,10 +77,22 @@ WIDTHS = (
         64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
         BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
     ),
-    Width(96, 96, ForwardTile(3, 96, 3), None),
-    Width(128, 128, ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False)),
-    Width(192, 128, ForwardTile(2, 128, 3), None),
-    Width(256, 256, ForwardTile(2, 96, 2), None),
+    Width(
+        96, 96, ForwardTile(3, 96, 3),
+        BackwardTile(64, 2, by_channel=True, in_halves=False, in_turn=False, holds_keys=True, piece=32),
+    ),
+    Width(
+        128, 128, ForwardTile(2, 128, 2),
+        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, holds_keys=True),
+    ),
+    Width(
+        192, 128, ForwardTile(2, 128, 3),
+        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64),
+    ),
+    Width(
+        256, 256, ForwardTile(2, 96, 2),
+        BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True),
+    ),
 )  # fmt: skip
 
 _OF = {row[:2]: row for row in WIDTHS}
