@@ -17,8 +17,8 @@ from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
 ROUNDING = tl.constexpr(2.0**-18)
 # Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)
-# Channels of tiles up to which programs hold all of R's signs (`signs_and_factors`).
-HELD = tl.constexpr(128)
+# Channels of a piece of a tile, and of the signs that a program holds at a time (`signs_and_factors`).
+PIECE = tl.constexpr(128)
 
 
 @triton.jit
@@ -73,10 +73,45 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """All of R: signs (BLOCK_D, BLOCK_D), and what products with them are times, by column."""
+    """R by pieces of channels, as `turned` takes it: signs, and what products with them are times, by column.
+
+    R of 256 channels is (S S; S -S) / 16, S the signs of 128; of others beyond 128 each piece has blocks of its own.
+    """
+    if BLOCK_D <= PIECE:
+        return (_of_piece(dtype, TURNED, BLOCK_D),)
+    elif TURNED == BLOCK_D:
+        signs, factors = _of_piece(dtype, PIECE, PIECE)
+        return ((signs, tl.full(factors.shape, TURNED**-0.5, tl.float32)),)
+    else:
+        return (_of_piece(dtype, PIECE, PIECE), _of_piece(dtype, TURNED - PIECE, PIECE))
+
+
+@triton.jit
+def _of_piece(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
     columns = tl.arange(0, BLOCK_D)
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     return _signs(columns, 0, dtype, BLOCK_D, TURNED, WHOLE), _factors(columns, TURNED, WHOLE)
+
+
+@triton.jit
+def load_pieces(x, rows, stride, tokens, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`load_rows` of all channels, by pieces of them."""
+    if BLOCK_D <= PIECE:
+        return (load_rows(x, rows, tl.arange(0, BLOCK_D), stride, tokens, head_dim, False, head_dim == BLOCK_D),)
+    else:
+        columns = tl.arange(0, PIECE)
+        low = load_rows(x, rows, columns, stride, tokens, PIECE, False, True)
+        high = load_rows(x + PIECE, rows, columns, stride, tokens, head_dim - PIECE, False, head_dim == BLOCK_D)
+        return (low, high)
+
+
+@triton.jit
+def floats(pieces):
+    """Pieces in FP32."""
+    if len(pieces) == 1:
+        return (pieces[0].to(tl.float32),)
+    else:
+        return (pieces[0].to(tl.float32), pieces[1].to(tl.float32))
 
 
 @triton.jit
@@ -88,20 +123,46 @@ def store_signs(signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def turned(tile, rotation):
-    """tile R in FP32, of 16 bits, whose products with signs are exact; rotation: `signs_and_factors`."""
+def turned(pieces, rotation):
+    """A tile R in FP32, of 16 bits, whose products with signs are exact; rotation: `signs_and_factors`."""
+    if len(pieces) == 1:
+        return (_product(pieces[0], rotation[0]),)
+    elif len(rotation) == 1:
+        low, high = _product(pieces[0], rotation[0]), _product(pieces[1], rotation[0])
+        return (low + high, low - high)
+    else:
+        return (_product(pieces[0], rotation[0]), _product(pieces[1], rotation[1]))
+
+
+@triton.jit
+def _product(tile, rotation):
     signs, factors = rotation
     return dot_16bit(tile, signs) * factors[None, :]
 
 
 @triton.jit
-def turned_codes(codes, signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """codes R in FP32, of INT8; signs: what `store_signs` wrote."""
-    columns = tl.arange(0, BLOCK_D)
+def turned_codes(pieces, signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """codes R in FP32, of INT8, by pieces; signs: what `store_signs` wrote."""
+    if BLOCK_D <= PIECE:
+        columns = tl.arange(0, BLOCK_D)
+        sums = _sums_of_codes(pieces[0], signs, columns, BLOCK_D)
+        return (sums.to(tl.float32) * _factors(columns, TURNED, TURNED == BLOCK_D)[None, :],)
+    else:
+        columns = tl.arange(0, PIECE)
+        low = _sums_of_codes(pieces[0], signs, columns, BLOCK_D)
+        if TURNED == BLOCK_D:
+            high = _sums_of_codes(pieces[1], signs, columns, BLOCK_D)
+            return ((low + high).to(tl.float32) * TURNED**-0.5, (low - high).to(tl.float32) * TURNED**-0.5)
+        else:
+            high = _sums_of_codes(pieces[1], signs + PIECE * (BLOCK_D + 1), columns, BLOCK_D)
+            factors = _factors(columns, TURNED - PIECE, False)
+            return (low.to(tl.float32) * PIECE**-0.5, high.to(tl.float32) * factors[None, :])
+
+
+@triton.jit
+def _sums_of_codes(codes, signs, columns, BLOCK_D: tl.constexpr):
     # by columns, as INT8 products read their second operand: R is symmetric
-    matrix = tl.load(signs + columns[:, None] + columns[None, :] * BLOCK_D)
-    sums = tl.dot(codes, matrix, out_dtype=tl.int32).to(tl.float32)
-    return sums * _factors(columns, TURNED, TURNED == BLOCK_D)[None, :]
+    return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * BLOCK_D), out_dtype=tl.int32)
 
 
 @triton.jit

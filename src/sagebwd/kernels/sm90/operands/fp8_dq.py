@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import load_turned, signs_and_factors, turned
+from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, row_of
-from sagebwd.kernels.operands.tile import block_and_head, load_rows, padded_block, to_16bit, whose
+from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
 from sagebwd.kernels.sm90.widths import BackwardTile
 
@@ -32,73 +32,49 @@ def finish_dq_kernel(
     number, program = block_and_head(parts)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     owner = batch * heads_k + head // (heads // heads_k)
-    if IN_ROWS:
-        if number * BLOCK < length:
-            finish_in_rows(
-                summed, spread, largest, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-                head_dim, TURNED, VARLEN, BLOCK, BLOCK_D,
-            )  # fmt: skip
-    elif TURNED:
+    if TURNED:
         rotation = signs_and_factors(summed.dtype.element_ty, TURNED, BLOCK_D)
         for i in tl.range(number, tl.cdiv(length, BLOCK), parts, num_stages=STAGES):
-            finish_rows(
+            finish_block(
                 summed, spread, largest, rotation, dq, i, batch, head, z, start, length, owner, total, blocks, scale,
-                head_dim, VARLEN, BLOCK, BLOCK_D,
+                head_dim, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
             )  # fmt: skip
     elif number * BLOCK < length:
-        finish_rows(
+        finish_block(
             summed, spread, largest, None, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-            head_dim, VARLEN, BLOCK, BLOCK_D,
+            head_dim, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
-def finish_rows(
+def finish_block(
     summed, spread, largest, rotation, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-    head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A block of `finish_dq_kernel`, of sums of dQ^T."""
+    """A block of `finish_dq_kernel`."""
     first = number * BLOCK
     pitch = blocks * BLOCK
     padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
     local = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
-    kept = inside[:, None] & (columns < head_dim)[None, :]
-    at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
-    tile = tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0))
+    if IN_ROWS:
+        tile = load_pieces(summed + (z * pitch + padded) * head_dim, local, head_dim, BLOCK, head_dim, BLOCK_D)
+    else:
+        columns = tl.arange(0, BLOCK_D)
+        at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
+        tile = (tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)),)
     if rotation is not None:
         tile = turned(tile, rotation)
     else:
-        tile = tile.to(tl.float32)
+        tile = floats(tile)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
-    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token + columns[None, :]
-    tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def finish_in_rows(
-    summed, spread, largest, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-    head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A block of `finish_dq_kernel`, of sums of dQ."""
-    first = number * BLOCK
-    local = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
-    inside = first + local < length
-    row = z.to(tl.int64) * (blocks * BLOCK) + padded_block(start, batch, BLOCK, VARLEN) * BLOCK + first
-    rows = summed + row * head_dim
-    if TURNED:
-        tile = load_turned(rows, local, head_dim, length - first, None, head_dim, TURNED, BLOCK_D)
-    else:
-        tile = load_rows(rows, local, columns, head_dim, length - first, head_dim, False, head_dim == BLOCK_D)
-        tile = tile.to(tl.float32)
-    factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
-    factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
-    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token + columns[None, :]
-    kept = inside[:, None] & (columns < head_dim)[None, :]
-    tl.store(at, to_16bit(tile * factor[:, None], dq.at.dtype.element_ty), mask=kept)
+    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token
+    for piece in tl.static_range(len(tile)):
+        begin = piece * tile[0].shape[1]
+        columns = begin + tl.arange(0, tile[0].shape[1])
+        kept = inside[:, None] & (columns < head_dim)[None, :]
+        tl.store(at + columns[None, :], to_16bit(tile[piece] * factor[:, None], dq.at.dtype.element_ty), mask=kept)
 
 
 def dq_sum_scale(call: Call) -> float:
@@ -116,7 +92,7 @@ def launch_finish_dq(
     """Write dq from its FP16 sums times `dq_sum_scale`, padded to blocks of queries; see `finish_dq_kernel`."""
     queries, block = call.queries, tile.queries
     grid = queries.grid(block)
-    parts = -(-grid // TURNED_BLOCKS) if call.rotation and not tile.in_rows else grid
+    parts = -(-grid // TURNED_BLOCKS) if call.rotation else grid
     launch(
         finish_dq_kernel,
         (parts * queries.batch * queries.heads,),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.rotation import turned_codes
+from sagebwd.kernels.operands.rotation import floats, load_pieces, turned_codes
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -97,9 +97,7 @@ def row_values(
     if first < length:
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
         local = tl.arange(0, BLOCK)
-        columns = tl.arange(0, BLOCK_D)
         value_columns = tl.arange(0, BLOCK_V)
-        EVEN: tl.constexpr = head_dim == BLOCK_D
         EVEN_V: tl.constexpr = value_dim == BLOCK_V
         inside = first + local < length
         do_at = row_of(do, batch, head, start + first)
@@ -110,7 +108,7 @@ def row_values(
             tl.float32
         )
         out = load_rows(o_at, local, value_columns, o.token, length - first, value_dim, False, EVEN_V).to(tl.float32)
-        codes = load_rows(q_at, local, columns, q.token, length - first, head_dim, False, EVEN)
+        codes = load_pieces(q_at, local, q.token, length - first, head_dim, BLOCK_D)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * value_dim + value_columns, mask=value_columns < value_dim, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -155,13 +153,21 @@ def row_values(
         kept = inside[:, None] & (value_columns < value_dim)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
-        store_float8(do_t, tile * weight[:, None], scales, z, block, blocks, value_columns, value_dim, BLOCK)
+        store_float8((tile * weight[:, None],), do_t, scales, z, block, blocks, value_dim, BLOCK)
         if TURNED:
             x = turned_codes(codes, signs, TURNED, BLOCK_D)
         else:
-            x = codes.to(tl.float32)
-        x *= (scale * spread_row)[:, None]
-        store_float8(q_t, x, scales + 1, z, block, blocks, columns, head_dim, BLOCK)
+            x = floats(codes)
+        store_float8(times(x, scale * spread_row), q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
+
+
+@triton.jit
+def times(pieces, factor):
+    """Pieces of a tile times a factor a row."""
+    if len(pieces) == 1:
+        return (pieces[0] * factor[:, None],)
+    else:
+        return (pieces[0] * factor[:, None], pieces[1] * factor[:, None])
 
 
 @triton.jit
@@ -174,12 +180,16 @@ def norm_of(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def store_float8(copy, x, scale, z, block, blocks, columns, head_dim: tl.constexpr, BLOCK: tl.constexpr):
-    """e4m3 of x 2^g, transposed, and 2^-g."""
-    bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
-    code = (x * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+def store_float8(pieces, copy, scale, z, block, blocks, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """e4m3 of x 2^g, transposed, and 2^-g; pieces: x's channels."""
+    bits = tl.max(tl.max(pieces[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    if len(pieces) > 1:
+        bits = tl.maximum(bits, tl.max(tl.max(pieces[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
     copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
-    store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
+    for piece in tl.static_range(len(pieces)):
+        code = (pieces[piece] * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        columns = piece * pieces[0].shape[1] + tl.arange(0, pieces[0].shape[1])
+        store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
     tl.store(scale, float8_scale(bits))
 
 

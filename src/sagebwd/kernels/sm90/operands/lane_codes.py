@@ -17,9 +17,10 @@ from torch import Tensor
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import (
-    HELD,
+    PIECE,
     ROUNDING,
-    load_turned,
+    floats,
+    load_pieces,
     signs_and_factors,
     store_signs,
     turned,
@@ -127,22 +128,21 @@ def key_codes_kernel(
     """
     number, batch_head = block_and_head(parts)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
-    columns = tl.arange(0, BLOCK_D)
     chunk = tl.arange(0, CHUNKS)
     at = chunk * all_heads + batch_head
     count = tl.sum(tl.load(counts + at, mask=chunk < chunks, other=0), 0)
-    at = at[:, None] * head_dim + columns[None, :]
-    there = (chunk < chunks)[:, None] & (columns < head_dim)[None, :]
-    mu = tl.sum(tl.load(sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
+    mu = means(sums, at, count, chunk < chunks, head_dim, BLOCK_D)
     if number == 0:
-        tl.store(mean + batch_head * head_dim + columns, mu, mask=columns < head_dim)
+        columns = tl.arange(0, mu[0].shape[0])
+        for piece in tl.static_range(len(mu)):
+            first = piece * mu[0].shape[0]
+            to = mean + batch_head * head_dim + first + columns
+            tl.store(to, mu[piece], mask=columns < head_dim - first)
         if batch_head == 0:
             tl.store(taken, 0)
     if TURNED:
-        mu = tl.sum(tl.load(turned_sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
-        rotation = None
-        if BLOCK_D <= HELD:
-            rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
+        mu = means(turned_sums, at, count, chunk < chunks, head_dim, BLOCK_D)
+        rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
     last = tl.cdiv(length, BLOCK)
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
         last = tl.maximum(last, 1)
@@ -160,44 +160,82 @@ def key_codes_kernel(
 
 
 @triton.jit
+def means(sums, at, count, there, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A head's mean from its chunks' sums, by pieces of channels; at: the head of each chunk that is ``there``."""
+    if BLOCK_D <= PIECE:
+        return (mean_of(sums, at, count, there, 0, head_dim, BLOCK_D),)
+    else:
+        return (
+            mean_of(sums, at, count, there, 0, head_dim, PIECE),
+            mean_of(sums, at, count, there, PIECE, head_dim, PIECE),
+        )
+
+
+@triton.jit
+def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr, WIDTH: tl.constexpr):
+    """Of WIDTH channels from FIRST on."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    at = at[:, None] * head_dim + columns[None, :]
+    there = there[:, None] & (columns < head_dim)[None, :]
+    return tl.sum(tl.load(sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
+
+
+@triton.jit
 def store_codes(
     k, mu, rotation, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
     tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are; rotation: None if not held."""
+    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are, by pieces of channels."""
     first = number * BLOCK
     local = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
     inside = first + local < length
     keep = inside
     k_at = row_of(k, batch, head, start + first)
-    if TURNED and rotation is None:
-        tile = load_turned(k_at, local, k.token, length - first, None, head_dim, TURNED, BLOCK_D)
+    tile = load_pieces(k_at, local, k.token, length - first, head_dim, BLOCK_D)
+    if TURNED:
+        tile = turned(tile, rotation)
     else:
-        tile = load_rows(k_at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
-        if TURNED:
-            tile = turned(tile, rotation)
-        else:
-            tile = tile.to(tl.float32)
+        tile = floats(tile)
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
-    tile = tl.where(keep[:, None], tile - mu[None, :], 0.0)
-    lanes = abs_max(abs_max(abs_max(tile, 1).reshape(BLOCK // 8, LANES, 2), 2), 0)
+    tile = centred(tile, mu, keep)
+    largest_of_row = abs_max(tile[0], 1)
+    if len(tile) > 1:
+        largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1))
+    lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
     if TURNED:
-        lanes = tl.where(lanes < tl.max(tl.abs(mu), 0) * ROUNDING, 0.0, lanes)
+        largest_mu = tl.max(tl.abs(mu[0]), 0)
+        if len(mu) > 1:
+            largest_mu = tl.maximum(largest_mu, tl.max(tl.abs(mu[1]), 0))
+        lanes = tl.where(lanes < largest_mu * ROUNDING, 0.0, lanes)
     lane_scale = psi_scale(lanes)
     scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
-    code = to_int8(divide(tile, scale[:, None], (1.0 / scale)[:, None]))
-    out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token + columns[None, :]
-    tl.store(out, code, mask=inside[:, None] & (columns < head_dim)[None, :])
+    out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for piece in tl.static_range(len(tile)):
+        columns = tl.arange(0, tile[0].shape[1])
+        begin = piece * tile[0].shape[1]
+        code = to_int8(divide(tile[piece], scale[:, None], (1.0 / scale)[:, None]))
+        tl.store(out + begin + columns[None, :], code, mask=inside[:, None] & (columns < head_dim - begin)[None, :])
+        squares += tl.sum(tile[piece] * tile[piece], 1)
     tl.store(scales + z * total + start + first + local, scale, mask=inside)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
     # a lane of zeros has the scale 1, and nothing to round
     step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
-    norm = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0)) + step * (0.5 * head_dim**0.5)
+    norm = tl.sqrt(tl.max(squares, 0)) + step * (0.5 * head_dim**0.5)
     tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def centred(pieces, mu, keep):
+    """Pieces of a tile less those of the mean, 0 where a key does not count."""
+    low = tl.where(keep[:, None], pieces[0] - mu[0][None, :], 0.0)
+    if len(pieces) == 1:
+        return (low,)
+    else:
+        return (low, tl.where(keep[:, None], pieces[1] - mu[1][None, :], 0.0))
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
@@ -298,7 +336,7 @@ def launch_codes(
         chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=warps, **shape,
     )  # fmt: skip
     parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
-    if turned and block_d <= HELD.value:
+    if turned:
         parts = -(-parts // max(1, parts * all_heads * block_d // TURNED_PROGRAMS))
     launch(
         key_codes_kernel,
@@ -306,6 +344,6 @@ def launch_codes(
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
         keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
-        STAGES=max(1, TURNED_STAGES // block_d), num_warps=warps, **shape,
+        STAGES=max(2, TURNED_STAGES // block_d), num_warps=warps, **shape,
     )  # fmt: skip
     return out
