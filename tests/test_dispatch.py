@@ -39,7 +39,7 @@ def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):
     ("changes", "name"),
     [
         ({"head_dim": 72, "value_dim": 72}, "triton/triton"),
-        ({"head_dim": 256, "value_dim": 256}, "triton/triton"),
+        ({"head_dim": 192, "value_dim": 192}, "triton/triton"),
         ({"masked": True}, "triton/triton"),
         ({"impl": "triton"}, "triton/triton"),
         ({"impl": "reference"}, "reference/reference"),
@@ -102,7 +102,7 @@ def test_a_choice_has_the_rows_of_its_name(row):
         ({"impl": "hopper", "value_dim": 72}, NotImplementedError, "head_dim 64/72 is not one of 64, "),
         ({"impl": "hopper", "masked": True}, NotImplementedError, "masks other than causal"),
         ({"recipe": MIXED, "masked": True}, NotImplementedError, "use recipe='token' for this call"),
-        ({"recipe": MIXED, "head_dim": 256}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
+        ({"recipe": MIXED, "head_dim": 200}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
         ({"recipe": TOKEN.replace(dp="int8")}, NotImplementedError, "dp=int8.*; impl='reference' does"),
         ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),
         ({"recipe": MIXED.replace(smooth_q=True), "impl": "hopper"}, NotImplementedError, "smooth_q=True"),

@@ -76,6 +76,8 @@ _64 = (
     BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
 )
 _128 = ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False)
+# stages of what dV's kernel loads; dK's and dQ's has one
+_256 = ForwardTile(2, 96, 2), BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True)
 
 WIDTHS = (
     Width(64, 64, (64, 64), *_64),
@@ -83,7 +85,7 @@ WIDTHS = (
     Width(112, 112, (128, 128), *_128),
     Width(128, 128, (128, 128), *_128),
     Width(192, 128, (192, 128), ForwardTile(2, 128, 3), None),
-    Width(256, 256, (256, 256), ForwardTile(2, 96, 2), None),
+    Width(256, 256, (256, 256), *_256),
 )
 
 _OF = {row[:2]: row for row in WIDTHS}
