@@ -41,9 +41,9 @@ def matrix(x: Tensor, columns: int, block: tuple[int, int]) -> TensorDescriptor:
     return descriptor(x, x.numel() // columns, columns, columns, block)
 
 
-def transposed(x: Tensor, head_dim: int, tokens: int) -> TensorDescriptor:
-    """Blocks of tokens of a transposed copy, (heads, ...) as (heads * head_dim, padded tokens)."""
-    return matrix(x, x.numel() // (x.shape[0] * head_dim), (head_dim, tokens))
+def transposed(x: Tensor, head_dim: int, channels: int, tokens: int) -> TensorDescriptor:
+    """Blocks of channels and tokens of a transposed copy, (heads, ...) as (heads * head_dim, padded tokens)."""
+    return matrix(x, x.numel() // (x.shape[0] * head_dim), (channels, tokens))
 
 
 def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
@@ -90,9 +90,9 @@ class Rows(NamedTuple):
         matrix = packing.view(x).contiguous()
         return cls(matrix, batches * heads * tokens, head_dim, head_dim, heads * tokens, tokens, 0)
 
-    def blocks(self, tokens: int, head_dim: int) -> TensorDescriptor:
-        """Blocks of tokens of one head."""
-        return descriptor(self.x, self.rows, self.columns, self.pitch, (tokens, head_dim))
+    def blocks(self, tokens: int, channels: int) -> TensorDescriptor:
+        """Blocks of tokens and channels of one head."""
+        return descriptor(self.x, self.rows, self.columns, self.pitch, (tokens, channels))
 
     @property
     def steps(self) -> tuple[int, int, int]:

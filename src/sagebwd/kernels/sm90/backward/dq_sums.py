@@ -13,15 +13,23 @@ from sagebwd.kernels.sm90.backward.tile import (
     block_range,
     float8_factor,
     reinterpret,
-    store_tile,
     store_transposed,
     writes_done,
 )
 
 
 @gluon.jit
-def copy_keys(memory, k, key_scale, largest):
-    """e4m3 of 64 keys' codes times their scales and 2^g, transposed as dS^T is: to memory, as dQ's operand."""
+def copy_keys(k_t_memory, consumer, k, key_scale, largest):
+    """e4m3 of 64 keys' codes, by pieces of channels, times their scales and 2^g, transposed as dS^T is: to memory, as
+    dQ's operand."""
+    PIECES: gl.constexpr = len(k)
+    for piece in gl.static_range(PIECES):
+        copy_piece(k_t_memory.index(consumer * PIECES + piece), k[piece], key_scale, largest)
+
+
+@gluon.jit
+def copy_piece(memory, k, key_scale, largest):
+    """Channels of `copy_keys`."""
     WIDTH: gl.constexpr = 32  # all channels at once have more addresses, which would be kept through all steps
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -46,20 +54,6 @@ def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: 
     high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
     dq = warpgroup_mma(k_t[0], low.slice(FIRST, ROWS, 0).permute((1, 0)), none, use_acc=never, is_async=True)
     return warpgroup_mma(k_t[1], high.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)
-
-
-@gluon.jit
-def dq_rows_product(k_t_memory, ds_memory, slot, none, piece, FIRST: gl.constexpr, never=False):
-    """As many channels of dQ as ``none`` has, from FIRST of a piece on, for 64 queries; otherwise as `dq_product`."""
-    N: gl.constexpr = none.shape[1]
-    PIECES: gl.constexpr = k_t_memory.shape[0] // CONSUMERS
-    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [ROWS, ROWS], CODES)
-    high = reinterpret(ds_memory.index(slot * CONSUMERS + 1), gl.float8e4nv, [ROWS, ROWS], CODES)
-    k_low = k_t_memory.index(piece).slice(FIRST, N, 0)
-    k_high = k_t_memory.index(PIECES + piece).slice(FIRST, N, 0)
-    dq = warpgroup_mma(low, k_low.permute((1, 0)), none, use_acc=never, is_async=True)
-    return warpgroup_mma(high, k_high.permute((1, 0)), dq, is_async=True)
 
 
 @gluon.jit
@@ -92,10 +86,10 @@ def store_dq(memory, dq, added, counter_before):
 
 
 @gluon.jit
-def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
-    """Hand a block of dQ^T to TMA.
+def turn_to_add(added, counter, rank, count):
+    """Let TMA see what was stored, and wait until this block of keys may add to a block of dQ.
 
-    added: how many blocks of keys have added to each block of dQ^T, by counter; this one comes after ``rank`` of
+    added: how many blocks of keys have added to each block of dQ, by counter; this one comes after ``rank`` of
     them, of which ``count`` had when last asked. None: in any order. A counter under 0 is that of zeros, which may
     come at any time.
     """
@@ -105,6 +99,12 @@ def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
         if counter >= 0:
             while count != rank:
                 count = gl.load(added + counter, volatile=True)
+
+
+@gluon.jit
+def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
+    """Hand a block of dQ^T to TMA, in its turn."""
+    turn_to_add(added, counter, rank, count)
     add_tile(dq_desc, [row, column], memory)
 
 
@@ -118,14 +118,3 @@ def count_added(added, counter):
     barrier()
     if counter >= 0:
         gl.atomic_add(added + counter, 1, sem="relaxed")
-
-
-@gluon.jit
-def store_block(desc, memory, x, row, column=0):
-    """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
-    tma.store_wait(0)
-    barrier()
-    memory.store(x.to(memory.dtype))
-    fence_async_shared()
-    barrier()
-    store_tile(desc, [row, column], memory)

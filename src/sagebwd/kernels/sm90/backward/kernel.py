@@ -15,23 +15,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
     add_dq,
     copy_keys,
     count_added,
     counter_rank_and_count,
     dq_product,
-    store_block,
     store_dq,
 )
+from sagebwd.kernels.sm90.backward.epilogue import store_gradients
 from sagebwd.kernels.sm90.backward.key_blocks import head_and_number, heads_and_band, key_block, keys_of
 from sagebwd.kernels.sm90.backward.loads import load
-from sagebwd.kernels.sm90.backward.promotion import add_here, add_in_halves, new_product
-from sagebwd.kernels.sm90.backward.scores import plane, probabilities, same_of_pairs, scores
+from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
+from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
+from sagebwd.kernels.sm90.backward.scores import difference, ds_operand, probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -44,7 +45,6 @@ from sagebwd.kernels.sm90.backward.tile import (
     operand_float8,
     padded_block,
     program_number,
-    reinterpret,
     result,
     ring,
     sequence,
@@ -59,26 +59,33 @@ SLOTS = gl.constexpr(2)
 def accumulate(
     shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, BY_CHANNEL: gl.constexpr,
-    IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    HOLDS_KEYS: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+    WIDTHS: gl.constexpr,
 ):  # fmt: skip
-    """A computing warpgroup: dK and dV of 64 keys, half of dQ^T of every block of queries."""
+    """A computing warpgroup: dK and dV of 64 keys, half of dQ^T, or of dQ, of every block of queries."""
     memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = (
         shared
     )
     dq_desc, dk_desc, dv_desc = descriptors
     scale, sum_scale = scales
+    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
+    PIECE: gl.constexpr = k_memory.shape[2]
+    PIECES: gl.constexpr = WIDTHS[0] // PIECE
+    VALUE_PIECES: gl.constexpr = WIDTHS[1] // PIECE
+    IN_PIECES: gl.constexpr = PIECES > 1
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     # its half of dQ^T: 64 channels, or 64 queries
-    CHANNEL: gl.constexpr = CONSUMER * ROWS if BY_CHANNEL else 0
+    CHANNEL: gl.constexpr = CONSUMER * ROWS if BY_CHANNEL and not IN_PIECES else 0
     QUERY: gl.constexpr = 0 if BY_CHANNEL else CONSUMER * ROWS
+    # rows of dQ^T a head, by which blocks are counted; or heads are, and dQ has rows of its own
+    HEAD: gl.constexpr = 1 if IN_PIECES else WIDTHS[0]
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
     keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
-    k_scale, largest, key_mask, dk, dv, added, blocks_q = pointers
+    k_scale, largest, key_mask, outputs, added, blocks_q = pointers
     IN_ORDER: gl.constexpr = added is not None
     cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
     SPAN: gl.constexpr = CONSUMERS * ROWS
@@ -88,7 +95,8 @@ def accumulate(
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-    dq_part = dq_memory.index(CONSUMER)
+    dq_part = dq_memory[0].index(CONSUMER)
+    pitch = blocks_q * BLOCK_Q
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
@@ -105,13 +113,12 @@ def accumulate(
         key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
         if key_mask is not None:
             keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
-        dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
-        dv_acc = dk_acc
-        no_sums = dk_acc
+        no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
+        dk_acc, dv_acc = repeated(no_sums, PIECES), repeated(no_sums, VALUE_PIECES)
         mbarrier.wait(keys_full, turn & 1)
-        k = k_memory.index(CONSUMER)
+        k = pieces_of(k_memory, CONSUMER, PIECES)
         # nobody reads the copy of the turn before: keys were loaded since
-        copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + batch * heads_k + head_k)
+        copy_keys(k_t_memory, CONSUMER, k, key_scale, largest + batch * heads_k + head_k)
         key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
@@ -120,20 +127,15 @@ def accumulate(
         fence_async_shared()
         barrier()
         mbarrier.arrive(ds_full.index(slot), count=1)
-        k_t_low = k_t_memory.index(0).slice(CHANNEL, ROWS, 0)
-        k_t_high = k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-        if not BY_CHANNEL and not IN_ORDER:
-            # as registers are left: tensor cores need not read it from shared memory again and again
-            mbarrier.wait(ds_full.index(slot), phase)
-            k_t = (
-                k_t_low.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
-                k_t_high.load(gl.DotOperandLayout(0, DQ_LAYOUT, 4)),
-            )
-        else:
-            k_t = k_t_low, k_t_high
-            if BY_CHANNEL:
-                k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 4))
-        last_row = (z_q + head_k * group) * BLOCK_D + CHANNEL
+        # what registers are left for, tensor cores need not read from shared memory again and again
+        if not IN_PIECES:
+            k_t = k_t_memory.index(0).slice(CHANNEL, ROWS, 0), k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
+            if not BY_CHANNEL and not IN_ORDER:
+                mbarrier.wait(ds_full.index(slot), phase)
+                k_t = loaded(k_t, gl.DotOperandLayout(0, DQ_LAYOUT, 4))
+        if HOLDS_KEYS:
+            k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
+        last_row = (z_q + head_k * group) * HEAD + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
         block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
@@ -142,7 +144,7 @@ def accumulate(
         # one head alone is no loop
         heads = group if GROUPED else 1
         for head in range(heads):
-            row = (z_q + head_k * group + head) * BLOCK_D + CHANNEL
+            row = (z_q + head_k * group + head) * HEAD + CHANNEL
             ahead = begun - begin
             for part in gl.static_range(PARTS):
                 for i in range(edges[part], edges[part + 1]):
@@ -151,44 +153,31 @@ def accumulate(
                     stage, phase = ring(step, STAGES)
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
-                    rows = rows_memory.index(stage)
-                    copy_scales = scales_memory.index(stage)
+                    rows, copy_scales = rows_memory.index(stage), scales_memory.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
-                    to_row = row
-                    to_block = gl.maximum(i, 1)
+                    to_row, to_block = row, gl.maximum(i, 1)
                     if GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
                         to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
-                        HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
+                        HAS_LOWER, HAS_UPPER, BLOCK_Q, HEAD,
                     )  # fmt: skip
                     counter = gl.where(step == 0, -1, counter)
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
-                    # dP - delta
-                    delta = delta_memory.index(stage).permute((1, 0))
-                    dp = warpgroup_mma(ones, delta, no_dp, use_acc=False, is_async=True)
                     # with counters else V's eight descriptors take 14 uniform registers, and what those had spills
-                    v = v_memory.index(anew(CONSUMER) if IN_HALVES and IN_ORDER else CONSUMER)
-                    dp = warpgroup_mma(v, do_memory.index(stage).permute((1, 0)), dp, is_async=True)
+                    v = pieces_of(v_memory, anew(CONSUMER) if IN_HALVES and IN_ORDER else CONSUMER, VALUE_PIECES)
+                    dp = difference(ones, delta_memory, v, do_memory, stage, no_dp)
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                         key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-                    ds = p * dp
-                    if key_mask is not None:
-                        ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-                    if RAGGED:  # noqa: SIM102 (one is of compile time)
-                        if not whole:
-                            # what lies past the end need not be finite
-                            ds = gl.where(p == 0, 0.0, ds)
-                    ds_codes = operand_float8(ds, OPERAND)
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, RAGGED, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -196,7 +185,18 @@ def accumulate(
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
                     more = (i + 1 < end) | (head + 1 < heads)
-                    if IN_HALVES:
+                    if IN_PIECES:
+                        dv_acc, dk_acc, dq, dq_half = add_in_pieces(
+                            dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                            k_t_memory, ds_memory, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
+                        )  # fmt: skip
+                        store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
+                        if not HOLDS_KEYS:
+                            # descriptors of before the loop would be kept in registers
+                            k = pieces_of(k_memory, anew(CONSUMER), PIECES)
+                        s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
+                        dq = warpgroup_mma_wait(PIECES, deps=[dq])
+                    elif IN_HALVES:
                         never = step < 0
                         dv_acc, dk_acc, dq, free = add_in_halves(
                             dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
@@ -206,25 +206,21 @@ def accumulate(
                         s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
-                        dv_new = new_product(p_codes, do_t_memory.index(stage), no_sums)
-                        # before the products are waited for
-                        dv_scale = plane(copy_scales, 0, 1, OUT_LAYOUT)
-                        dk_scale = plane(copy_scales, 1, 1, OUT_LAYOUT)
-                        mbarrier.wait(ds_full.index(before), phase_before)
-                        dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-                        dv_acc = add_here(dv_acc, dv_new, dv_scale)
-                        dk_new = new_product(ds_codes, q_t_memory.index(stage), no_sums)
-                        dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-                        dk_acc = add_here(dk_acc, dk_new, dk_scale)
-                        dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
-                        dq = warpgroup_mma_wait(0, deps=[dq])
+                        dv_acc, dk_acc, dq = add_whole(
+                            dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                            k_t, ds_memory, before, ds_full, phase_before, no_sums, no_dq, QUERY, BLOCK_Q, OUT_LAYOUT,
+                        )  # fmt: skip
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
-                    store_dq(dq_part, dq * sum_scale, added, counter_before)
-                    if not IN_HALVES:
-                        # not before: dQ's registers are needed
-                        s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
-                    add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
+                    if IN_PIECES:
+                        to_row = to_row * pitch + column + to_block * BLOCK_Q
+                        add_dq_rows(dq_desc, dq_memory, dq * sum_scale, to_row, CONSUMER, added, counter, rank, count)
+                    else:
+                        store_dq(dq_part, dq * sum_scale, added, counter_before)
+                        if not IN_HALVES:
+                            # not before: dQ's registers are needed
+                            s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
+                        add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
             last_row = row
             begun += end - begin
@@ -232,55 +228,34 @@ def accumulate(
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
-        dq = dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        if IN_PIECES:
+            dq, dq_half = last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER, OUT_LAYOUT)
+        else:
+            dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(keys_empty, count=1)
         counter, rank, count = counter_rank_and_count(
             last_row, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
-            HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D,
+            HAS_LOWER, HAS_UPPER, BLOCK_Q, HEAD,
         )  # fmt: skip
         counter = gl.where(begin < end, counter, -1)
-        store_dq(dq_part, dq * sum_scale, added, counter_before)
-        add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
+        if IN_PIECES:
+            store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
+            last_row = last_row * pitch + column + gl.maximum(end, 1) * BLOCK_Q
+            add_dq_rows(dq_desc, dq_memory, dq * sum_scale, last_row, CONSUMER, added, counter, rank, count)
+        else:
+            store_dq(dq_part, dq * sum_scale, added, counter_before)
+            add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
 
         store_gradients(
-            dk_acc * scale, dv_acc, (dk, dv), (dk_desc, dv_desc), v_memory.index(CONSUMER), dq_part, strides, batch,
-            head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN, RAGGED, OUT_LAYOUT,
+            scaled(dk_acc, scale), dv_acc, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES),
+            dq_part, strides, batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN,
+            RAGGED, OUT_LAYOUT,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
-
-
-@gluon.jit
-def store_gradients(
-    dk_sums, dv_sums, pointers, descriptors, v_part, dq_part, strides, batch, head_k, start_k, length_k, first_k,
-    heads_k, tokens_k, IN_TURN: gl.constexpr, RAGGED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of 64 keys from ``first_k`` on; v_part, dq_part: this warpgroup's V and blocks of dQ^T."""
-    dk, dv = pointers
-    dk_desc, dv_desc = descriptors
-    BLOCK_D: gl.constexpr = dk_sums.shape[1]
-    if RAGGED:
-        rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LAYOUT))
-        written = gl.expand_dims(rows < length_k, 1)
-        out_b, out_h, out_n = strides
-        out = batch.to(gl.int64) * out_b + head_k.to(gl.int64) * out_h
-        at = out + gl.expand_dims((start_k + rows).to(gl.int64) * out_n, 1) + gl.expand_dims(columns, 0)
-        gl.store(dk + at, dk_sums.to(dk.dtype.element_ty), mask=written)
-        gl.store(dv + at, dv_sums.to(dv.dtype.element_ty), mask=written)
-    else:
-        # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-        out = v_part
-        if IN_TURN:
-            gl.static_assert(BLOCK_D == ROWS)
-            out = reinterpret(dq_part, dk_desc.dtype, [ROWS, BLOCK_D], dk_desc.layout)
-        row = (batch * heads_k + head_k) * tokens_k + first_k
-        store_block(dk_desc, out, dk_sums, row)
-        store_block(dv_desc, out, dv_sums, row)
 
 
 @gluon.jit(
@@ -296,21 +271,28 @@ def backward_kernel(
     k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
     grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
-    BY_CHANNEL: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    BY_CHANNEL: gl.constexpr, HOLDS_KEYS: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, VALUE_D: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
 
     What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
     parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
-    padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`).
-    dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ in
-    order, in one turn each; else None. strides: of dk and dv. q_b to do_column: `descriptor.Rows.steps`. heads_k to
-    upper differ from call to call, and are one by one as Triton compiles for the numbers in a tuple; total_k: keys of
-    one head, blocks_q: blocks of queries of one head, padded, lower and upper: bounds on key - query. RAGGED: a block
-    of either may end past its sequence. BY_CHANNEL, IN_HALVES: as `widths.BackwardTile` has them.
+    padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
+    if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
+    a piece. dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ
+    in order, in one turn each; else None. strides: of dk, and of dv if they are others. q_b to do_column:
+    `descriptor.Rows.steps`. heads_k to upper differ from call to call, and are one by one as Triton compiles for the
+    numbers in a tuple; total_k: keys of one head, blocks_q: blocks of queries of one head, padded, lower and upper:
+    bounds on key - query. RAGGED: a block of either may end past its sequence. BY_CHANNEL, HOLDS_KEYS, IN_HALVES: as
+    `widths.BackwardTile` has them.
     """
     IN_ORDER: gl.constexpr = added is not None
+    BLOCK_Q: gl.constexpr = q_desc.block_shape[0]
+    PIECE: gl.constexpr = q_desc.block_shape[1]
+    WIDTHS: gl.constexpr = (BLOCK_D, VALUE_D)
+    PIECES: gl.constexpr = BLOCK_D // PIECE
+    VALUE_PIECES: gl.constexpr = VALUE_D // PIECE
     call = (
         cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
         lower, upper,
@@ -331,21 +313,24 @@ def backward_kernel(
         head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
     )  # fmt: skip
 
-    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
-    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
-    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
-    do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, BLOCK_D], do_desc.layout)
-    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], q_t_desc.layout)
+    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, BLOCK_Q, PIECE], q_desc.layout)
+    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS * PIECES, ROWS, PIECE], k_desc.layout)
+    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS * VALUE_PIECES, ROWS, PIECE], v_desc.layout)
+    do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES * VALUE_PIECES, BLOCK_Q, PIECE], do_desc.layout)
+    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES * PIECES, PIECE, BLOCK_Q], q_t_desc.layout)
     COPY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_D, ROWS], COPY)
-    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
+    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS * PIECES, PIECE, ROWS], COPY)
+    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES * VALUE_PIECES, PIECE, BLOCK_Q], do_t_desc.layout)
     rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
     scales_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_desc.block_shape[1]], scales_desc.layout)
     delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
     ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
-    dq_memory = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, ROWS, ROWS], dq_desc.layout)
+    dq_memory = ()
+    for _ in gl.static_range(BOXES if PIECES > 1 else 1):
+        box = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, ROWS, dq_desc.block_shape[1]], dq_desc.layout)
+        dq_memory += (box,)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -373,7 +358,7 @@ def backward_kernel(
     )  # fmt: skip
     barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    pointers = (k_scale, largest, key_mask, dk, dv, added, blocks_q)
+    pointers = (k_scale, largest, key_mask, (dk, dv), added, blocks_q)
     shared = (
         memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
         strides, (scale, sum_scale),
@@ -386,14 +371,14 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (accumulate, (
-                shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, IN_HALVES, STAGES,
-                BLOCK_Q, BLOCK_D,
+                shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, HOLDS_KEYS,
+                IN_HALVES, STAGES, BLOCK_Q, WIDTHS,
             )),
             (accumulate, (
-                shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, IN_HALVES, STAGES,
-                BLOCK_Q, BLOCK_D,
+                shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, HOLDS_KEYS,
+                IN_HALVES, STAGES, BLOCK_Q, WIDTHS,
             )),
-            (load, (operands, IN_TURN, IN_ORDER, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+            (load, (operands, IN_TURN, IN_ORDER, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, WIDTHS)),
         ],
         [4, 1],
         [REGISTERS, 24],

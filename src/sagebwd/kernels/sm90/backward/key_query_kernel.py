@@ -16,17 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
 from sagebwd.kernels.sm90.backward.dq_sums import (
     add_dq,
     copy_keys,
     count_added,
     counter_rank_and_count,
-    dq_rows_product,
     store_dq,
 )
+from sagebwd.kernels.sm90.backward.epilogue import store_pieces
 from sagebwd.kernels.sm90.backward.kernel import SLOTS
 from sagebwd.kernels.sm90.backward.key_blocks import heads_and_band, keys_of
-from sagebwd.kernels.sm90.backward.key_gradient import store_pieces
 from sagebwd.kernels.sm90.backward.loads import load_keys
 from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
@@ -64,7 +64,8 @@ def load(
     blocks_q, z_q, block_0 = blocks
     length_q, lower, upper = sizes
     load_keys(
-        (k_desc, v_desc), (k_memory, v_memory), keys_full, (row_k, column_k, row_v, column_v), first_k, BLOCK_D,
+        (k_desc, v_desc), (k_memory, v_memory), keys_full, (row_k, column_k, row_v, column_v), first_k,
+        (BLOCK_D, BLOCK_D),
     )  # fmt: skip
     begin, _, _, end = block_range(
         first_k, length_q, -upper, -lower, CONSUMERS * ROWS, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
@@ -141,7 +142,7 @@ def accumulate(
     dq_part = dq_memory.index(CONSUMER)
     mbarrier.wait(keys_full, 0)
     k = k_memory.index(CONSUMER)
-    copy_keys(k_t_memory.index(CONSUMER), k, key_scale, largest + batch * heads_k + head_k)
+    copy_keys(k_t_memory, CONSUMER, (k,), key_scale, largest + batch * heads_k + head_k)
     key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
     # a block of zeros goes before the first: every step has one to compute dQ of
     ds_memory.index(CONSUMER).store(no_codes)
@@ -154,7 +155,7 @@ def accumulate(
     block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
     counter_before = -1
     begun = 0
-    s = scores(k, q_memory, full, begun, begin < end, no_scores, False, 1)
+    s = scores((k,), q_memory, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
     heads = group if GROUPED else 1
     for head in range(heads):

@@ -70,14 +70,15 @@ def backward(
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
     tile = widths.width(call.head_dim, call.value_dim).backward
-    block_q, span = tile.queries, CONSUMERS.value * rows
+    block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, added, v_maxima = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned)
     dq, dk, dv = empty_gradients(call.recipe, head_dim, saved.o, v)
     # dQ is written last: its memory has the scaled dO until then
-    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, dq[..., : call.value_dim], tile)
-    operands = Operands.of(call, q_int8, k_int8, v, dq)
+    do_scaled = dq[..., : call.value_dim]
+    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
+    operands = Operands.of(call, q_int8, k_int8, v, do_scaled)
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
@@ -92,18 +93,18 @@ def backward(
     launch(
         backward_kernel,
         (grid * keys.batch * keys.heads,),
-        operands.q.blocks(block_q, head_dim),
-        operands.k.blocks(rows, head_dim),
-        operands.v.blocks(rows, head_dim),
-        operands.do.blocks(block_q, head_dim),
-        transposed(values.q_t, head_dim, block_q),
-        transposed(values.do_t, head_dim, block_q),
+        operands.q.blocks(block_q, piece),
+        operands.k.blocks(rows, piece),
+        operands.v.blocks(rows, piece),
+        operands.do.blocks(block_q, piece),
+        transposed(values.q_t, head_dim, piece, block_q),
+        transposed(values.do_t, call.value_dim, piece, block_q),
         vectors(values.planes, 2 * block_q),
         vectors(values.scales, SCALES.value, SCALES_APART),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, rows)),
-        matrix(dk, head_dim, (rows, head_dim)),
-        matrix(dv, head_dim, (rows, head_dim)),
+        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.in_rows else rows)),
+        matrix(dk, head_dim, (rows, piece)),
+        matrix(dv, call.value_dim, (rows, piece)),
         k_scale,
         largest,
         call.key_mask,
@@ -112,7 +113,7 @@ def backward(
         added,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        keys.strides(dk),
+        keys.strides(dk) if call.value_dim == head_dim else keys.strides(dk) + keys.strides(dv),
         *operands.steps,
         keys.heads,
         call.group,
@@ -133,10 +134,11 @@ def backward(
         GROUPED=call.group > 1,
         IN_TURN=tile.in_turn and not deterministic,
         BY_CHANNEL=tile.by_channel,
+        HOLDS_KEYS=tile.holds_keys,
         IN_HALVES=tile.in_halves,
         STAGES=tile.stages,
-        BLOCK_Q=block_q,
         BLOCK_D=head_dim,
+        VALUE_D=call.value_dim,
         HAS_LOWER=call.band["HAS_LOWER"],
         HAS_UPPER=call.band["HAS_UPPER"],
         **LAUNCH,

@@ -9,9 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
 from sagebwd.kernels.sm90.backward.dq_sums import dq_product
+from sagebwd.kernels.sm90.backward.pieces import halves, joined
 from sagebwd.kernels.sm90.backward.scores import plane
-from sagebwd.kernels.sm90.backward.tile import ROWS
+from sagebwd.kernels.sm90.backward.tile import ROWS, anew
 
 
 @gluon.jit
@@ -34,18 +36,26 @@ def add_here(x, y, scale):
 
 
 @gluon.jit
-def halves(x, LAYOUT: gl.constexpr):
-    """Each half of a result's columns: the same registers under other names."""
-    N: gl.constexpr = x.shape[1] // 2
-    low, high = gl.split(x.reshape([x.shape[0], 2, N]).permute([0, 2, 1]))
-    return gl.convert_layout(low, LAYOUT, assert_trivial=True), gl.convert_layout(high, LAYOUT, assert_trivial=True)
+def add_whole(
+    dv, dk, codes, copies, stage, scales, k_t, ds_memory, before, ds_full, phase, none, no_dq, QUERY: gl.constexpr,
+    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """dV and dK, each one piece, with a step's products; and the step before's dQ^T.
 
-
-@gluon.jit
-def joined(low, high, LAYOUT: gl.constexpr):
-    """What `halves` parted."""
-    x = gl.join(low, high).permute([0, 2, 1]).reshape([low.shape[0], low.shape[1] * 2])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    codes, copies: dV's and dK's. none, no_dq: zeros as dV and dK, and as dQ^T.
+    """
+    dv_new = new_product(codes[0], copies[0].index(stage), none)
+    # before the products are waited for
+    dv_scale = plane(scales, 0, 1, LAYOUT)
+    dk_scale = plane(scales, 1, 1, LAYOUT)
+    mbarrier.wait(ds_full.index(before), phase)
+    dv_new = warpgroup_mma_wait(0, deps=[dv_new])
+    dv = add_here(dv[0], dv_new, dv_scale)
+    dk_new = new_product(codes[1], copies[1].index(stage), none)
+    dk_new = warpgroup_mma_wait(0, deps=[dk_new])
+    dk = add_here(dk[0], dk_new, dk_scale)
+    dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
+    return (dv,), (dk,), warpgroup_mma_wait(0, deps=[dq])
 
 
 @gluon.jit
@@ -53,15 +63,16 @@ def add_in_halves(
     dv, dk, p_codes, ds_codes, do_t, q_t, scales, k_t, ds_memory, before, ds_full, phase, never,
     LAYOUT: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK with a step's products, and the step before's dQ^T, in flight; where sums are IN_HALVES.
+    """dV and dK, each one piece, with a step's products; and the step before's dQ^T, in flight. Where sums are
+    IN_HALVES.
 
     64 channels at a time in two sets of registers in turn: one's product runs while the other's is added up. The
     second set is free in the end, and the last that is returned.
     """
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     none = gl.zeros([ROWS, ROWS], gl.float32, HALF)
-    dv_low, dv_high = halves(dv, HALF)
-    dk_low, dk_high = halves(dk, HALF)
+    dv_low, dv_high = halves(dv[0], HALF)
+    dk_low, dk_high = halves(dk[0], HALF)
     first = new_product(p_codes, do_t.slice(0, ROWS, 0), none)
     second = new_product(p_codes, do_t.slice(ROWS, ROWS, 0), none)
     scale = plane(scales, 0, 1, HALF)  # before the products are waited for
@@ -78,4 +89,60 @@ def add_in_halves(
     dq = dq_product(k_t, ds_memory, before, first, never, 0, BLOCK_Q)
     second = warpgroup_mma_wait(2, deps=[second])  # dQ^T's are two
     dk_high = add_here(dk_high, second, scale)
-    return joined(dv_low, dv_high, LAYOUT), joined(dk_low, dk_high, LAYOUT), dq, second
+    return (joined(dv_low, dv_high, LAYOUT),), (joined(dk_low, dk_high, LAYOUT),), dq, second
+
+
+@gluon.jit
+def product_of_piece(piece: gl.constexpr, codes, copies, stage, free, never, PIECES: gl.constexpr):
+    """The product with a piece of dV's channels, or with those of dK's that follow them; in flight.
+
+    codes, copies: dV's and dK's. PIECES: of both. free, never: ``none`` and never of `new_product`.
+    """
+    if piece < PIECES[0]:
+        return new_product(codes[0], copies[0].index(stage * PIECES[0] + piece), free, never)
+    else:
+        return new_product(codes[1], copies[1].index(stage * PIECES[1] + (piece - PIECES[0])), free, never)
+
+
+@gluon.jit
+def add_in_pieces(
+    dv, dk, codes, copies, stage, scales, k_t_memory, ds_memory, before, ds_full, phase, never,
+    CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """dV and dK, by pieces of channels, with a step's products; and of the step before's dQ a piece, which is in
+    flight, and half of another.
+
+    Pieces of 64 channels leave one set of registers for products, one after the other: while it is added up the other
+    warpgroup's run. Shorter ones leave two, as in `add_in_halves`.
+    """
+    PIECES: gl.constexpr = (len(dv), len(dk))
+    COUNT: gl.constexpr = len(dv) + len(dk)
+    WIDTH: gl.constexpr = dk[0].shape[1]
+    AHEAD: gl.constexpr = 0 if WIDTH == ROWS else 1
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
+    none = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    no_half = gl.zeros([ROWS, WIDTH // 2], gl.float32, HALF)
+    sets = ()
+    for piece in gl.static_range(AHEAD + 1):
+        sets += (product_of_piece(piece, codes, copies, stage, none, False, PIECES),)
+    scale = plane(scales, 0, 1, LAYOUT)  # before the products are waited for
+    sums = dv + dk
+    added = ()
+    for piece in gl.static_range(COUNT):
+        if piece == PIECES[0]:
+            scale = plane(scales, 1, 1, LAYOUT)
+            mbarrier.wait(ds_full.index(before), phase)
+        if piece == COUNT - 1:
+            half = dq_rows_product(
+                k_t_memory, ds_memory, before, no_half, anew(PIECES[1] - 1), CONSUMER * (WIDTH // 2)
+            )
+        # dQ's are two
+        free = warpgroup_mma_wait(AHEAD if piece < COUNT - 1 else 2, deps=[sets[0]])
+        added += (add_here(sums[piece], free, scale),)
+        if piece + AHEAD + 1 < COUNT:
+            free = product_of_piece(piece + AHEAD + 1, codes, copies, stage, free, never, PIECES)
+        sets = sets[1:]
+        sets += (free,)
+    dq = dq_rows_product(k_t_memory, ds_memory, before, free, anew(CONSUMER), 0, never)
+    half = warpgroup_mma_wait(2, deps=[half])
+    return added[: PIECES[0]], added[PIECES[0] :], dq, half

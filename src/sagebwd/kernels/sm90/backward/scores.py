@@ -1,10 +1,10 @@
-"""Scores and probabilities of a step, recomputed: S^T of 64 keys by a block of queries, and P^T of it."""
+"""Scores and probabilities of a step, recomputed, and their gradients: S^T, P^T, dS^T of 64 keys by its queries."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sagebwd.kernels.sm90.backward.tile import ROWS, exp2, inside_band, ring, visible
+from sagebwd.kernels.sm90.backward.tile import ROWS, exp2, inside_band, operand_float8, ring, visible
 
 
 @gluon.jit
@@ -36,11 +36,15 @@ def same_of_pairs(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
-    """S^T of a step, if there are more, once Q is there; in flight. none, never: as of `new_product`."""
+    """S^T of a step, if there are more, once Q is there; in flight. k: by pieces of channels; none, never: as of
+    `new_product`."""
+    PIECES: gl.constexpr = len(k)
     stage, phase = ring(step, STAGES)
     mbarrier.wait(full.index(stage * 3), phase, pred=more)
-    q = q_memory.index(stage).permute((1, 0))
-    return warpgroup_mma(k, q, none, use_acc=never, is_async=True)
+    s = warpgroup_mma(k[0], q_memory.index(stage * PIECES).permute((1, 0)), none, use_acc=never, is_async=True)
+    for piece in gl.static_range(1, PIECES):
+        s = warpgroup_mma(k[piece], q_memory.index(stage * PIECES + piece).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -72,3 +76,29 @@ def probabilities(
         if not whole:
             p = gl.where(gl.expand_dims(keep_key, 1), p, 0.0)
     return p, whole
+
+
+@gluon.jit
+def difference(ones, delta_memory, v, do_memory, stage, none):
+    """dP^T - delta of a step; in flight. ones: powers of two (`delta_parts_weight`). v: by pieces of channels; none:
+    zeros."""
+    PIECES: gl.constexpr = len(v)
+    delta = delta_memory.index(stage).permute((1, 0))
+    dp = warpgroup_mma(ones, delta, none, use_acc=False, is_async=True)
+    for piece in gl.static_range(PIECES):
+        do = do_memory.index(stage * PIECES + piece).permute((1, 0))
+        dp = warpgroup_mma(v[piece], do, dp, is_async=True)
+    return dp
+
+
+@gluon.jit
+def ds_operand(p, dp, whole, keep_key, key_mask, RAGGED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr):
+    """dS^T in e4m3, of P^T and its `difference`, 0 where masked. whole: as `probabilities` returns it."""
+    ds = p * gl.convert_layout(dp, LAYOUT, assert_trivial=True)
+    if key_mask is not None:
+        ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
+    if RAGGED:  # noqa: SIM102 (one is of compile time)
+        if not whole:
+            # what lies past the end need not be finite
+            ds = gl.where(p == 0, 0.0, ds)
+    return operand_float8(ds, OPERAND)

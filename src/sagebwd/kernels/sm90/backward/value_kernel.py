@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.epilogue import store_pieces
 from sagebwd.kernels.sm90.backward.key_blocks import heads_and_band, keys_of
-from sagebwd.kernels.sm90.backward.key_gradient import store_pieces
 from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs
 from sagebwd.kernels.sm90.backward.tile import (
