@@ -17,6 +17,9 @@ SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
 # each product appears twice: in the loop over whole blocks and in the loop over masked ones
 PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}
 
+# of Hopper's backward where dK and dV have no room beside one another
+IN_TWO = "value_kernel", "key_query_kernel"
+
 
 def launches(arch, head_dim, recipe, mask="causal"):
     return machine_code.launches((arch, head_dim, recipe, mask))
@@ -84,3 +87,25 @@ def test_hopper_backward(head_dim):
         assert row["shared_bytes"] <= SHARED_BYTES[90]
         # sums of dV and dK and what a step computes are all of a thread's 240 registers; in order, a count is held too
         assert row["spills"] <= (60 if row["deterministic"] else 40), row
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "ungrouped"])
+def test_hopper_backward_in_two(mask):
+    of_v, *of_kq = (row for row in launches("hopper", 256, "mixed", mask) if row["kernel"] in IN_TWO)
+    assert [row["kernel"] for row in (of_v, *of_kq)] == [IN_TWO[0], IN_TWO[1], IN_TWO[1]]
+    assert [row["deterministic"] for row in of_kq] == [False, True]
+    # loops of a causal mask: blocks that it cuts, and whole ones
+    parts = 2 if mask == "ungrouped" else 1
+    # two warpgroups: S by halves of K, before the loop and in it; dV in pieces of 64 channels
+    assert (of_v["int8_products"], of_v["float_products"]) == (2 * 2 * (1 + parts), 2 * 4 * parts), of_v
+    assert of_v["opcodes"].keys() == {"IGMMA", "QGMMA"}, of_v
+    for row in of_kq:
+        # S; dP, dK, and dQ's two pieces from the keys of both, these after the loop too
+        assert (row["int8_products"], row["float_products"]) == (2 * (1 + parts), 2 * ((1 + 4 + 4) * parts + 4)), row
+        assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
+    for row in (of_v, *of_kq):
+        assert row["shared_bytes"] <= SHARED_BYTES[90]
+        # what else `loops` has are waits that jump back from behind the program's end
+        for loop in row["loops"][: 2 * parts]:
+            assert (loop["stored"], loop["loaded"]) == (0, 0), row
+        assert row["spills"] <= (25 if row["deterministic"] else 0), row

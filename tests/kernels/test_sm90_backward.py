@@ -92,7 +92,7 @@ class TestOnHopper:
         assert (actual["o"][:, :, 12:] == 0).all()
 
     @pytest.mark.parametrize("recipe", ["mixed", "mixed(rotate=True)"])
-    @pytest.mark.parametrize("head_dim", [64, 112, 128])
+    @pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
     def test_a_nan_stays_in_its_sequence(self, head_dim, recipe):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
         shape = (2, 2, 201, head_dim)
@@ -105,7 +105,7 @@ class TestOnHopper:
             assert x[0, 0].isfinite().all()
             assert x[0, 1].isnan().all()
 
-    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_repeats_bit_for_bit(self, head_dim):
         """Large enough for a race: a stage that was released too early spoilt one row in a thousand."""
         generator = torch.Generator("cuda").manual_seed(0)
@@ -116,7 +116,7 @@ class TestOnHopper:
             assert all(torch.equal(a, b) for a, b in zip(first, other))
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_gradients_repeat_bit_for_bit(self, head_dim, is_causal):
         """Blocks of keys add to dQ in order, though far more of them than the GPU has processors."""
         generator = torch.Generator("cuda").manual_seed(0)
@@ -142,11 +142,11 @@ class TestOnHopper:
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
 
     # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's
-    @pytest.mark.parametrize("kind", ["", "rotated-", "16bit-"])
+    @pytest.mark.parametrize(("kind", "head_dim"), [("", 64), ("rotated-", 64), ("16bit-", 64), ("", 256)])
     @pytest.mark.parametrize("name", [name for name in VARIED if name != "one-token"])
-    def test_calls_made_again(self, name, kind):
+    def test_calls_made_again(self, name, kind, head_dim):
         """With other tensors, and beside calls of other shapes."""
-        call = dataclasses.replace(CALLS[kind + name], device="cuda")
+        call = dataclasses.replace(CALLS[kind + name], head_dim=head_dim, device="cuda")
         for seed in (2, 3):
             changed = dataclasses.replace(call, seed=seed)
             changed.run("hopper", changed.inputs())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools import fuzz
 from tools.matrix import __main__ as matrix
@@ -50,7 +51,7 @@ def test_every_width_has_every_form_in_full():
     for width in (8, 17, 64, 72, 80, 128, 256):
         for variant in VARIANTS:
             assert met(rows, *variant)[width, width] == set(FORMS), (width, variant)
-    assert {(x.form, x.head_dim) for x in rows if x.recipe == "token"} == {(x, n) for x in FORMS for n in (64, 128)}
+    assert {(x.form, x.head_dim) for x in rows if x.recipe == "token"} == {(x, n) for x in FORMS for n in HEAD_DIMS}
 
 
 def test_the_short_size_is_a_few_widths_in_every_form():
@@ -107,10 +108,10 @@ def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
         assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
     tokens = {(row.head_dim, row.dtype, row.form) for row in rows if row.recipe == "token"}
     for form in FORMS:
-        assert len({(width, dtype) for width, dtype, x in tokens if x == form}) == 2, form
-        assert {width for width, _, x in tokens if x == form} == {64, 128}, form
+        assert len({(width, dtype) for width, dtype, x in tokens if x == form}) == len(HEAD_DIMS), form
+        assert {width for width, _, x in tokens if x == form} == set(HEAD_DIMS), form
         assert {dtype for _, dtype, x in tokens if x == form} == {torch.bfloat16, torch.float16}, form
-    assert len({(width, dtype) for width, dtype, _ in tokens}) == 4
+    assert len({(width, dtype) for width, dtype, _ in tokens}) == 2 * len(HEAD_DIMS)
 
 
 def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():

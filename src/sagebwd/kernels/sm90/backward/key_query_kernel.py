@@ -29,7 +29,14 @@ from sagebwd.kernels.sm90.backward.kernel import SLOTS
 from sagebwd.kernels.sm90.backward.key_blocks import heads_and_band, keys_of
 from sagebwd.kernels.sm90.backward.loads import load_keys
 from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
-from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
+from sagebwd.kernels.sm90.backward.scores import (
+    ds_operand,
+    keys_and_scales,
+    plane,
+    probabilities,
+    same_of_pairs,
+    scores,
+)
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -38,7 +45,6 @@ from sagebwd.kernels.sm90.backward.tile import (
     barrier,
     block_range,
     load_tile,
-    operand_float8,
     padded_block,
     program_number,
     result,
@@ -195,15 +201,7 @@ def accumulate(
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO), count=1)
-                dp = gl.convert_layout(dp, S_LAYOUT, assert_trivial=True)
-                ds = p * dp
-                if key_mask is not None:
-                    ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-                if RAGGED:  # noqa: SIM102 (one is of compile time)
-                    if not whole:
-                        # what lies past the end need not be finite
-                        ds = gl.where(p == 0, 0.0, ds)
-                codes = operand_float8(ds, OPERAND)
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, RAGGED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
