@@ -1,11 +1,12 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper"
-means the Gluon kernels on sm_90; FORM "causal" (grouped heads too), "ungrouped" (causal alone), "full", "packed" (two
-sequences), "padded" (keys hidden by a mask of keys) or of `tests.masks.KINDS`; TOKENS are of all sequences together.
-"loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products, "assembly" the
-inline assembly that takes several elements at once. It runs in a process of its own, as kernels of a process with
-TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper" means
+the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads too),
+"ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
+`tests.masks.KINDS`; TOKENS are of all sequences together. "loops" has instructions, `stall_cycles` and registers
+stored and loaded of each loop with products, "assembly" the inline assembly that takes several elements at once. It
+runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of
+arguments answers several.
 """
 
 from __future__ import annotations
@@ -187,10 +188,11 @@ def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: st
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
     causal, count = form in ("causal", "ungrouped"), int(tokens)
     lengths = [count - count // 3, count // 3] if form == "packed" else []
+    head_dim, _, value_dim = head_dim.partition("/")
     shape = KernelCall(
-        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if form == "causal" else 4, tokens_q=count,
-        tokens_k=count, lengths_q=lengths, lengths_k=lengths, is_causal=causal, masked=form == "padded",
-        mask="" if form in FORMS else form,
+        recipe=recipe, head_dim=int(head_dim), value_dim=int(value_dim or head_dim), heads=4,
+        kv_heads=2 if form == "causal" else 4, tokens_q=count, tokens_k=count, lengths_q=lengths, lengths_k=lengths,
+        is_causal=causal, masked=form == "padded", mask="" if form in FORMS else form,
     )  # fmt: skip
     return launches(arch, shape)
 

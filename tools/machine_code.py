@@ -88,7 +88,7 @@ def _shared_answer(call: tuple, triton_folder: str | None) -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"sagebwd-machine-code-{run}"
     folder.mkdir(exist_ok=True)
     version = Path(triton_folder).name if triton_folder else triton.__version__
-    return folder / f"{version} {name_of(call)}.json"
+    return folder / f"{version} {name_of(call).replace('/', '-')}.json"
 
 
 def facts(call: tuple, triton_folder: str | None = None) -> dict[str, dict]:
