@@ -273,7 +273,7 @@ variants:
         (("bench", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
         (
             ("bench", "--device", "cpu", "--head-dim", "100"),
-            "head_dim=100 is not of the grid; accepted: 64, 80, 96, 128, 192/128, 256",
+            "head_dim=100 is not of the grid; accepted: 64, 72, 80, 96, 112, 128, 192, 192/128, 256",
         ),
         (("gaussian", "--impl", "fast"), "impl='fast' is not known"),
         (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),

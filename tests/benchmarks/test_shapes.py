@@ -22,11 +22,14 @@ def test_standard_grid():
 def test_the_grid_of_all_widths():
     grid = standard_grid(WIDTHS, [2048])
     assert {(s.head_dim, s.value_dim, s.heads) for s in grid} == {
-        (64, 64, 32), (80, 80, 25), (96, 96, 21), (128, 128, 16), (192, 128, 16), (256, 256, 8),
+        (64, 64, 32), (72, 72, 28), (80, 80, 25), (96, 96, 21), (112, 112, 18), (128, 128, 16), (192, 192, 10),
+        (192, 128, 16), (256, 256, 8),
     }  # fmt: skip
     assert {s.batch for s in grid} == {8}
-    with pytest.raises(ValueError, match="head_dim=72 is not of the grid; accepted: 64, 80, 96, 128, 192/128, 256"):
-        standard_grid(["72"])
+    with pytest.raises(
+        ValueError, match="head_dim=100 is not of the grid; accepted: 64, 72, 80, 96, 112, 128, 192, 192/128, 256"
+    ):
+        standard_grid(["100"])
 
 
 def test_value_has_a_width_of_its_own():

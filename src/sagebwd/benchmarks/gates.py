@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sagebwd.benchmarks.peers import Attention
@@ -58,17 +57,10 @@ def wrong_tensors(shape: Shape, attention: Attention, exact: Outcome, inputs: tu
 
 def emulated(shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Outcome:
     """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype."""
-    widest = max(shape.head_dim, shape.value_dim)
-    q, k, v, do = (F.pad(shape.last_key_head(x), (0, widest - x.shape[-1])).to(dtype) for x in inputs)
+    q, k, v, do = (shape.last_key_head(x).to(dtype) for x in inputs)
     emulator = Emulator(q, k, v, recipe, shape.head_dim**-0.5, Band.of(shape.is_causal))
     o, lse, _ = emulator.forward()
-    dq, dk, dv = emulator.backward(do, o, lse)
-    return (
-        o[..., : shape.value_dim],
-        dq[..., : shape.head_dim],
-        dk[..., : shape.head_dim],
-        dv[..., : shape.value_dim],
-    )
+    return (o, *emulator.backward(do, o, lse))
 
 
 def _computed(shape: Shape, attention: Attention, inputs: tuple[Tensor, ...]) -> Outcome:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from sagebwd.hardware import flops
 
-WIDTHS = {"64": (64, 64), "80": (80, 80), "96": (96, 96), "128": (128, 128), "192/128": (192, 128), "256": (256, 256)}
+WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {
+    "192/128": (192, 128),
+    "256": (256, 256),
+}
 """The grid's (head_dim, value's head_dim), as the command line writes them."""
 DEFAULT_WIDTHS = ("64", "128")
 GRID_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)

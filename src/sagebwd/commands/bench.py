@@ -17,7 +17,7 @@ def bench(
     impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
     head_dim: Annotated[
         list[str] | None,
-        typer.Option(help="Of the grid: 64, 80, 96, 128, 192/128, 256; repeat [default: 64, 128]."),
+        typer.Option(help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256; repeat [default: 64, 128]."),
     ] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
     special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,

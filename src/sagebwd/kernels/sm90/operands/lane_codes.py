@@ -43,9 +43,9 @@ LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
 STEP, WARPS = SAMPLE, 4
-# Where keys are rotated: so many channels of all programs together, among which blocks are shared out, and of all
-# tiles of K that are under way in one. On an H100, head_dim 128, 16384 tokens x 2048, K's codes take 45 us plain, 48
-# rotated, and 69 if each block has a program (docs/log).
+# Where programs hold R's signs: so many channels of all programs together, among which blocks are shared out, and of
+# all tiles of K that are under way in one. On an H100, head_dim 128, 16384 tokens x 2048, K's codes take 45 us plain,
+# 48 rotated, and 69 if each block has a program (docs/log).
 TURNED_PROGRAMS, TURNED_STAGES = 32768, 256
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
@@ -298,7 +298,7 @@ def launch_codes(
         chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=warps, **shape,
     )  # fmt: skip
     parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
-    if turned:
+    if turned and block_d <= HELD.value:
         parts = -(-parts // max(1, parts * all_heads * block_d // TURNED_PROGRAMS))
     launch(
         key_codes_kernel,
@@ -306,6 +306,6 @@ def launch_codes(
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
         keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
-        STAGES=TURNED_STAGES // block_d, num_warps=warps, **shape,
+        STAGES=max(1, TURNED_STAGES // block_d), num_warps=warps, **shape,
     )  # fmt: skip
     return out
