@@ -32,14 +32,12 @@ def hopper(monkeypatch):
 def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):
     choice = dispatch.choose(ASK._replace(head_dim=head_dim, value_dim=head_dim, dtype=dtype, impl=impl))
     assert (choice.recipe, choice.name, choice.impl) == (MIXED, "hopper/hopper", "hopper")
-    assert choice.form(head_dim, head_dim) == widths.of_call(head_dim, head_dim)
+    assert choice.forms(head_dim, head_dim) == ((head_dim, head_dim),) * 2
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"head_dim": 72, "value_dim": 72}, "triton/triton"),
-        ({"head_dim": 256, "value_dim": 256}, "triton/triton"),
         ({"masked": True}, "triton/triton"),
         ({"impl": "triton"}, "triton/triton"),
         ({"impl": "reference"}, "reference/reference"),
@@ -59,13 +57,29 @@ def test_on_another_card_auto_is_token(monkeypatch):
         dispatch.choose(ASK._replace(impl="hopper"))
 
 
-def test_a_width_is_filled_up_to_its_rows_form(hopper):
-    choice = dispatch.choose(ASK._replace(head_dim=64, value_dim=128))
-    assert (choice.name, choice.form(64, 128)) == ("hopper/hopper", (128, 128))
-    choice = dispatch.choose(ASK._replace(head_dim=112, value_dim=112))
-    assert (choice.name, choice.form(112, 112)) == ("hopper/hopper", (128, 128))
+@pytest.mark.parametrize("pair", [(1, 1), (40, 64), (72, 72), (96, 40), (112, 112), (160, 96), (192, 192), (250, 3)])
+def test_a_call_is_filled_up_to_the_first_form_that_has_room(hopper, pair):
+    found = next(form for form in widths.FORMS if all(n >= m for n, m in zip(form, pair)))
+    choice = dispatch.choose(ASK._replace(head_dim=pair[0], value_dim=pair[1]))
+    assert (choice.name, choice.forms(*pair)) == ("hopper/hopper", (found, found))
+
+
+def test_forms_of_kernels_of_two_families_fit(hopper, monkeypatch):
+    """Backward reads codes as wide as forward wrote them."""
     choice = dispatch.choose(ASK._replace(head_dim=192, value_dim=128, recipe=TOKEN))
-    assert (choice.name, choice.form(192, 128)) == ("triton/triton", (192, 192))
+    assert (choice.name, choice.forms(192, 128)) == ("triton/triton", ((192, 192), (192, 192)))
+    sixteen = dispatch.choose(ASK._replace(recipe=MIXED.replace(dv="16bit", dq="16bit", dk="16bit")))
+    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    dispatch._choose.cache_clear()
+    portable = dispatch.choose(ASK)
+    assert (sixteen.name, portable.name) == ("hopper/triton", "triton/hopper")
+    for choice in (sixteen, portable):
+        for pair in ((64, 64), (72, 72), (112, 40), (192, 128), (160, 128), (250, 250)):
+            forward, backward = choice.forms(*pair)
+            assert forward[0] == backward[0]
+            assert choice.forward.form(*forward) == forward
+            assert choice.backward.form(*backward) == backward
+            assert all(n >= m for form in (forward, backward) for n, m in zip(form, pair))
 
 
 def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
@@ -99,10 +113,10 @@ def test_a_choice_has_the_rows_of_its_name(row):
         ({"impl": "triton", "device": CPU}, ValueError, "impl='triton' needs a CUDA device, got cpu"),
         ({"dtype": torch.float32}, TypeError, "query: dtype float32 is not supported by impl='triton'; accepted: bfl"),
         ({"impl": "hopper", "recipe": TOKEN}, NotImplementedError, r"impl='hopper' .*recipe 'token' has o=int8"),
-        ({"impl": "hopper", "value_dim": 72}, NotImplementedError, "head_dim 64/72 is not one of 64, "),
+        ({"impl": "hopper", "value_dim": 300}, NotImplementedError, "head_dim 64/300 is not one of 1 to 256"),
         ({"impl": "hopper", "masked": True}, NotImplementedError, "masks other than causal"),
         ({"recipe": MIXED, "masked": True}, NotImplementedError, "use recipe='token' for this call"),
-        ({"recipe": MIXED, "head_dim": 256}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
+        ({"recipe": MIXED, "impl": "triton"}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
         ({"recipe": TOKEN.replace(dp="int8")}, NotImplementedError, "dp=int8.*; impl='reference' does"),
         ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),
         ({"recipe": MIXED.replace(smooth_q=True), "impl": "hopper"}, NotImplementedError, "smooth_q=True"),

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.masks.mask import Mask
 from sagebwd.meaning.conformance import emulator_error, violation
 from sagebwd.recipe import FP8, INT8
@@ -84,7 +83,7 @@ class Case:
     def drawn(cls, seed: int, longest: int, recipe: str | None, impl: str | None = None) -> Case:
         """The case of a seed, no sequence longer than ``longest``.
 
-        No mask and no other head_dim is where a named recipe or ``impl`` takes none.
+        No mask is where a named recipe or ``impl`` takes none.
         """
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
         repeated, spoilt = rng.random() < 0.01, rng.random() < 0.2
@@ -100,7 +99,7 @@ class Case:
         fp8 = recipe is not None and FP8 in asdict(Recipe.parse(recipe)).values()
         if layout == "masked" and (fp8 or impl == "hopper"):
             layout = "dense"
-        head_dim, value_dim = _widths(kernels, own=fp8 or impl == "hopper")
+        head_dim, value_dim = _widths(kernels)
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         grouped = kernels.random() < 0.5
         batch = rng.randint(1, 3)
@@ -197,19 +196,16 @@ class Case:
         return (heads, tokens) if name == "lse" else (tokens, heads)
 
 
-def _widths(kernels: random.Random, own: bool) -> tuple[int, int]:
-    """head_dim, and value's; own: of which a GPU's own kernels make one of their widths, as the lesser is filled."""
+def _widths(kernels: random.Random) -> tuple[int, int]:
+    """head_dim, and value's."""
 
     def any_width() -> int:
         return kernels.choice(
             (64, 128, 64, 128, 8 * kernels.randint(1, 32), 8 * kernels.randint(1, 32), kernels.randint(1, 256))
         )
 
-    head_dim = kernels.choice(HEAD_DIMS) if own else any_width()
-    if kernels.random() < 0.75:
-        return head_dim, head_dim
-    widths = head_dim, kernels.randint(1, head_dim) if own else any_width()
-    return widths if kernels.random() < 0.5 else widths[::-1]
+    head_dim = any_width()
+    return (head_dim, head_dim) if kernels.random() < 0.75 else (head_dim, any_width())
 
 
 def attended(case: Case, leaves: list[Tensor], impl: str | None) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from sagebwd.call import Call
 from sagebwd.kernels.sm90.forward.launch import launch_forward
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
 from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
-from sagebwd.kernels.sm90.widths import AS_THEY_ARE
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.recipe import Recipe
 
 REST_SECONDS = 0.15
@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a loop")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--head-dim", type=int, nargs="+", default=AS_THEY_ARE, choices=AS_THEY_ARE)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
     arguments = parser.parse_args()
     meter = Meter()
     for head_dim in arguments.head_dim:

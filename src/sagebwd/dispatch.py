@@ -47,9 +47,14 @@ class Choice(NamedTuple):
         """What ``impl`` would name: "hopper" where either direction is its own."""
         return max(self.forward.impl, self.backward.impl, key=("reference", "triton", "hopper").index)
 
-    def form(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """The widths that its kernels run at, which a call's are filled up to with zeros."""
-        return self.forward.form(int(head_dim), int(value_dim))  # in a trace they may be symbols, which have no hash
+    def forms(self, head_dim: int, value_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The widths that its kernels run at, forward and backward, which a call's are filled up to with zeros.
+
+        Backward reads codes of Q and K as wide as forward leaves them.
+        """
+        forward = self.forward.form(int(head_dim), int(value_dim))  # in a trace they may be symbols
+        backward = self.backward.form(*forward)
+        return (backward if self.forward.form(*backward) == backward else forward), backward
 
 
 def choose(ask: Ask) -> Choice:
@@ -173,7 +178,8 @@ def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Save
     module = _module(choice.forward.module)
     if choice.forward.impl == "reference":
         return module.forward(call, q, k, v)
-    return _driver().forward(module, choice.form(call.head_dim, call.value_dim), call, q, k, v)
+    form, _ = choice.forms(call.head_dim, call.value_dim)
+    return _driver().forward(module, form, call, q, k, v)
 
 
 def backward(
@@ -184,14 +190,14 @@ def backward(
     module = _module(choice.backward.module)
     if choice.backward.impl == "reference":
         return module.backward(call, saved, do, dlse, q, k, v)
-    form = choice.form(call.head_dim, call.value_dim)
+    _, form = choice.forms(call.head_dim, call.value_dim)
     return _driver().backward(module, form, call, saved, do, dlse, q, k, v)
 
 
 def recorded_forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Recording | None:
     """What a later `forward` of this kind will launch, if that is recorded and nothing is filled up."""
     dims = call.head_dim, call.value_dim
-    if choice.forward.impl == "reference" or choice.form(*dims) != dims:
+    if choice.forward.impl == "reference" or choice.forms(*dims)[0] != dims:
         return None
     return _driver().recorded(_module(choice.forward.module).forward, call, q, k, v)
 

@@ -162,7 +162,7 @@ def _attention_shapes(
     """Empty tensors in the shapes and dtypes that ``attention`` returns."""
     recipe, packed = choice.recipe, cu_seqlens_k is not None
     saves = choice.forward.impl != "reference"
-    width, _ = choice.form(q.shape[-1], v.shape[-1])
+    (width, _), _ = choice.forms(q.shape[-1], v.shape[-1])
     q_saved = _saved_like(q, width, _token_shape(q, packed), saves and INT8 in (recipe.s, recipe.dk))
     k_saved = _saved_like(k, width, _token_shape(k, packed), saves and INT8 in (recipe.s, recipe.dq))
     batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
 from sagebwd.call import Ask
-from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, FP8
@@ -124,9 +123,7 @@ class Cell(Case):
         recipe = RECIPES[self.recipe]
         if FP8 not in (recipe.dv, recipe.dq, recipe.dk) and impl != "hopper":
             return False
-        masked = self.layout == "masked"
-        its_own = dispatch.is_hopper(torch.device(device)) and widths.of_call(self.head_dim, self.value_dim)
-        return not its_own or masked
+        return not dispatch.is_hopper(torch.device(device)) or self.layout == "masked"
 
     def emulated_as(self, device: str, impl: str | None) -> Cell:
         """The same with the recipe that "auto" stands for."""

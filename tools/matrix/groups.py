@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools.matrix import large
 from tools.matrix.forms import FORMS, LIKE, Cell
@@ -48,7 +47,7 @@ def costs(group: list[Cell]) -> list[float]:
     found = []
     for cell in group:
         kernels = cell.width, _leader(cell)
-        refused = cell.width > MAX_HEAD_DIM or (cell.recipe == "mixed" and cell.width not in HEAD_DIMS)
+        refused = cell.width > MAX_HEAD_DIM or cell.recipe == "mixed"
         cost = 0.0 if refused or kernels in met else COSTS[cell.layout] * (0.4 + cell.width / 200)
         cost *= 1 if cell.width % 16 else 0.5
         found.append(cost if cell.recipe in ("auto", "token") else 0.7 * cost)

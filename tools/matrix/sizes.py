@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
-from sagebwd.kernels.sm90.widths import AS_THEY_ARE, HEAD_DIMS
+from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
@@ -81,7 +81,7 @@ def _cover() -> Iterator[Cell]:
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
-    for turn, width in enumerate(AS_THEY_ARE):
+    for turn, width in enumerate(HEAD_DIMS):
         for number, form in enumerate(FORMS):
             yield from _rows((width, width), [form], "token", ("bfloat16", "float16")[(number + turn) % 2])
     yield from _refused()
@@ -92,7 +92,7 @@ def _every() -> Iterator[Cell]:
         yield from _rows(dims, FORMS, AUTO, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-    for width in AS_THEY_ARE:
+    for width in HEAD_DIMS:
         for dtype in ("bfloat16", "float16"):
             yield from _rows((width, width), FORMS, "token", dtype)
     yield from _refused()
@@ -100,4 +100,4 @@ def _every() -> Iterator[Cell]:
 
 def _refused() -> Iterator[Cell]:
     for dims in KINDS:
-        yield from _rows(dims, ("bool-matrix",) if max(dims) in HEAD_DIMS else FEW_FORMS, "mixed", "bfloat16")
+        yield from _rows(dims, ("bool-matrix",), "mixed", "bfloat16")

@@ -64,7 +64,7 @@ def _the_greater(head_dim: int, value_dim: int) -> tuple[int, int] | None:
     return (width, width) if width <= MAX_HEAD_DIM else None
 
 
-_HOPPER_WIDTHS = ", ".join("/".join(map(str, dict.fromkeys(row[:2]))) for row in widths.WIDTHS if row.backward)
+_HOPPER_WIDTHS = f"1 to {max(widths.HEAD_DIMS)}"
 _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
 

@@ -60,52 +60,54 @@ class BackwardTile(NamedTuple):
 
 
 class Width(NamedTuple):
-    """Kernels of one head_dim and value head_dim.
+    """Kernels of one head_dim and value head_dim, which lesser ones are filled up to with zeros.
 
-    form: the widths that run, where these are filled up to with zeros. `dispatch` offers no width without a
-    backward.
+    No call gets a row without a backward.
     """
 
     head_dim: int
     value_dim: int
-    form: tuple[int, int]
     forward: ForwardTile
     backward: BackwardTile | None
 
 
-_64 = (
-    ForwardTile(warpgroups=3, keys=128, stages=2),
-    BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
-)
-_128 = ForwardTile(2, 128, 2), BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, holds_keys=True)
-_96 = BackwardTile(64, 2, by_channel=True, in_halves=False, in_turn=False, holds_keys=True, piece=32)
-_192 = BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64)
-
+# In the order in which a call tries them.
 WIDTHS = (
-    Width(64, 64, (64, 64), *_64),
-    Width(96, 96, (96, 96), ForwardTile(2, 128, 2), _96),
-    Width(112, 112, (128, 128), *_128),
-    Width(128, 128, (128, 128), *_128),
-    Width(192, 128, (192, 128), ForwardTile(2, 128, 3), _192),
-    Width(256, 256, (256, 256), ForwardTile(2, 96, 2), None),
-)
+    Width(
+        64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
+        BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
+    ),
+    Width(
+        96, 96, ForwardTile(3, 96, 3),
+        BackwardTile(64, 2, by_channel=True, in_halves=False, in_turn=False, holds_keys=True, piece=32),
+    ),
+    Width(
+        128, 128, ForwardTile(2, 128, 2),
+        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, holds_keys=True),
+    ),
+    Width(
+        192, 128, ForwardTile(2, 128, 3),
+        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64),
+    ),
+    Width(
+        256, 256, ForwardTile(2, 96, 2),
+        BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True),
+    ),
+)  # fmt: skip
 
 _OF = {row[:2]: row for row in WIDTHS}
 
-# One number for both, of rows with both directions; and those that are filled up to no other.
-HEAD_DIMS = tuple(row.head_dim for row in WIDTHS if row.backward and row.head_dim == row.value_dim)
-AS_THEY_ARE = tuple(width for width in HEAD_DIMS if _OF[width, width].form == (width, width))
+# (head_dim, value's) that kernels of both directions run.
+FORMS = tuple(row[:2] for row in WIDTHS if row.backward)
+# Those with one number for both.
+HEAD_DIMS = tuple(head_dim for head_dim, value_dim in FORMS if head_dim == value_dim)
 
 
 def width(head_dim: int, value_dim: int) -> Width | None:
-    """The row of a pair, if there is one."""
+    """The row of a form, if there is one."""
     return _OF.get((head_dim, value_dim))
 
 
 def of_call(head_dim: int, value_dim: int) -> tuple[int, int] | None:
-    """The row that runs a call: a pair's own with both directions, or that of its greater width filled up to."""
-    for pair in ((head_dim, value_dim), (max(head_dim, value_dim),) * 2):
-        row = _OF.get(pair)
-        if row is not None and row.backward is not None:
-            return row.form
-    return None
+    """The form that runs a call: the first that has room for it."""
+    return next((form for form in FORMS if form[0] >= head_dim and form[1] >= value_dim), None)

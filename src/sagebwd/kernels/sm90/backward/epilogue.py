@@ -1,4 +1,4 @@
-"""What the one-kernel backward does with dK and dV at the end."""
+"""What kernels of keys do with dK and dV at the end."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,3 +58,21 @@ def store_gradients(
             store_block(dk_desc, out, dk_sums[piece], row, piece * PIECE)
         for piece in gl.static_range(len(dv_sums)):
             store_block(dv_desc, out, dv_sums[piece], row, piece * PIECE)
+
+
+@gluon.jit
+def store_pieces(
+    pieces, pointer, desc, memory, strides, batch, head_k, start_k, length_k, first_k, heads_k, tokens_k,
+    RAGGED: gl.constexpr, PLACES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """dK or dV of 64 keys from ``first_k`` on; memory: what this warpgroup alone has read, with PLACES for a piece."""
+    if RAGGED:
+        rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+        written = gl.expand_dims(rows < length_k, 1)
+        store_rows(pieces, pointer, strides, batch, head_k, start_k, rows, columns, written)
+    else:
+        out = reinterpret(memory, desc.dtype, [PLACES, ROWS, ROWS], desc.layout)
+        row = (batch * heads_k + head_k) * tokens_k + first_k
+        for piece in gl.static_range(len(pieces)):
+            store_block(desc, out.index(piece % PLACES), pieces[piece], row, piece * ROWS)

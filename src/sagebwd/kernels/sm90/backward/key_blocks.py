@@ -32,10 +32,13 @@ def key_block(turn, number, programs, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def keys_of(program, turn, call, VARLEN: gl.constexpr, IN_ORDER: gl.constexpr):
-    """batch, key head, first key and number of keys of the sequence, and the first key in it of a program's turn."""
+def keys_of(program, turn, call, VARLEN: gl.constexpr, IN_ORDER: gl.constexpr, BY_TURNS: gl.constexpr = False):
+    """batch, key head, first key and number of keys of the sequence, and the first key in it of a program's turn.
+
+    BY_TURNS: heads take programs by turns as IN_ORDER has them, but from the first block on where that does not hold.
+    """
     _, cu_seqlens_k, heads_k, _, _, tokens_k, _, grid, _, _, _, _ = call
-    head, number = head_and_number(program, call, IN_ORDER)
+    head, number = head_and_number(program, call, IN_ORDER or BY_TURNS)
     batch = head // heads_k
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
     first_k = key_block(turn, number, grid, IN_ORDER) * (CONSUMERS * ROWS)

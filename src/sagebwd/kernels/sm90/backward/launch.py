@@ -1,4 +1,4 @@
-"""The backward on Hopper: its passes, and one kernel for dQ, dK and dV."""
+"""The backward on Hopper: its passes, and one kernel for dQ, dK and dV, or two."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.descriptor import Rows, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
+from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.turns import backward_heads_at_once, backward_turns
 from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale, launch_finish_dq
@@ -83,6 +84,11 @@ def backward(
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
     elif tile.in_turn:
         turns = backward_turns(call, span, block_q, device.num_sms(do.device))
+    if tile.in_two:
+        scales = vectors(values.scales, SCALES.value, SCALES_APART)
+        launch_in_two(call, tile, operands, values, scales, k_scale, largest, added, dk, dv, heads_at_once, **LAUNCH)
+        launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
+        return dq, dk, dv
     grid = -(-keys.grid(span) // turns)
     launch(
         backward_kernel,

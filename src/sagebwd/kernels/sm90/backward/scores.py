@@ -24,6 +24,19 @@ def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
+def keys_and_scales(
+    k_scale, key_mask, batch, z_k, start_k, length_k, first_k, tokens_k, total_k, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """64 keys of a sequence from ``first_k`` on, which of them count, and K's scales."""
+    keys = first_k + gl.arange(0, ROWS, LAYOUT)
+    keep_key = keys < length_k
+    key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
+    if key_mask is not None:
+        keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
+    return keys, keep_key, key_scale
+
+
+@gluon.jit
 def same_of_pairs(x, LAYOUT: gl.constexpr):
     """One number a key, the same for keys r and r + 8 of every 16, as one register for both."""
     low, _ = gl.split(x.reshape([x.shape[0] // 16, 2, 8]).permute([0, 2, 1]))
