@@ -72,9 +72,10 @@ def test_full_uses_no_int8():
 
 
 @pytest.mark.parametrize(
-    ("dims", "pieces", "value_pieces", "of_dq"), [(64, 1, 1, 1), (128, 2, 2, 1), (96, 3, 3, 2), ("192/128", 3, 2, 2)]
+    ("dims", "pieces", "value_pieces", "of_dq", "spills"),
+    [(64, 1, 1, 1, 40), (128, 2, 2, 1, 40), (96, 3, 3, 2, 0), ("192/128", 3, 2, 2, 100)],
 )
-def test_hopper_backward(dims, pieces, value_pieces, of_dq):
+def test_hopper_backward(dims, pieces, value_pieces, of_dq, spills):
     rows = [row for row in launches("hopper", dims, "mixed") if row["kernel"] == "backward_kernel"]
     assert [row["deterministic"] for row in rows] == [False, True]
     for row in rows:
@@ -86,4 +87,4 @@ def test_hopper_backward(dims, pieces, value_pieces, of_dq):
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
         # sums of dV and dK and what a step computes are all of a thread's 240 registers; in order, a count is held too
-        assert row["spills"] <= (60 if row["deterministic"] else 40), row
+        assert row["spills"] <= (60 if row["deterministic"] else spills), row

@@ -18,7 +18,7 @@ from sagebwd.call import Call, Packing
 from sagebwd.kernels.host import replay
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.kernels.sm90.backward.turns import backward_turns
-from sagebwd.kernels.sm90.widths import WIDTHS
+from sagebwd.kernels.sm90.widths import FORMS
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -35,8 +35,6 @@ CHANGES = {
     # whose backward is the portable one
     "16bit-": {"recipe": "mixed(dv=16bit, dq=16bit, dk=16bit)"},
 }
-# (head_dim, value's)
-DIMS = [(row.head_dim, row.value_dim) for row in WIDTHS if row.backward]
 # nothing but whole blocks: dK and dV leave by TMA
 CALLS = CALLS | {"whole": KernelCall(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
 CALLS = {change + name: dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED}
@@ -52,7 +50,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
 @pytest.mark.parametrize("name", CALLS)
 class TestIsTheRecipe:
     pytestmark = on_hopper
@@ -70,7 +68,7 @@ def drawn(shape, dims):
 class TestOnHopper:
     pytestmark = on_hopper
 
-    @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
     def test_rotated_queries_with_outlier_channels(self, head_dim, value_dim):
         """Of trained models: a rotation leaves O of less error."""
         q, k, v = drawn((1, 4, 1000), (head_dim, head_dim, value_dim))
@@ -98,7 +96,7 @@ class TestOnHopper:
         assert (actual["o"][:, :, 12:] == 0).all()
 
     @pytest.mark.parametrize("recipe", ["mixed", "mixed(rotate=True)"])
-    @pytest.mark.parametrize(("head_dim", "value_dim"), [*DIMS, (112, 112)])
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [*FORMS, (112, 112)])
     def test_a_nan_stays_in_its_sequence(self, head_dim, value_dim, recipe):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
         inputs = drawn((2, 2, 201), (head_dim, head_dim, value_dim, value_dim))
@@ -110,7 +108,7 @@ class TestOnHopper:
             assert x[0, 0].isfinite().all()
             assert x[0, 1].isnan().all()
 
-    @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
     def test_repeats_bit_for_bit(self, head_dim, value_dim):
         """Large enough for a race: a stage that was released too early spoilt one row in a thousand."""
         inputs = drawn((1, 2048 // head_dim, 8192), (head_dim, head_dim, value_dim))
@@ -119,7 +117,7 @@ class TestOnHopper:
             assert all(torch.equal(a, b) for a, b in zip(first, other))
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
     def test_gradients_repeat_bit_for_bit(self, head_dim, value_dim, is_causal):
         """Blocks of keys add to dQ in order, though far more of them than the GPU has processors."""
         *inputs, do = drawn((2, 1024 // head_dim, 8192), (head_dim, head_dim, value_dim, value_dim))
