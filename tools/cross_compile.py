@@ -1,11 +1,12 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper"
-means the Gluon kernels on sm_90; FORM "causal" (grouped heads too), "ungrouped" (causal alone), "full", "packed" (two
-sequences), "padded" (keys hidden by a mask of keys) or of `tests.masks.KINDS`; TOKENS are of all sequences together.
-"loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products, "assembly" the
-inline assembly that takes several elements at once. It runs in a process of its own, as kernels of a process with
-TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper" means
+the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads too),
+"ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
+`tests.masks.KINDS`; TOKENS are of all sequences together. "loops" has instructions, `stall_cycles` and registers
+stored and loaded of each loop with products, "assembly" the inline assembly that takes several elements at once. It
+runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of
+arguments answers several.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from sagebwd.call import Call, Saved
 from sagebwd.kernels.host import device
 from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
 from tests.kernels.calls import KernelCall
@@ -153,6 +157,16 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
     }
 
 
+def left_of(call: Call, inputs: tuple[Tensor, ...]) -> Saved:
+    """In the place of what a forward leaves, of FP8 gradients."""
+    q, k, _, do, _ = inputs
+    of_queries, of_keys = (side.per_token(call.device) for side in (call.queries, call.keys))
+    k_mean = torch.empty(call.keys.batch, call.keys.heads, call.head_dim, device=call.device)
+    return Saved(
+        torch.empty_like(do), of_queries, q.to(torch.int8), of_queries, k.to(torch.int8), of_keys, of_queries, k_mean
+    )
+
+
 def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
@@ -171,7 +185,10 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     JITFunction.run = record
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
-    saved = kernel_call.forward(impl, call, inputs)
+    if gluon and call.head_dim != call.value_dim:  # a portable forward would have them filled up to one number
+        impl, saved = "hopper/hopper", left_of(call, inputs)
+    else:
+        saved = kernel_call.forward(impl, call, inputs)
     kernel_call.backward(impl, call, saved, inputs)
     if gluon:  # the forward itself, in CuTe DSL, is another compiler's
         launch_codes(
@@ -187,10 +204,11 @@ def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: st
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
     causal, count = form in ("causal", "ungrouped"), int(tokens)
     lengths = [count - count // 3, count // 3] if form == "packed" else []
+    head_dim, _, value_dim = head_dim.partition("/")
     shape = KernelCall(
-        recipe=recipe, head_dim=int(head_dim), heads=4, kv_heads=2 if form == "causal" else 4, tokens_q=count,
-        tokens_k=count, lengths_q=lengths, lengths_k=lengths, is_causal=causal, masked=form == "padded",
-        mask="" if form in FORMS else form,
+        recipe=recipe, head_dim=int(head_dim), value_dim=int(value_dim or head_dim), heads=4,
+        kv_heads=2 if form == "causal" else 4, tokens_q=count, tokens_k=count, lengths_q=lengths, lengths_k=lengths,
+        is_causal=causal, masked=form == "padded", mask="" if form in FORMS else form,
     )  # fmt: skip
     return launches(arch, shape)
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import triton
 
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
+from sagebwd.kernels.sm90.widths import FORMS
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests/kernels/machine_code.json"
@@ -35,10 +35,12 @@ TIMED_VERSION = "3.6.0"
 # How far a count of instructions may be from the table's.
 INSTRUCTIONS_WITHIN = 0.01
 
-# Architecture, head_dim, recipe and mask; "hopper" is the Gluon kernels on sm_90, and a portable forward for them.
+# Architecture, head_dim (with value's where it is another), recipe and mask; "hopper" is the Gluon kernels on sm_90,
+# and a portable forward for them.
 CALLS = {
     "hopper": [
-        ("hopper", head_dim, "mixed", mask) for head_dim in HEAD_DIMS for mask in ("full", "causal", "ungrouped")
+        ("hopper", head_dim if head_dim == value_dim else f"{head_dim}/{value_dim}", "mixed", mask)
+        for head_dim, value_dim in FORMS for mask in ("full", "causal", "ungrouped")
     ],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
@@ -88,7 +90,7 @@ def _shared_answer(call: tuple, triton_folder: str | None) -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"sagebwd-machine-code-{run}"
     folder.mkdir(exist_ok=True)
     version = Path(triton_folder).name if triton_folder else triton.__version__
-    return folder / f"{version} {name_of(call)}.json"
+    return folder / f"{version} {name_of(call).replace('/', '-')}.json"
 
 
 def facts(call: tuple, triton_folder: str | None = None) -> dict[str, dict]:

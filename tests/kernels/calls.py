@@ -49,6 +49,7 @@ class KernelCall:
     tokens_q: int = 65
     tokens_k: int = 130
     head_dim: int = 64
+    value_dim: int = 0  # of v, o and do; 0: head_dim
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
     masked: bool = False
@@ -64,6 +65,11 @@ class KernelCall:
     sink: float = 0  # logits that the first key of each sequence, or the first that counts, stands above the rest
     do_size: float = 1  # of do's elements
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim and value's."""
+        return self.head_dim, self.value_dim or self.head_dim
+
     def _placed(self, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(
             after_an_element(x) if x is not None and name in self.unaligned else x for name, x in zip(names, tensors)
@@ -73,17 +79,17 @@ class KernelCall:
         """q, k, v, do, dlse or None, drawn in BF16; k and v have a mean over tokens."""
         generator = torch.Generator().manual_seed(self.seed)
 
-        def draw(heads: int, tokens: int, *, mean: bool = False) -> Tensor:
-            packed = bool(self.lengths_q)
-            shape = (tokens, heads, self.head_dim) if packed else (self.batch, heads, tokens, self.head_dim)
+        def draw(heads: int, tokens: int, dim: int, *, mean: bool = False) -> Tensor:
+            shape = (tokens, heads, dim) if self.lengths_q else (self.batch, heads, tokens, dim)
             x = torch.randn(shape, generator=generator)
             if mean:
-                x = x + 2 * torch.randn(self.head_dim, generator=generator)
+                x = x + 2 * torch.randn(dim, generator=generator)
             return x.bfloat16().to(self.dtype).to(self.device)
 
         tokens_q, tokens_k = sum(self.lengths_q) or self.tokens_q, sum(self.lengths_k) or self.tokens_k
-        q, do = draw(self.heads, tokens_q), draw(self.heads, tokens_q)
-        k, v = draw(self.kv_heads, tokens_k, mean=True), draw(self.kv_heads, tokens_k, mean=True)
+        dim, value_dim = self.dims
+        q, do = draw(self.heads, tokens_q, dim), draw(self.heads, tokens_q, value_dim)
+        k, v = draw(self.kv_heads, tokens_k, dim, mean=True), draw(self.kv_heads, tokens_k, value_dim, mean=True)
         do = do * self.do_size
         if self.sink:
             q, k, v = self._with_sinks(q, k, v, generator)
@@ -133,15 +139,14 @@ class KernelCall:
 
     def call(self, q: Tensor, k: Tensor) -> Call:
         """As an implementation gets it."""
-        dims = self.head_dim, self.head_dim
-        return Call.of(q, k, dims, *self.settings(), self.deterministic, self.mask_of())
+        return Call.of(q, k, self.dims, *self.settings(), self.deterministic, self.mask_of())
 
     def choice(self, impl: str) -> Choice:
         """Who runs the call: of an implementation, or of a choice's name, whatever GPU is here."""
         recipe = Recipe.parse(self.recipe)
         if dispatch.SEPARATOR not in impl:
             device, masked = torch.device(self.device), bool(self.mask)
-            found = dispatch._rows(impl, recipe, Ask(recipe, self.head_dim, self.head_dim, self.dtype, device, masked))
+            found = dispatch._rows(impl, recipe, Ask(recipe, *self.dims, self.dtype, device, masked))
             assert not isinstance(found, str), found
             impl = dispatch.SEPARATOR.join(row.impl for row in found)
         return dispatch.named(recipe, impl)

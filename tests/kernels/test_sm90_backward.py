@@ -18,7 +18,7 @@ from sagebwd.call import Call, Packing
 from sagebwd.kernels.host import replay
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.kernels.sm90.backward.turns import backward_turns
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
+from sagebwd.kernels.sm90.widths import FORMS
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -50,24 +50,28 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
 @pytest.mark.parametrize("name", CALLS)
 class TestIsTheRecipe:
     pytestmark = on_hopper
 
-    def test_is_the_recipe(self, name, head_dim):
-        dataclasses.replace(CALLS[name], head_dim=head_dim, device="cuda").check("hopper")
+    def test_is_the_recipe(self, name, head_dim, value_dim):
+        dataclasses.replace(CALLS[name], head_dim=head_dim, value_dim=value_dim, device="cuda").check("hopper")
+
+
+def drawn(shape, dims):
+    """N(0, 1) of a shape, with each of these last dimensions."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(*shape, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for dim in dims]
 
 
 class TestOnHopper:
     pytestmark = on_hopper
 
-    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-    def test_rotated_queries_with_outlier_channels(self, head_dim):
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+    def test_rotated_queries_with_outlier_channels(self, head_dim, value_dim):
         """Of trained models: a rotation leaves O of less error."""
-        generator = torch.Generator("cuda").manual_seed(0)
-        shape = (1, 4, 1000, head_dim)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+        q, k, v = drawn((1, 4, 1000), (head_dim, head_dim, value_dim))
         q[..., 5], q[..., 40] = 16, 12
         exact = sage_attention(*(x.double() for x in (q, k, v)), recipe="full", impl="reference")
         plain, turned = (
@@ -92,11 +96,10 @@ class TestOnHopper:
         assert (actual["o"][:, :, 12:] == 0).all()
 
     @pytest.mark.parametrize("recipe", ["mixed", "mixed(rotate=True)"])
-    @pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
-    def test_a_nan_stays_in_its_sequence(self, head_dim, recipe):
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [*FORMS, (112, 112)])
+    def test_a_nan_stays_in_its_sequence(self, head_dim, value_dim, recipe):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
-        shape = (2, 2, 201, head_dim)
-        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        inputs = drawn((2, 2, 201), (head_dim, head_dim, value_dim, value_dim))
         for x in inputs:
             x[0, 1] = x[1] = float("nan")
         *inputs, do = (x.requires_grad_() for x in inputs)
@@ -105,23 +108,19 @@ class TestOnHopper:
             assert x[0, 0].isfinite().all()
             assert x[0, 1].isnan().all()
 
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_repeats_bit_for_bit(self, head_dim):
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+    def test_repeats_bit_for_bit(self, head_dim, value_dim):
         """Large enough for a race: a stage that was released too early spoilt one row in a thousand."""
-        generator = torch.Generator("cuda").manual_seed(0)
-        shape = (1, 2048 // head_dim, 8192, head_dim)
-        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+        inputs = drawn((1, 2048 // head_dim, 8192), (head_dim, head_dim, value_dim))
         first, *others = [sage_attention(*inputs, recipe="mixed", impl="hopper", return_lse=True) for _ in range(5)]
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other))
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_gradients_repeat_bit_for_bit(self, head_dim, is_causal):
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+    def test_gradients_repeat_bit_for_bit(self, head_dim, value_dim, is_causal):
         """Blocks of keys add to dQ in order, though far more of them than the GPU has processors."""
-        generator = torch.Generator("cuda").manual_seed(0)
-        shape = (2, 1024 // head_dim, 8192, head_dim)
-        *inputs, do = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)]
+        *inputs, do = drawn((2, 1024 // head_dim, 8192), (head_dim, head_dim, value_dim, value_dim))
         inputs = [x.requires_grad_() for x in inputs]
         with switches(deterministic=True):
             o = sage_attention(*inputs, recipe="mixed", impl="hopper", is_causal=is_causal)

@@ -327,19 +327,19 @@ def test_packed_passes_are_those_of_each_sequence(operands):
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_queries_of_a_product_share_a_scale(head_dim):
-    assert widths.width(head_dim, head_dim).backward.queries == queries_a_scale(head_dim)
+@pytest.mark.parametrize("row", [row for row in widths.WIDTHS if row.backward], ids=lambda row: str(row[:2]))
+def test_queries_of_a_product_share_a_scale(row):
+    assert row.backward.queries == queries_a_scale(max(row.head_dim, row.value_dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (96, 96), (128, 128), (192, 128)])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
+def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, value_dim, rotate):
     """The steps of `backward_kernel` in PyTorch, on what the passes leave, are the emulator's gradients."""
     tokens, scale, block = 200, head_dim**-0.5, queries_a_scale(head_dim)
     q, k, v, do = draw("normal", heads=2, kv_heads=2, tokens=tokens, head_dim=head_dim, dtype=dtype)
-    do = do * 1e-3
+    v, do = v[..., :value_dim], do[..., :value_dim] * 1e-3
     recipe, back = Recipe.parse(f"mixed(rotate={rotate})"), rotated if rotate else lambda x: x
     emulator = Emulator(q, k, v, recipe, scale, Band.of(True))
     o, lse, _ = emulator.forward()
@@ -352,7 +352,7 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
     row_max = torch.where(torch.ones(tokens, tokens).tril() > 0, s, -torch.inf).amax(-1)
     packing = Packing(1, 2, tokens, tokens, None)
     call = Call(
-        recipe, scale, dtype, torch.device(DEVICE), head_dim, head_dim, packing, packing,
+        recipe, scale, dtype, torch.device(DEVICE), head_dim, value_dim, packing, packing,
         rotation=sizes(head_dim) if rotate else (),
     )  # fmt: skip
     given = (
@@ -365,12 +365,12 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, rotate):
         call,
         Saved(*(x.to(DEVICE) for x in given), None),
         v.float().abs().amax(2).to(DEVICE).view(torch.int32),
-        signs(head_dim if rotate else 0, head_dim),
+        signs(head_dim if rotate else 0, call.block_d),
         do.to(DEVICE),
         None,
         largest,
         do_scaled,
-        widths.width(head_dim, head_dim).backward,
+        widths.width(head_dim, value_dim).backward,
     )
     values, largest = fp8_rows.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
 

@@ -38,7 +38,7 @@ class BackwardTile(NamedTuple):
     by_channel: a warpgroup computes dQ^T of half of the channels; else of half of the queries, and holds K's copy for
     it in registers.
     holds_keys: a warpgroup holds K for S in registers.
-    in_halves: products are added up half of the channels at a time, for the registers.
+    in_halves: registers are short: products are added up half of the channels at a time, unless by pieces.
     in_turn: a program takes several blocks of keys one after the other (`turns`).
     piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
     in_two: dK and dV have no room beside one another, and are computed by two kernels.

@@ -168,9 +168,9 @@ def accumulate(
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
-                    # with counters else V's eight descriptors take 14 uniform registers, and what those had spills
-                    v = pieces_of(v_memory, anew(CONSUMER) if IN_HALVES and IN_ORDER else CONSUMER, VALUE_PIECES)
-                    dp = difference(ones, delta_memory, v, do_memory, stage, no_dp)
+                    dp = difference(
+                        ones, delta_memory, v_memory, CONSUMER, do_memory, stage, no_dp, IN_HALVES and IN_ORDER
+                    )
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
                         key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,

@@ -4,7 +4,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sagebwd.kernels.sm90.backward.tile import ROWS, exp2, inside_band, operand_float8, ring, visible
+from sagebwd.kernels.sm90.backward.pieces import pieces_of
+from sagebwd.kernels.sm90.backward.tile import (
+    CONSUMERS,
+    ROWS,
+    anew,
+    exp2,
+    inside_band,
+    operand_float8,
+    ring,
+    visible,
+)
 
 
 @gluon.jit
@@ -79,12 +89,16 @@ def probabilities(
 
 
 @gluon.jit
-def difference(ones, delta_memory, v, do_memory, stage, none):
-    """dP^T - delta of a step; in flight. ones: powers of two (`delta_parts_weight`). v: by pieces of channels; none:
-    zeros."""
-    PIECES: gl.constexpr = len(v)
+def difference(ones, delta_memory, v_memory, consumer, do_memory, stage, none, ANEW: gl.constexpr):
+    """dP^T - delta of a step; in flight.
+
+    ones: powers of two (`delta_parts_weight`). none: zeros. ANEW: V's descriptors are found here, as beside counters
+    they would take 14 uniform registers, and what those had would spill.
+    """
+    PIECES: gl.constexpr = v_memory.shape[0] // CONSUMERS
     delta = delta_memory.index(stage).permute((1, 0))
     dp = warpgroup_mma(ones, delta, none, use_acc=False, is_async=True)
+    v = pieces_of(v_memory, anew(consumer) if ANEW else consumer, PIECES)
     for piece in gl.static_range(PIECES):
         do = do_memory.index(stage * PIECES + piece).permute((1, 0))
         dp = warpgroup_mma(v[piece], do, dp, is_async=True)
