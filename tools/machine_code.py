@@ -39,7 +39,7 @@ INSTRUCTIONS_WITHIN = 0.01
 CALLS = {
     "hopper": [
         ("hopper", head_dim, "mixed", mask) for head_dim in AS_THEY_ARE for mask in ("full", "causal", "ungrouped")
-    ],
+    ] + [("hopper", head_dim, "mixed(rotate=False)", "causal") for head_dim in AS_THEY_ARE],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip
