@@ -1,8 +1,8 @@
 """Is the recipe good enough? Floors of the error against FP64 attention, by recipe, kind of data and tensor.
 
 Each is the value measured on 2026-11-22, of `token` and `mixed` on 2026-11-24, with the emulator in FP32 (256 tokens,
-head_dim 64, 2 heads, causal, seed 0) and a margin of a tenth, and at least .0001. Raise them freely; lowering one needs
-a reason in the commit message.
+head_dim 64, 2 heads, causal, seed 0) and a margin of a tenth, and at least .0001. Raise them freely; lowering one
+needs a reason in the commit message.
 dK of "flat-and-sink" is one key's gradient and swings with the seed: over 12 seeds .005 to .027 (mean .011).
 
 `python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md, and

@@ -19,8 +19,8 @@ Scale groups are part of the recipe, never of a kernel's tile: a tile may change
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
 is still free, keeps the first key, most models' attention sink, out of P's scale (``first_key``) and rotates the
-operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what Hopper's kernels run:
-it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there than
+operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what Hopper's kernels
+run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there than
 multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
 """
 

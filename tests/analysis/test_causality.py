@@ -55,7 +55,9 @@ def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("recipe", "bound"), {"paper": 2, "token": 2.5, "token(rotate=False)": 2, "mixed": 0, "full": 0}.items())
+@pytest.mark.parametrize(
+    ("recipe", "bound"), {"paper": 2, "token": 2.5, "token(rotate=False)": 2, "mixed": 0, "full": 0}.items()
+)
 def test_an_outlier_moves_outputs_before_its_block_by_rounding(recipe, bound, head_dim):
     """By about twice the recipe's error without it: two results, each that near to the exact output, differ so much.
 

@@ -19,7 +19,7 @@ PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)
 
 
 def products(kernel, head_dim):
-    """INT8 and 16-bit products of a kernel of `token`: gradients are turned back, in two parts, 32 channels at a time."""
+    """INT8 and 16-bit products of a kernel of `token`: gradients are turned back, in two parts of 32 channels."""
     int8, floating = PRODUCTS[kernel]
     return int8, floating + (kernel != "forward_kernel") * head_dim // 16
 
