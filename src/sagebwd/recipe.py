@@ -18,9 +18,10 @@ is quantised, so that the sum over tokens stays an integer product.
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
-is still free, and keeps the first key, most models' attention sink, out of P's scale (``first_key``). ``mixed`` is
-what Hopper's kernels run: O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there
-than multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
+is still free, keeps the first key, most models' attention sink, out of P's scale (``first_key``) and rotates the
+operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what Hopper's kernels
+run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there than
+multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Recipe:
     first key, which is often unlike all others. Any vector is exact to take off; one within a
     tenth of a standard deviation of the mean leaves scales as small, and a quarter of K is read for it.
 
-    ``rotate``, of no named recipe: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
+    ``rotate``, of `token` and `mixed`: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
     orthogonal (`sagebwd.meaning.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
     of Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's
     codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a
@@ -121,7 +122,7 @@ class Recipe:
     smooth_k: bool = True
     smooth_v: bool = True
     k_mean: str = "all"
-    rotate: bool = False
+    rotate: bool = True
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -233,6 +234,7 @@ RECIPES: dict[str, Recipe] = {
         block_q=128,
         block_k=64,
         smooth_v=False,
+        rotate=False,
     ),
     "mixed": Recipe(
         o=SIXTEEN_BIT, dv=FP8, dq=FP8, dk=FP8, k_scale="lane", v_scale="sequence", smooth_v=False, k_mean="sample"
@@ -245,5 +247,6 @@ RECIPES: dict[str, Recipe] = {
         dk=SIXTEEN_BIT,
         smooth_k=False,
         smooth_v=False,
+        rotate=False,
     ),
 }

@@ -55,12 +55,15 @@ def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("recipe", "bound"), {"paper": 2, "token": 2, "mixed": 0, "full": 0}.items())
+@pytest.mark.parametrize(
+    ("recipe", "bound"), {"paper": 2, "token": 2.5, "token(rotate=False)": 2, "mixed": 0, "full": 0}.items()
+)
 def test_an_outlier_moves_outputs_before_its_block_by_rounding(recipe, bound, head_dim):
-    """By at most twice the recipe's error without it: two results, each that near to the exact output, differ so much.
+    """By about twice the recipe's error without it: two results, each that near to the exact output, differ so much.
 
-    1000 in one of 1024 keys and values moves their means by 1: codes are somewhat coarser, measured 1.3 to 1.5 times
-    the error under `token`, .8 to 1.0 under `paper`. The last key is not in the sample whose mean `mixed` takes.
+    1000 in one of 1024 keys and values moves their means by 1: codes are somewhat coarser, measured 1.9 and 2.3 times
+    the error under `token`, whose rotation brings the same number in all channels into one, 1.3 and 1.4 times without
+    it, .8 to 1.0 under `paper`. The last key is not in the sample whose mean `mixed` takes.
     """
     recipe, inputs = Recipe.parse(recipe), causality.draw(0, 1024, head_dim)
     changed = inputs | {name: causality.added_to_last(inputs[name], 1000) for name in "kv"}

@@ -21,6 +21,12 @@ PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)
 IN_TWO = "value_kernel", "key_query_kernel"
 
 
+def products(kernel, head_dim):
+    """INT8 and 16-bit products of a kernel of `token`: gradients are turned back, in two parts of 32 channels."""
+    int8, floating = PRODUCTS[kernel]
+    return int8, floating + (kernel != "forward_kernel") * head_dim // 16
+
+
 def launches(arch, head_dim, recipe, mask="causal"):
     return machine_code.launches((arch, head_dim, recipe, mask))
 
@@ -33,9 +39,8 @@ def test_token_on(arch, head_dim):
     assert attention.keys() == PRODUCTS.keys()
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row
-    for name, (int8, floating) in PRODUCTS.items():
-        row = attention[name]
-        assert (row["int8_products"], row["float_products"]) == (int8, floating), row
+    for name, row in attention.items():
+        assert (row["int8_products"], row["float_products"]) == products(name, head_dim), row
         assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
         allowed = SPILLS_ON_PURPOSE.get((arch, head_dim, name), SPILLS)
         assert 1000 * row["spills_in_loops"] <= allowed * row["instructions_in_loops"], row
@@ -47,7 +52,7 @@ def test_masks_on(arch, head_dim, mask):
     attention = [row for row in rows if row["kernel"] in PRODUCTS]
     assert [row["kernel"] for row in attention] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
     for row in attention:
-        assert (row["int8_products"], row["float_products"]) == PRODUCTS[row["kernel"]], row
+        assert (row["int8_products"], row["float_products"]) == products(row["kernel"], head_dim), row
         assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row
         whole = row["loops"][0]

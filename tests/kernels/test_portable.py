@@ -82,21 +82,21 @@ CALLS = {
     "tile-scales": KernelCall(recipe="token(p_scale_dv=tile, ds_scale_dq=tile, ds_scale_dk=tile)"),
     "blocks-32-128": KernelCall(recipe="token(block_q=32, block_k=128)"),
     "blocks-128-32": KernelCall(recipe="token(block_q=128, block_k=32)", is_causal=True),
-    "rotate": KernelCall(recipe="token(rotate=True)", tokens_q=130, kv_heads=2, is_causal=True),
-    "rotate-mask": KernelCall(recipe="token(rotate=True)", batch=2, masked=True),
-    "rotate-packed": KernelCall(recipe="token(rotate=True)", **PACKED, is_causal=True),
-    "rotate-fp16-head-dim-96": KernelCall(recipe="token(rotate=True)", head_dim=96, dtype=torch.float16),
-    "rotate-head-dim-20": KernelCall(recipe="token(rotate=True)", head_dim=20, is_causal=True),
-    "rotate-head-dim-72-packed": KernelCall(recipe="token(rotate=True)", head_dim=72, **PACKED),
-    "rotate-head-dim-128": KernelCall(recipe="token(rotate=True)", head_dim=128, is_causal=True),
-    "rotate-head-dim-256": KernelCall(recipe="token(rotate=True)", head_dim=256, heads=1),
+    "fp16-head-dim-96": KernelCall(head_dim=96, dtype=torch.float16),
+    "head-dim-20-causal": KernelCall(head_dim=20, is_causal=True),
+    "head-dim-128-causal": KernelCall(head_dim=128, is_causal=True),
+    "plain": KernelCall(recipe="token(rotate=False)", tokens_q=130, kv_heads=2, is_causal=True),
+    "plain-mask": KernelCall(recipe="token(rotate=False)", batch=2, masked=True),
+    "plain-packed-head-dim-72": KernelCall(recipe="token(rotate=False)", head_dim=72, **PACKED, is_causal=True),
+    "plain-head-dim-128": KernelCall(recipe="token(rotate=False)", head_dim=128, is_causal=True),
+    "plain-smooth-q": KernelCall(recipe="token(rotate=False, smooth_q=True)", masked=True),
+    "plain-smooth-q-16bit-dk": KernelCall(recipe="token(rotate=False, smooth_q=True, dk=16bit)"),
+    "plain-no-smoothing": KernelCall(recipe="token(rotate=False, smooth_k=False, smooth_v=False)", masked=True),
+    **{f"plain-{p}-16bit": KernelCall(recipe=f"token(rotate=False, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
     "rotate-paper": KernelCall(recipe="paper(rotate=True)", tokens_q=130, is_causal=True),
     "rotate-paper-mask": KernelCall(recipe="paper(rotate=True)", tokens_q=130, masked=True),
-    "rotate-smooth-q": KernelCall(recipe="token(rotate=True, smooth_q=True)", is_causal=True),
     "rotate-smooth-q-packed": KernelCall(recipe="paper(rotate=True, smooth_q=True)", **PACKED),
-    "rotate-smooth-q-16bit-dk": KernelCall(recipe="token(rotate=True, smooth_q=True, dk=16bit)"),
-    "rotate-no-smoothing": KernelCall(recipe="token(rotate=True, smooth_k=False, smooth_v=False)", masked=True),
-    **{f"rotate-{p}-16bit": KernelCall(recipe=f"token(rotate=True, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
+    "smooth-q-16bit-dk": KernelCall(recipe="token(smooth_q=True, dk=16bit)"),
     "rotate-full": KernelCall(recipe="full(rotate=True)"),
 }
 
@@ -126,11 +126,11 @@ def test_calls_made_again(name):
 
 
 @pytest.mark.parametrize(("recipe", "head_dim", "dtype"), [
-    ("token", 128, torch.bfloat16),
+    ("token(rotate=False)", 128, torch.bfloat16),
     ("paper", 128, torch.bfloat16),
-    ("token(rotate=True)", 128, torch.bfloat16),
-    ("token(rotate=True)", 128, torch.float16),
-    ("token(rotate=True)", 72, torch.bfloat16),
+    ("token", 128, torch.bfloat16),
+    ("token", 128, torch.float16),
+    ("token", 72, torch.bfloat16),
     ("paper(rotate=True)", 64, torch.bfloat16),
 ])  # fmt: skip
 def test_codes_and_scales(recipe, head_dim, dtype):
@@ -153,7 +153,7 @@ def test_codes_and_scales(recipe, head_dim, dtype):
 @pytest.mark.parametrize("tokens", [1, 3, 200])
 def test_keys_that_are_all_alike_are_zeros(tokens):
     """The products of rotated keys and of their mean are rounded apart."""
-    call = KernelCall(recipe="token(rotate=True)", tokens_k=tokens, device=DEVICE)
+    call = KernelCall(tokens_k=tokens, device=DEVICE)
     q, k, *rest = call.inputs()
     actual = call.run("triton", (q, (k[:, :, :1] + 100).expand_as(k).contiguous(), *rest))
     assert not actual["k_int8"].any()

@@ -31,7 +31,7 @@ VARIED = (
 CHANGES = {
     "": {"recipe": "mixed"},
     "deterministic-": {"recipe": "mixed", "deterministic": True},
-    "rotated-": {"recipe": "mixed(rotate=True)"},
+    "plain-": {"recipe": "mixed(rotate=False)"},
     # whose backward is the portable one
     "16bit-": {"recipe": "mixed(dv=16bit, dq=16bit, dk=16bit)"},
 }
@@ -76,7 +76,7 @@ class TestOnHopper:
         exact = sage_attention(*(x.double() for x in (q, k, v)), recipe="full", impl="reference")
         plain, turned = (
             relative_l2(sage_attention(q, k, v, recipe=recipe, impl="hopper"), exact)
-            for recipe in ("mixed", "mixed(rotate=True)")
+            for recipe in ("mixed(rotate=False)", "mixed")
         )
         assert turned < 0.75 * plain
 
@@ -95,7 +95,7 @@ class TestOnHopper:
         actual = call.check("hopper")
         assert (actual["o"][:, :, 12:] == 0).all()
 
-    @pytest.mark.parametrize("recipe", ["mixed", "mixed(rotate=True)"])
+    @pytest.mark.parametrize("recipe", ["mixed", "mixed(rotate=False)"])
     @pytest.mark.parametrize(("head_dim", "value_dim"), [*FORMS, (112, 112)])
     def test_a_nan_stays_in_its_sequence(self, head_dim, value_dim, recipe):
         """Kernels read whole blocks, past the end of one head or sequence into the next."""
@@ -141,7 +141,7 @@ class TestOnHopper:
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
 
     # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's
-    @pytest.mark.parametrize(("kind", "head_dim"), [("", 64), ("rotated-", 64), ("16bit-", 64), ("", 256)])
+    @pytest.mark.parametrize(("kind", "head_dim"), [("", 64), ("plain-", 64), ("16bit-", 64), ("", 256)])
     @pytest.mark.parametrize("name", [name for name in VARIED if name != "one-token"])
     def test_calls_made_again(self, name, kind, head_dim):
         """With other tensors, and beside calls of other shapes."""

@@ -26,12 +26,12 @@ def watched(tiny):
 
 @pytest.fixture
 def outlier(monkeypatch):
-    """Every model is built with the keys of layer 1 scaled by 30."""
+    """Every model is built with the keys of layer 1 scaled by 60."""
 
     def build_with_outlier(config, vocabulary):
         model = build(config, vocabulary)
         with torch.no_grad():
-            model.model.layers[1].self_attn.k_norm.weight.mul_(30)
+            model.model.layers[1].self_attn.k_norm.weight.mul_(60)
         return model
 
     monkeypatch.setattr(pretrain, "build", build_with_outlier)
@@ -178,7 +178,7 @@ def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(wat
         if self.state.global_step == 3 and not getattr(self, "injected", False):
             self.injected = True
             with torch.no_grad():
-                model.model.layers[1].self_attn.k_norm.weight.mul_(30)
+                model.model.layers[1].self_attn.k_norm.weight.mul_(60)
         return real(self, model, *args, **kwargs)
 
     monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
