@@ -26,7 +26,7 @@ STRANGERS = [
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
 ]
 # Triton compiles anew for the numbers in a tuple, and these differ from call to call.
-MOST_PARAMETERS = {"backward_kernel": 60}
+MOST_PARAMETERS = {"backward_kernel": 60, "key_query_kernel": 52}
 ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths")
 
 
@@ -95,7 +95,7 @@ def test_the_root_is_small():
 
 
 def test_kernels_stay_small():
-    assert sum(len(MODULES[name].read_text().splitlines()) for name in MODULES if within(name, KERNELS)) <= 7700
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in MODULES if within(name, KERNELS)) <= 8900
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.conformance import emulator_error, violation
+from sagebwd.meaning.conformance import emulator_error, moved, violation
 from sagebwd.recipe import FP8, INT8
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS
@@ -306,10 +306,12 @@ def judge(
     once, eps = replace(case, repeats=1), torch.finfo(case.dtype).eps
     low, high = pairs[0]
     fp8 = FP8 in asdict(Recipe.parse(case.recipe)).values()
-    turned = []
+    turned, inputs_once = [], [x[: len(x) // case.repeats] for x in inputs]
     if fp8:
-        inputs_once = [x[: len(x) // case.repeats] for x in inputs]
         turned = _turned(once, inputs_once, actual[0][: len(high[0])], high, eps)
+    if Recipe.parse(case.recipe).rotate:
+        nearby = outcome(once, [*moved(*inputs_once[:2]), *inputs_once[2:]], "reference", torch.float64)
+        turned.append([emulator_error(*sides) for sides in zip(nearby, high)])
     q, k, v, do = (x.abs().max().item() if x.numel() else 0.0 for x in inputs)
     cancelling = 2.0**-23 * max(case.head_dim, case.value_dim) ** 0.5 * do * v * max(q, k) * case.scale
     # where all queries see one key, its dK adds up their noise: of FP32 emulators 0.5 of it at 70, 1 to 3.5 at 700;

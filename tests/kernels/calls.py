@@ -13,7 +13,7 @@ from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.conformance import emulator_error, violation
+from sagebwd.meaning.conformance import emulator_error, moved, violation
 from sagebwd.recipe import Recipe
 from tests.masks import drawn
 
@@ -215,18 +215,11 @@ class KernelCall:
             odd.check(impl)
 
     def _moved(self, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The emulator in FP64 of Q and K that are a 2^-16th off: some of the codes of rotated rows are others.
-
-        FP32 sums in another order turn single ones over, in the kernel alone or in the emulator alone.
-        """
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def moved(x: Tensor) -> Tensor:
-            x = x.double()
-            return x * (1 + 2.0**-16 * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
-
+        """The emulator in FP64 of `moved` Q and K."""
         q, k, *rest = inputs
-        return self.run("reference", (moved(q), moved(k), *(None if x is None else x.double() for x in rest)))
+        return self.run(
+            "reference", (*moved(q, k, seed=self.seed), *(None if x is None else x.double() for x in rest))
+        )
 
     def _emulators(self, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The emulator at the kernel's precision and in FP64."""

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
+from sagebwd.kernels.sm90.widths import FORMS as HOPPER
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools import fuzz
 from tools.matrix import __main__ as matrix
 from tools.matrix import check, exact, forms, groups, large, sizes, workers
 from tools.matrix.forms import FORMS, cell_of
 
-TINY = ["--device", "cpu", "--processes", "1", "--head-dim", "8", "--form", "packed-causal", "--recipe", "auto"]
+TINY = ["--device", "cpu", "--processes", "1", "--head-dim", "8", "--form", "packed-causal", "--recipe", "token"]
 TINY += ["--every"]
 
 
@@ -25,7 +25,7 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
 
 WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512)}
-VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("auto", torch.float16)]
+VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
 
 
 def rows_of(size: str) -> list[forms.Cell]:
@@ -51,7 +51,9 @@ def test_every_width_has_every_form_in_full():
     for width in (8, 17, 64, 72, 80, 128, 256):
         for variant in VARIANTS:
             assert met(rows, *variant)[width, width] == set(FORMS), (width, variant)
-    assert {(x.form, x.head_dim) for x in rows if x.recipe == "token"} == {(x, n) for x in FORMS for n in HEAD_DIMS}
+    portable = met(rows, "token", torch.bfloat16)
+    assert {dims: found == set(FORMS) for dims, found in portable.items()} == dict.fromkeys(automatic, True)
+    assert {dims for dims, found in met(rows, "auto", torch.float16).items() if found == set(FORMS)} == set(HOPPER)
 
 
 def test_the_short_size_is_a_few_widths_in_every_form():
@@ -65,10 +67,15 @@ def test_the_short_size_is_a_few_widths_in_every_form():
 def test_the_cover_meets_every_form_wherever_widths_compile_alike():
     rows = rows_of("cover")
     assert {str(row.key()) for row in rows} < {str(row.key()) for row in rows_of("every")}
-    automatic = met(rows, "auto", torch.bfloat16)
-    assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic)
+    automatic, portable = (met(rows, recipe, torch.bfloat16) for recipe in ("auto", "token"))
+    assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic) == set(portable)
+    assert all({"causal", "packed-causal", "padding"} <= found for found in automatic.values())
+    assert all(automatic[dims] == {x for x in FORMS if FORMS[x].layout != "masked"} for dims in HOPPER)
+    half = [met(rows, "auto", torch.float16)[dims] for dims in HOPPER]
+    assert all(half)
+    assert set().union(*half) == {"causal", "packed-causal", "padding"}
     classes, turns = defaultdict(list), defaultdict(list)
-    for dims, found in automatic.items():
+    for dims, found in portable.items():
         assert {"causal", "packed-causal", "padding"} <= found, dims
         assert len(found) >= 8, dims
         alike = sizes.alike(max(dims))
@@ -106,12 +113,6 @@ def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
             assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
     for dims in sizes.VARIED:
         assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
-    tokens = {(row.head_dim, row.dtype, row.form) for row in rows if row.recipe == "token"}
-    for form in FORMS:
-        assert len({(width, dtype) for width, dtype, x in tokens if x == form}) == len(HEAD_DIMS), form
-        assert {width for width, _, x in tokens if x == form} == set(HEAD_DIMS), form
-        assert {dtype for _, dtype, x in tokens if x == form} == {torch.bfloat16, torch.float16}, form
-    assert len({(width, dtype) for width, dtype, _ in tokens}) == 2 * len(HEAD_DIMS)
 
 
 def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():

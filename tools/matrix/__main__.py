@@ -6,12 +6,13 @@ launches are replayed; output, lse and gradients are held to attention in FP32 w
 (`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.meaning.conformance`). A call that the package does not
 take is right if it says which argument is why. `tools.matrix.forms` has forms, `tools.matrix.sizes` what meets what:
 
-- ``--every``: `auto` in BF16, every width, pair of widths and form; `paper`, `full` and `auto` in FP16, a width of
-  each kind, every form; `token` at 64 and 128, where `auto` is `mixed` on Hopper; `mixed` where it is refused; `paper`
-  and `full` at all other widths, three forms.
-- Unless told otherwise, a cover of that, for nine minutes of one machine with 16 cores: `auto` in BF16 at a width of
+- ``--every``: `token` and `auto` in BF16, every width, pair of widths and form; `paper`, `full` and `token` in FP16, a
+  width of each kind, every form; `auto` in FP16 at Hopper's own widths; `mixed` where it is refused; `paper` and
+  `full` at all other widths, three forms.
+- Unless told otherwise, a cover of that, for nine minutes of one machine with 16 cores: `token` in BF16 at a width of
   each kind in every form, at each other width in those forms that matter most and in others by turns, so that widths
-  that compile alike meet all of them; and each form at each kind of width in `paper`, `full` or FP16, by turns.
+  that compile alike meet all of them; each form at each kind of width in `paper`, `full` or FP16, by turns; `auto` at
+  Hopper's own widths in every form that its kernels run, and at all that are filled up to them in three.
 - ``--short``: `auto` in BF16, a few widths, every form; two minutes.
 - `tools.matrix.large`, but for ``--short``: more than 65535 heads times batch or sequences, more than 2^31 elements.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sagebwd.kernels.sm90.widths import FORMS as HOPPER
 from sagebwd.kernels.table import MAX_HEAD_DIM
+from sagebwd.recipe import AUTO
 from tools.matrix import large
 from tools.matrix.forms import FORMS, LIKE, Cell
 
@@ -50,6 +52,8 @@ def costs(group: list[Cell]) -> list[float]:
         refused = cell.width > MAX_HEAD_DIM or cell.recipe == "mixed"
         cost = 0.0 if refused or kernels in met else COSTS[cell.layout] * (0.4 + cell.width / 200)
         cost *= 1 if cell.width % 16 else 0.5
-        found.append(cost if cell.recipe in ("auto", "token") else 0.7 * cost)
+        if cell.recipe == AUTO and cell.layout != "masked":  # on Hopper's kernels, of which others compile most
+            cost *= 1 if (cell.head_dim, cell.value_dim) in HOPPER else 0.05
+        found.append(cost if cell.recipe in (AUTO, "token") else 0.7 * cost)
         met.add(kernels)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
-from sagebwd.kernels.sm90.widths import HEAD_DIMS
+from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
@@ -24,8 +24,10 @@ VARIED = (
 )  # fmt: skip
 KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
-VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), (AUTO, "float16"))
+VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), ("token", "float16"))
 FEW_FORMS = ("causal", "packed-causal", "padding")
+UNMASKED = tuple(name for name, form in FORMS.items() if form.layout != "masked")
+"""Those that Hopper's kernels run; under a mask of elements `auto` is `token`."""
 THIRDS = (
     (
         "causal", "17-tokens", "more-keys-causal", "fewer-keys-causal", "deterministic", "head-nan", "packed",
@@ -61,9 +63,9 @@ def _short() -> Iterator[Cell]:
 def rotated() -> list[Dims]:
     """Widths that meet a part of the forms, those that compile alike next to each other.
 
-    All others are of KINDS or Hopper's own, are filled up to one of them and launch its kernels, or are refused.
+    All others are of KINDS, are filled up to one of them and launch its kernels, or are refused.
     """
-    compiled = {max(dims) for dims in KINDS} | set(HEAD_DIMS)
+    compiled = {max(dims) for dims in KINDS}
     found = [dims for dims in EVERY if max(dims) not in compiled and max(dims) <= MAX_HEAD_DIM]
     return sorted(found, key=lambda dims: (alike(max(dims)), dims))
 
@@ -72,29 +74,30 @@ def _cover() -> Iterator[Cell]:
     rotating = rotated()
     for dims in EVERY:
         if dims not in rotating:
-            yield from _rows(dims, FORMS, AUTO, "bfloat16")
+            yield from _rows(dims, FORMS, "token", "bfloat16")
     rest = [form for form in FORMS if form not in LIKE and form not in FEW_FORMS]
     for number, dims in enumerate(rotating):
         part = (*FEW_FORMS, *rest[number % ROTATION :: ROTATION])
-        yield from _rows(dims, [form for form in FORMS if LIKE.get(form, form) in part], AUTO, "bfloat16")
+        yield from _rows(dims, [form for form in FORMS if LIKE.get(form, form) in part], "token", "bfloat16")
         yield from _rows(dims, FEW_FORMS[number % 3 :][:1], ("paper", "full")[number % 2], "bfloat16")
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
-    for turn, width in enumerate(HEAD_DIMS):
-        for number, form in enumerate(FORMS):
-            yield from _rows((width, width), [form], "token", ("bfloat16", "float16")[(number + turn) % 2])
+    for dims in EVERY:
+        yield from _rows(dims, UNMASKED if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
+    for number, dims in enumerate(widths.FORMS):
+        yield from _rows(dims, FEW_FORMS[number % 3 :][:1], AUTO, "float16")
     yield from _refused()
 
 
 def _every() -> Iterator[Cell]:
     for dims in EVERY:
-        yield from _rows(dims, FORMS, AUTO, "bfloat16")
+        for recipe in ("token", AUTO):
+            yield from _rows(dims, FORMS, recipe, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-    for width in HEAD_DIMS:
-        for dtype in ("bfloat16", "float16"):
-            yield from _rows((width, width), FORMS, "token", dtype)
+    for dims in widths.FORMS:
+        yield from _rows(dims, FORMS, AUTO, "float16")
     yield from _refused()
 
 

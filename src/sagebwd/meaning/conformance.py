@@ -21,6 +21,17 @@ def emulator_error(low: Tensor, high: Tensor) -> tuple[float, float]:
     return (difference.abs().max().item(), rms(difference)) if difference.numel() else (0.0, 0.0)
 
 
+def moved(*tensors: Tensor, seed: int = 0) -> list[Tensor]:
+    """Tensors in FP64, each value a 2^-16th off, at random.
+
+    Of Q and K that are rotated some codes then are others: FP32 sums in another order turn single ones over, in the
+    kernel alone or in the emulator alone. The error of the emulator of these is one of `violation`'s ``other_errors``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    factors = (1 + 2.0**-16 * torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in tensors)
+    return [x.double() * factor.to(x.device) for x, factor in zip(tensors, factors)]
+
+
 def violation(
     actual: Tensor, low: Tensor, high: Tensor, eps_out: float, other_errors: Iterable[tuple[float, float]] = ()
 ) -> str | None:
