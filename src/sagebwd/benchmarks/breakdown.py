@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(r"sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+")
 ATTENTION = re.compile(
-    r"(forward|backward|dkdv|dq)_kernel|"  # Triton's and Gluon's of this project
+    r"(forward|backward|value|key_query|dkdv|dq)_kernel|"  # Triton's and Gluon's of this project
     r".*(sagebwdkernelssm90forward"
     r"|FlashAttention(Forward|Backward)Sm\d+"  # FlashAttention-4
     r"|sdpa_sm\d+_flash_[bf]prop"  # cuDNN
