@@ -110,22 +110,39 @@ def test_speeds_in_troubleshooting_are_those_of_the_file():
 def test_speeds_in_the_readme_are_those_of_the_file():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
-    times = {
-        (row["recipe"], row["head_dim"], row["causal"], row["tokens"]): row
+    ratios = {
+        (row["recipe"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"]): row["peer_ms"] / row["ms"]
         for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-        if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
+        if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd")
     }
-    lines = re.findall(r"^\| `(\w+)`, head_dim (\d+)(, causal)? \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) >= 4
+    lines = re.findall(r"^\| `(\w+)`, head_dim ([\d/]+)(, causal)? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 10
     least, most = re.search(
-        r"from 8K tokens on, forward \+ backward .* is ([\d.]+) to ([\d.]+) times as fast", text
+        r"at 8K tokens, forward \+ backward .* is ([\d.]+) to ([\d.]+) times as fast", text
     ).groups()
-    from_8k = [ratio for *_, cells in lines for ratio in cells.split(" | ")[1:]]
-    assert (least, most) == (min(from_8k), max(from_8k))
-    for recipe, head_dim, causal, cells in lines:
-        rows = [times[recipe, int(head_dim), bool(causal), 4096 << n] for n in range(4)]
-        assert cells.split(" | ") == [f"{row['peer_ms'] / row['ms']:.2f}" for row in rows]
-        assert {row["peer"] for row in rows} == {"fa4"}
+    at_8k = [cells.split(" | ")[1] for *_, cells in lines]
+    assert (least, most) == (min(at_8k), max(at_8k))
+    for recipe, width, causal, cells in lines:
+        head_dim, _, value_dim = width.partition("/")
+        call = recipe, int(head_dim), int(value_dim or head_dim), bool(causal)
+        assert cells.split(" | ") == [f"{ratios[*call, tokens]:.2f}" for tokens in (4096, 8192)]
+
+
+def test_speeds_of_widths_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    (name,) = set(re.findall(r"`(benchmarks/results/attention_h200_2026-11-25_[\w./-]+json)`", text))
+    rows = {
+        (row["impl"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"], row["direction"]): row
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+    }
+    lines = re.findall(r"^\| (\d+)/?(\d*), (\d)K(, causal)? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 20
+    for head_dim, value_dim, thousands, causal, cells in lines:
+        call = int(head_dim), int(value_dim or head_dim), bool(causal), 1024 * int(thousands)
+        times = [f"{rows[impl, *call, 'fwd+bwd']['ms']:.3f}" for impl in ("hopper", "fa4", "cudnn")]
+        ways = [rows["hopper", *call, way] for way in ("fwd", "bwd", "fwd+bwd")]
+        fwd, bwd, both = (f"{row['peer_ms'] / row['ms']:.2f}" for row in ways)
+        assert cells.split(" | ") == [*times, f"{fwd} / {bwd} / **{both}**"]
 
 
 def test_tflops_in_speed_are_those_of_the_file():
