@@ -207,15 +207,22 @@ def test_the_bound_by_hand():
     assert row.ds_peak_to_rms == pytest.approx(1)
 
 
-def test_means_over_heads():
-    rows = study.measure([random_call()], ["paper", "token"], attribute=True)
+def test_a_layer_is_its_heads_together():
+    whole = random_call()
+    whole.do[0, 1] *= 100  # a head that others are nothing beside
+    rows = study.measure([whole], ["paper", "token"], attribute=True)
     paper, token = study.means(rows)
     own = [row for row in rows if row.recipe == "token"]
     assert (paper.recipe, token.recipe, token.layer, token.head) == ("paper", "token", 0, None)
-    assert token.relative_l2["dq"] == pytest.approx(sum(row.relative_l2["dq"] for row in own) / 4)
+    for name in ("dq", "o"):
+        errors = math.hypot(*(row.relative_l2[name] * row.norm[name] for row in own))
+        assert token.relative_l2[name] == pytest.approx(errors / math.hypot(*(row.norm[name] for row in own)))
+    heaviest = max(own, key=lambda row: row.norm["dq"])
+    assert token.relative_l2["dq"] == pytest.approx(heaviest.relative_l2["dq"], rel=0.01)
     assert token.largest_logit == max(row.largest_logit for row in own)
-    share = sum(row.attribution["o"]["dq"].share for row in own) / 4
-    assert token.attribution["o"]["dq"].share == pytest.approx(share)
+    part = token.attribution["o"]["dq"]
+    assert part.share == pytest.approx((part.alone / token.relative_l2["dq"]) ** 2)
+    assert part.alone == pytest.approx(heaviest.attribution["o"]["dq"].alone, rel=0.01)
 
 
 @pytest.mark.parametrize("settings", [{"is_causal": True}, {"window": (300, 20)}])

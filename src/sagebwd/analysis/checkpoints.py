@@ -1,6 +1,6 @@
 """Several files of `sagebwd trace --output`, of models at several steps of their training, side by side.
 
-``python -m sagebwd.analysis.checkpoints "MODEL:STEP=FILE" ...`` prints Markdown tables of means over heads: errors,
+``python -m sagebwd.analysis.checkpoints "MODEL:STEP=FILE" ...`` prints Markdown tables by layer: errors,
 each recipe's error over the first one's, magnitudes with the bound on RMS(dS), and, of files that have it, the
 attribution. ``--plot`` draws dS, dQ and dK and the bound against steps.
 """
@@ -24,7 +24,7 @@ COMPARED = ("ds", "dq", "dk", "dv", "o")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A traced model: rows by recipe, layer and head, and layers, their means over heads, as they are in the file."""
+    """A traced model: rows by recipe, layer and head, and layers, of all their heads, as they are in the file."""
 
     model: str
     step: int

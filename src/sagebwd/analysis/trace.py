@@ -66,9 +66,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe on one head, or, with head None, the mean over a layer's heads.
+    """A recipe on one head, or, with head None, on a layer: means over its heads, unless told otherwise.
 
-    cosine and relative_l2 by tensor of `TENSORS`. Of full precision: rms by tensor of `PAIRS`, ds_bound, at least
+    cosine and relative_l2 by tensor of `TENSORS`, over a layer's heads relative_l2 of all of them together, as is each
+    `Source` then: a head that does next to nothing has large relative errors that nobody meets. Of full precision:
+    norm, by tensor of `TENSORS`; rms by tensor of `PAIRS`, ds_bound, at least
     rms["ds"], largest_logit, the largest |scale q . k| (over a layer's heads the largest, no mean), and
     ds_peak_to_rms, max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the
     norm of its value over the root mean square of all values' norms; sink and sink_weight, the key with the largest
@@ -91,6 +93,7 @@ class Row:
     sink: int = 0
     sink_weight: float = 0.0
     attribution: dict[str, dict[str, Source]] = field(default_factory=dict)
+    norm: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """The row for JSON."""
@@ -126,7 +129,7 @@ def measure(
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """The mean over heads of each recipe and layer, in their order; the largest logit is the largest of its heads'."""
+    """A row for each recipe and layer, in their order, of the rows of its heads; see `Row`."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.recipe, row.layer), []).append(row)
@@ -220,6 +223,7 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
         sink=int(weights.argmax()),
         sink_weight=weights.max().item(),
         attribution=_attribution(tensors, recipe, exact, actual) if attribute else {},
+        norm={name: math.sqrt(errors[name].expected_square) for name in TENSORS},
     )  # fmt: skip
 
 
@@ -260,11 +264,25 @@ def _mean_row(rows: list[Row]) -> Row:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(rows)
 
+    def together(name: str, errors: list[float]) -> float:
+        norms = [row.norm[name] for row in rows]
+        if math.inf in errors or not any(norms):
+            return max(errors)
+        return math.hypot(*(error * norm for error, norm in zip(errors, norms))) / math.hypot(*norms)
+
+    def source_of(source: str, name: str) -> Source:
+        parts, total = [row.attribution[source][name] for row in rows], [row.relative_l2[name] for row in rows]
+        alone, without, all_of_it = (
+            together(name, errors)
+            for errors in ([part.alone for part in parts], [part.without for part in parts], total)
+        )
+        return Source(alone, without, (alone / all_of_it) ** 2 if all_of_it else 0.0)
+
     first, heaviest = rows[0], max(rows, key=lambda row: row.sink_weight)
     return Row(
         first.recipe, first.layer, None,
         cosine={name: mean(row.cosine[name] for row in rows) for name in TENSORS},
-        relative_l2={name: mean(row.relative_l2[name] for row in rows) for name in TENSORS},
+        relative_l2={name: together(name, [row.relative_l2[name] for row in rows]) for name in TENSORS},
         rms={name: mean(row.rms[name] for row in rows) for name in PAIRS},
         ds_bound=mean(row.ds_bound for row in rows),
         largest_logit=max(row.largest_logit for row in rows),
@@ -273,14 +291,6 @@ def _mean_row(rows: list[Row]) -> Row:
         first_value=mean(row.first_value for row in rows),
         sink=heaviest.sink,
         sink_weight=heaviest.sink_weight,
-        attribution={
-            source: {
-                name: Source(
-                    *(mean(getattr(row.attribution[source][name], key) for row in rows)
-                      for key in ("alone", "without", "share"))
-                )
-                for name in OUTPUTS
-            }
-            for source in first.attribution
-        },
+        attribution={source: {name: source_of(source, name) for name in OUTPUTS} for source in first.attribution},
+        norm={name: math.hypot(*(row.norm[name] for row in rows)) for name in TENSORS},
     )  # fmt: skip
