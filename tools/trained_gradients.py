@@ -1,0 +1,151 @@
+"""Gradients of a trained model's weights under recipes: `python -m tools.trained_gradients FOLDER TEXT`.
+
+FOLDER, ``--gguf`` and TEXT are as in `tools.trained_heads`. The model runs in FP32, forward and backward, on windows
+of the text, with attention in FP32 and then in each recipe's emulator, on q, k and v rounded to BF16. Of the gradient
+g of all weights, and of some groups of them, against FP32's g0 it prints means over windows, with standard errors:
+
+- error, ||g - g0|| / ||g0||;
+- slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
+- the change of the loss.
+
+"bf16" beside the recipes is full precision on the rounded tensors. The ``--output`` has every window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from sagebwd import sage_attention
+from sagebwd.benchmarks.results import environment
+from sagebwd.recipe import Recipe
+from tools.trained_heads import load, windows
+
+EXACT, ROUNDED = "fp32", "bf16"
+RECIPES = (ROUNDED, "mixed", "token")
+# Of weights, by what is in their name; "all" is every one.
+GROUPS = ("all", "q_proj", "k_proj", "v_proj", "o_proj")
+NAME = "trained-gradients"
+
+
+class Probe:
+    """Attention of whichever recipe it was told last, for `transformers.AttentionInterface`."""
+
+    def __init__(self) -> None:
+        self.recipe = EXACT
+        AttentionInterface.register(NAME, self)
+        AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **settings: object
+    ) -> tuple[Tensor, None]:
+        """What Transformers calls: causal attention of (batch, heads, tokens, head_dim), tokens before heads."""
+        tensors, scale = (query, key, value), settings["scaling"]
+        if self.recipe != EXACT:
+            tensors = tuple(x.bfloat16() for x in tensors)
+        if self.recipe in (EXACT, ROUNDED):
+            tensors = tuple(x.to(query.dtype) for x in tensors)
+            o = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            o = sage_attention(
+                *tensors, is_causal=True, scale=scale, enable_gqa=True, recipe=self.recipe, impl="reference"
+            )
+        return o.transpose(1, 2).to(query.dtype), None
+
+
+def gradients(model: PreTrainedModel, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a window and the gradient of each weight."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Error and slope less 1 of each group."""
+    sums = {group: [0.0, 0.0, 0.0] for group in GROUPS}
+    for name, expected in exact.items():
+        a, b = found[name].double().flatten(), expected.double().flatten()
+        parts = ((a - b) @ (a - b)).item(), (a @ b).item(), (b @ b).item()
+        for group in GROUPS:
+            if group == "all" or group in name:
+                sums[group] = [total + part for total, part in zip(sums[group], parts)]
+    return {
+        group: {"error": math.sqrt(error / norm), "slope": dot / norm - 1}
+        for group, (error, dot, norm) in sums.items()
+        if norm
+    }
+
+
+def measure(model: PreTrainedModel, chosen: list[Tensor], recipes: list[str]) -> Iterator[dict[str, object]]:
+    """A row for each window: the loss, and by recipe its change, errors and slopes."""
+    probe = Probe()
+    model.set_attn_implementation(NAME)
+    for index, ids in enumerate(chosen):
+        probe.recipe = EXACT
+        loss, exact = gradients(model, ids)
+        row: dict[str, object] = {"window": index, "loss": loss, "recipes": {}}
+        for recipe in recipes:
+            probe.recipe = recipe
+            changed, found = gradients(model, ids)
+            row["recipes"][recipe] = {"loss": changed - loss, **compared(found, exact)}
+        yield row
+
+
+def _mean(values: list[float], signed: bool) -> str:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.mean(values):{'+' if signed else ''}.4f} ± {error:.4f}"
+
+
+def table(rows: list[dict]) -> Table:
+    """Means over windows, with standard errors."""
+    groups = [group for group in GROUPS if group in next(iter(rows[0]["recipes"].values()))]
+    found = Table("recipe", "change of loss", "slope - 1", *(f"error, {group}" for group in groups))
+    for recipe in rows[0]["recipes"]:
+        own = [row["recipes"][recipe] for row in rows]
+        errors = [_mean([one[group]["error"] for one in own], signed=False) for group in groups]
+        slope = _mean([one["all"]["slope"] for one in own], signed=True)
+        found.add_row(recipe, _mean([one["loss"] for one in own], signed=True), slope, *errors)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--gguf", help="a file in the folder")
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(RECIPES)}]")
+    parser.add_argument("--output", type=Path, help="a JSON file of every window")
+    given = parser.parse_args(arguments)
+    recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
+    model, tokenizer = load(given.folder, given.gguf)
+    chosen = windows(tokenizer, given.text, given.tokens, given.windows)
+    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
+    facts |= environment("cpu")
+    rows = []
+    for row in measure(model, chosen, recipes):
+        rows.append(row)
+        print(f"window {row['window'] + 1} of {len(chosen)}", file=sys.stderr, flush=True)
+        if given.output is not None:
+            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    Console(width=170).print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
