@@ -193,7 +193,7 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     if gluon:  # the forward itself, in CuTe DSL, is another compiler's
         launch_codes(
             inputs[1], call.keys, call.key_mask, call.recipe.block_k, k_sampled=call.recipe.k_mean == "sample",
-            turned=sum(call.rotation),
+            turned=call.turned,
         )  # fmt: skip
     deterministic = True
     kernel_call.backward(impl, call._replace(deterministic=True), saved, inputs)

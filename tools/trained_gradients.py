@@ -13,13 +13,10 @@ g of all weights, and of some groups of them, against FP32's g0 it prints means 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch.nn.functional as F
 from rich.console import Console
@@ -29,9 +26,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd import sage_attention
-from sagebwd.benchmarks.results import environment
 from sagebwd.recipe import Recipe
-from tools.trained_heads import load, windows
+from tools.trained_heads import kept, load, parser_of, windows
 
 EXACT, ROUNDED = "fp32", "bf16"
 RECIPES = (ROUNDED, "mixed", "token")
@@ -123,26 +119,11 @@ def table(rows: list[dict]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--gguf", help="a file in the folder")
-    parser.add_argument("--tokens", type=int, default=512, help="of a window")
-    parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(RECIPES)}]")
-    parser.add_argument("--output", type=Path, help="a JSON file of every window")
-    given = parser.parse_args(arguments)
+    given = parser_of(__doc__, 512, 32, RECIPES).parse_args(arguments)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
     model, tokenizer = load(given.folder, given.gguf)
     chosen = windows(tokenizer, given.text, given.tokens, given.windows)
-    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
-    facts |= environment("cpu")
-    rows = []
-    for row in measure(model, chosen, recipes):
-        rows.append(row)
-        print(f"window {row['window'] + 1} of {len(chosen)}", file=sys.stderr, flush=True)
-        if given.output is not None:
-            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    rows = kept(given, measure(model, chosen, recipes))
     Console(width=170).print(table(rows))
     return 0
 

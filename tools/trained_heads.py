@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -119,29 +119,42 @@ def tables(rows: list[dict]) -> Iterator[Table]:
     yield table
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Capture, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str, tokens: int, count: int, recipes: Iterable[str]) -> argparse.ArgumentParser:
+    """The command line of a tool that runs a trained model on windows of a text; the rest are its defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--gguf", help="a file in the folder")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=tokens, help="of a window")
+    parser.add_argument("--windows", type=int, default=count)
+    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(recipes)}]")
+    parser.add_argument("--output", type=Path, help="a JSON file of every row")
+    return parser
+
+
+def kept(given: argparse.Namespace, measured: Iterable[dict]) -> list[dict]:
+    """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured."""
+    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
+    facts |= environment("cpu")
+    rows = []
+    for row in measured:
+        rows.append(row)
+        place = ", ".join(f"{name} {row[name]}" for name in ("window", "layer") if name in row)
+        print(f"{place} of {given.windows} windows", file=sys.stderr, flush=True)
+        if given.output is not None:
+            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Capture, measure and print."""
+    parser = parser_of(__doc__, 1024, 3, RECIPES)
     parser.add_argument("--layer", type=int, action="append", help="repeat for several; all unless named")
-    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(RECIPES)}]")
-    parser.add_argument("--output", type=Path, help="a JSON file of every layer")
     given = parser.parse_args(arguments)
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
     model, tokenizer = load(given.folder, given.gguf)
     chosen = windows(tokenizer, given.text, given.tokens, given.windows)
-    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
-    facts |= environment("cpu")
-    rows = []
-    for row in measure(model, chosen, given.layer, recipes):
-        rows.append(row)
-        print(f"window {row['window']}, layer {row['layer']}", file=sys.stderr, flush=True)
-        if given.output is not None:
-            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    rows = kept(given, measure(model, chosen, given.layer, recipes))
     for table in tables(rows):
         Console(width=150).print(table)
     return 0

@@ -237,7 +237,7 @@ def test_finished_dq(operands, lengths, tile):
     call = operands.call._replace(queries=queries, keys=keys, scale=0.3)
     summed = queries.padded(BLOCK, BLOCK * HEAD_DIM, dtype=torch.float16, device=DEVICE).normal_()
     if call.rotation:  # of channels that a tile is filled up with the sums are 0
-        summed.view(heads if lengths else BATCH * heads, HEAD_DIM, -1)[:, sum(call.rotation) :] = 0
+        summed.view(heads if lengths else BATCH * heads, HEAD_DIM, -1)[:, call.turned :] = 0
     spread = queries.per_token(torch.device(DEVICE)).uniform_(1, 2)
     largest = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
@@ -254,7 +254,7 @@ def test_finished_dq(operands, lengths, tile):
         expected = rows * (spread.cpu().double() * unit * power[..., None])[..., None]
     atol = 0
     if call.rotation:  # what cancels does so in FP32
-        expected = turned_back(expected, sum(call.rotation))
+        expected = turned_back(expected, call.turned)
         atol = 2.0**-20 * float(expected.abs().max())
     torch.testing.assert_close(dq.cpu().double(), expected, rtol=2.0**-8, atol=atol)
 
@@ -292,7 +292,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, None)
         do_scaled = torch.empty_like(o)
         values = fp8_rows.launch_row_values(
-            call, saved, v_maxima, signs(sum(call.rotation)), do, None, largest, do_scaled, TILE
+            call, saved, v_maxima, signs(call.turned), do, None, largest, do_scaled, TILE
         )
         copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in (values.do_t, values.q_t)]
         return values, copies, largest, do_scaled

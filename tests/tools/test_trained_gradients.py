@@ -7,7 +7,6 @@ import statistics
 import pytest
 import torch
 
-from tests.tools.test_trained_heads import folder as folder
 from tools import trained_gradients, trained_heads
 
 

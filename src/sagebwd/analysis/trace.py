@@ -270,19 +270,18 @@ def _mean_row(rows: list[Row]) -> Row:
             return max(errors)
         return math.hypot(*(error * norm for error, norm in zip(errors, norms))) / math.hypot(*norms)
 
+    relative_l2 = {name: together(name, [row.relative_l2[name] for row in rows]) for name in TENSORS}
+
     def source_of(source: str, name: str) -> Source:
-        parts, total = [row.attribution[source][name] for row in rows], [row.relative_l2[name] for row in rows]
-        alone, without, all_of_it = (
-            together(name, errors)
-            for errors in ([part.alone for part in parts], [part.without for part in parts], total)
-        )
-        return Source(alone, without, (alone / all_of_it) ** 2 if all_of_it else 0.0)
+        parts, total = [row.attribution[source][name] for row in rows], relative_l2[name]
+        alone, without = (together(name, [getattr(part, key) for part in parts]) for key in ("alone", "without"))
+        return Source(alone, without, (alone / total) ** 2 if total else 0.0)
 
     first, heaviest = rows[0], max(rows, key=lambda row: row.sink_weight)
     return Row(
         first.recipe, first.layer, None,
         cosine={name: mean(row.cosine[name] for row in rows) for name in TENSORS},
-        relative_l2={name: together(name, [row.relative_l2[name] for row in rows]) for name in TENSORS},
+        relative_l2=relative_l2,
         rms={name: mean(row.rms[name] for row in rows) for name in PAIRS},
         ds_bound=mean(row.ds_bound for row in rows),
         largest_logit=max(row.largest_logit for row in rows),
