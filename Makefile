@@ -46,7 +46,7 @@ matrix:
 fuzz-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.fuzz --cases 1000
 
-# compute-sanitizer's memcheck and racecheck over fuzz cases, on a Hopper GPU
+# compute-sanitizer's memcheck, racecheck and synccheck over fuzz cases of each form of widths, on a Hopper GPU
 sanitize-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.sanitize
 

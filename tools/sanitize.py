@@ -1,8 +1,8 @@
-"""memcheck and racecheck of Hopper's kernels over fuzz cases: `python -m tools.sanitize` (make sanitize-gpu).
+"""memcheck, racecheck and synccheck of Hopper's kernels: `python -m tools.sanitize` (make sanitize-gpu).
 
-A case of every group of seeds, as the seeds of a group share their kernels, runs under compute-sanitizer in a process
-of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck finds anything, racecheck
-anything that is not triton's own hand-over, or a case fails.
+Of each form of widths, fuzz cases of some groups of seeds, which share their kernels, run under compute-sanitizer, each
+in a process of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck or synccheck finds
+anything, racecheck anything that is not triton's own hand-over, or a case fails.
 
 Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.fuzz import GROUP
+from sagebwd.kernels.sm90 import widths
+from tools.fuzz import GROUP, Case
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src/sagebwd/kernels"
@@ -114,10 +115,21 @@ def judge(text: str, code: int, allowed: dict[str, set[int]]) -> Finding:
     return Finding(handovers, None)
 
 
+def seeds_of(form: tuple[int, int], groups: int, longest: int) -> list[int]:
+    """The first seed but one of so many groups whose calls run at a form."""
+    found, seed = [], 1
+    while len(found) < groups:
+        case = Case.drawn(seed, longest, "mixed", "hopper")
+        if widths.of_call(case.head_dim, case.value_dim) == form:
+            found.append(seed)
+        seed += GROUP
+    return found
+
+
 def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
-    """Both tools: on hand-over alone, ``mixed`` at all seeds, and in deterministic mode at a few."""
+    """All tools: on hand-over alone, ``mixed`` at all seeds, and in deterministic mode at a few."""
     found = []
-    for tool in ("racecheck", "memcheck"):
+    for tool in ("racecheck", "memcheck", "synccheck"):
         found += [Check(tool, None), *(Check(tool, "mixed", seed) for seed in seeds)]
         found += [Check(tool, "mixed", seed, deterministic=True) for seed in few]
     return found
@@ -140,7 +152,7 @@ def run(check: Check, command: Sequence[str], timeout: float, allowed: dict[str,
 def main() -> int:
     """Run the checks; exit code 1 where any found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=20, help="groups of fuzz seeds, a case of each")
+    parser.add_argument("--groups", type=int, default=4, help="groups of fuzz seeds a form of widths, a case of each")
     parser.add_argument("--recipe", help="the checks of this recipe alone")
     parser.add_argument("--longest", type=int, default=300, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)
@@ -148,8 +160,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    seeds = [group * GROUP + 1 for group in range(arguments.groups)]
-    wanted, kernels = checks(seeds, seeds[::4]), kernel_names()
+    by_form = [seeds_of(form, arguments.groups, arguments.longest) for form in widths.FORMS]
+    wanted, kernels = checks(sum(by_form, []), [seeds[0] for seeds in by_form]), kernel_names()
     if arguments.recipe:
         known = sorted({check.recipe for check in wanted if check.recipe})
         if arguments.recipe not in known:
