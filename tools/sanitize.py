@@ -1,8 +1,8 @@
 """memcheck, racecheck and synccheck of Hopper's kernels: `python -m tools.sanitize` (make sanitize-gpu).
 
-Of each form of widths, fuzz cases of some groups of seeds, which share their kernels, run under compute-sanitizer, each
-in a process of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck or synccheck finds
-anything, racecheck anything that is not triton's own hand-over, or a case fails.
+Of each form of widths, fuzz cases of some groups of seeds, which share their kernels, run under compute-sanitizer,
+each in a process of its own, and nothing but this package's kernels is checked. Exit code 1 where memcheck or
+synccheck finds anything, racecheck anything that is not triton's own hand-over, or a case fails.
 
 Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -161,7 +162,7 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     by_form = [seeds_of(form, arguments.groups, arguments.longest) for form in widths.FORMS]
-    wanted, kernels = checks(sum(by_form, []), [seeds[0] for seeds in by_form]), kernel_names()
+    wanted, kernels = checks([*itertools.chain(*by_form)], [seeds[0] for seeds in by_form]), kernel_names()
     if arguments.recipe:
         known = sorted({check.recipe for check in wanted if check.recipe})
         if arguments.recipe not in known:

@@ -116,6 +116,7 @@ class Call(NamedTuple):
     mask: Mask | None = None
     lists: Lists | None = None  # of the mask, made for the portable kernels
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
+    lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
 
     @classmethod
     def of(
@@ -150,6 +151,11 @@ class Call(NamedTuple):
     def packed(self) -> bool:
         """Whether sequences lie one after another, with offsets."""
         return self.queries.cu_seqlens is not None
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Channels that Q and K, and V, have in memory."""
+        return self.head_dim - self.lacking[0], self.value_dim - self.lacking[1]
 
     @property
     def block_d(self) -> int:

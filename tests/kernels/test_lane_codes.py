@@ -41,13 +41,16 @@ def assert_bounded(largest, codes, scale):
     assert (largest <= norms + rounding + 1e-5).all()
 
 
-def check(k, key_mask=None, device="cpu", sampled=False, turned=0):
-    """turned: the head_dim whose rotation keys get, of which k's is filled up with zeros."""
+def check(k, key_mask=None, device="cpu", sampled=False, turned=0, columns=None):
+    """turned: the head_dim whose rotation keys get, of which k's is filled up with zeros. columns: of the codes."""
     k = k.to(device)
     key_mask_there = None if key_mask is None else key_mask.to(device)
     packing = Packing.of(k, None, k.shape[2])
-    out = launch_codes(k, packing, key_mask_there, BLOCK_K, k_sampled=sampled, turned=turned)
+    out = launch_codes(k, packing, key_mask_there, BLOCK_K, columns=columns, k_sampled=sampled, turned=turned)
     out = Codes(*(x.cpu() for x in out))
+    assert out.k.shape[-1] == (columns or k.shape[-1])
+    assert not out.k[..., k.shape[-1] :].any()
+    out = out._replace(k=out.k[..., : k.shape[-1]])
     valid = None if key_mask is None else key_mask[:, None, :, None]
     smoothed, mean = smooth(k.cpu().double(), valid, sampled)
     assert torch.allclose(out.k_mean.double(), mean[:, :, 0], rtol=1e-5, atol=1e-6)
@@ -82,6 +85,17 @@ def test_rotated(turned, head_dim):
     key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(2)) > 0.3
     check(k, turned=turned)
     check(torch.where(key_mask[:, None, :, None], k, torch.inf), key_mask, turned=turned)
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 101, 136, 192, 200, 256])
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
+def test_codes_that_are_wider_than_keys(head_dim, columns):
+    """Each form of Hopper's kernels, of keys that lie as they are, also where V's channels alone ask for it."""
+    if head_dim > columns:
+        pytest.skip("no form has fewer channels than the call")
+    k = draw(1, 2, 140, head_dim, seed=1) + 2
+    check(k, columns=columns)
+    check(k, columns=columns, turned=head_dim)
 
 
 @pytest.mark.parametrize(("turned", "width"), [(64, 64), (128, 128), (112, 128), (72, 128)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sagebwd.masks.band import Band
@@ -20,6 +21,7 @@ import triton.language as tl
 from sagebwd.call import Call, Packing, Saved
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.operands import fp8_dq, fp8_rows
+from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -325,6 +327,53 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         for actual, expected in zip(packed[1], copies):
             first = (start // BLOCK + number) * BLOCK
             assert torch.equal(actual[:, :, first : first + expected.shape[2]], expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "channels"), [((96, 96), (72, 80)), ((192, 128), (136, 8)), ((256, 256), (192, 136))]
+)
+def test_rows_narrower_than_a_form_are_those_filled_up(form, channels):
+    """What passes make of rows as they lie is what they make of rows filled up with zeros."""
+    tile, (head_dim, value_dim) = widths.width(*form).backward, form
+    generator, tokens, heads = torch.Generator().manual_seed(3), 90, 2
+    packing = Packing(1, heads, tokens, tokens, None)
+    wide = Call(
+        Recipe.parse("mixed"), 1.0, torch.bfloat16, torch.device(DEVICE), *form, packing, packing,
+        rotation=sizes(channels[0]),
+    )  # fmt: skip
+    narrow = wide._replace(lacking=(head_dim - channels[0], value_dim - channels[1]))
+    assert narrow.columns == channels
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(1, heads, tokens, width, generator=generator).to(DEVICE)
+
+    do, o, v = (draw(channels[1]).bfloat16() for _ in range(3))
+    codes = [F.pad((40 * draw(channels[0])).clamp(-127, 127).to(torch.int8), (0, narrow.lacking[0])) for _ in range(2)]
+    rows = [torch.rand(1, heads, tokens, generator=generator).to(DEVICE) for _ in range(4)]
+    found = []
+    for call in (narrow, wide):
+        given = [F.pad(x, (0, call.columns[1] - x.shape[-1])) for x in (do, o, v)]
+        saved = Saved(given[1], rows[0], codes[0], rows[1], codes[1], rows[2], rows[0] - rows[3], None)
+        maxima = torch.zeros(1, heads, call.columns[1], dtype=torch.int32, device=DEVICE)
+        signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=DEVICE)
+        launch_channel_maxima(given[2], packing, None, maxima, signs, call.turned)
+        largest = torch.zeros(heads, dtype=torch.int32, device=DEVICE)
+        scaled = torch.empty_like(given[0])
+        values = fp8_rows.launch_row_values(call, saved, maxima, signs, given[0], None, largest, scaled, tile)
+        sums = torch.randn(values.dq_sums.shape, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
+        dq = torch.full((1, heads, tokens, call.columns[0]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        fp8_dq.launch_finish_dq(call, sums, values.spread, largest, dq, tile)
+        found.append((values, scaled[..., : channels[1]], dq[..., : channels[0]]))
+    for name in ("planes", "spread", "delta_parts"):
+        ours, theirs = (getattr(values, name) for values, *_ in found)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (ours, *others), (theirs, *expected) = found
+    for name in ("do_t", "q_t"):
+        assert torch.equal(getattr(ours, name).view(torch.int8), getattr(theirs, name).view(torch.int8))
+    for actual, same in zip(others, expected):
+        assert torch.equal(actual, same)
 
 
 @pytest.mark.parametrize("row", [row for row in widths.WIDTHS if row.backward], ids=lambda row: str(row[:2]))

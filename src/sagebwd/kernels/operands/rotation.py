@@ -71,38 +71,47 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
         return tl.div_rn(1.0, tl.sqrt_rn(size))
 
 
+@triton.constexpr_function
+def piece_width(columns, piece):
+    """Channels of a piece of a tile of so many, a power of two: the first PIECE, then the others."""
+    rest = max(int(columns) - int(piece) * PIECE.value, 1)
+    return min(PIECE.value, max(32, 1 << (rest - 1).bit_length()))
+
+
 @triton.jit
-def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
+def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, COLUMNS: tl.constexpr):
     """R by pieces of channels, as `turned` takes it: signs, and what products with them are times, by column.
 
     R of 256 channels is (S S; S -S) / 16, S the signs of 128; of others beyond 128 each piece has blocks of its own.
     """
-    if BLOCK_D <= PIECE:
-        return (_of_piece(dtype, TURNED, BLOCK_D),)
-    elif TURNED == BLOCK_D:
+    if COLUMNS <= PIECE:
+        return (_of_piece(dtype, TURNED, piece_width(COLUMNS, 0)),)
+    elif TURNED == 2 * PIECE:
         signs, factors = _of_piece(dtype, PIECE, PIECE)
         return ((signs, tl.full(factors.shape, TURNED**-0.5, tl.float32)),)
     else:
-        return (_of_piece(dtype, PIECE, PIECE), _of_piece(dtype, TURNED - PIECE, PIECE))
+        low = _of_piece(dtype, min(TURNED, PIECE), PIECE)
+        return (low, _of_piece(dtype, max(TURNED - PIECE, 0), piece_width(COLUMNS, 1)))
 
 
 @triton.jit
-def _of_piece(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    columns = tl.arange(0, BLOCK_D)
-    WHOLE: tl.constexpr = TURNED == BLOCK_D
-    return _signs(columns, 0, dtype, BLOCK_D, TURNED, WHOLE), _factors(columns, TURNED, WHOLE)
+def _of_piece(dtype: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    WHOLE: tl.constexpr = TURNED == WIDTH
+    return _signs(columns, 0, dtype, WIDTH, TURNED, WHOLE), _factors(columns, TURNED, WHOLE)
 
 
 @triton.jit
-def load_pieces(x, rows, stride, tokens, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`load_rows` of all channels, by pieces of them."""
-    if BLOCK_D <= PIECE:
-        return (load_rows(x, rows, tl.arange(0, BLOCK_D), stride, tokens, head_dim, False, head_dim == BLOCK_D),)
+def load_pieces(x, rows, stride, tokens, head_dim: tl.constexpr, COLUMNS: tl.constexpr):
+    """`load_rows` by pieces of channels: the first ``head_dim`` that are in memory, then zeros up to COLUMNS."""
+    LOW: tl.constexpr = piece_width(COLUMNS, 0)
+    low = load_rows(x, rows, tl.arange(0, LOW), stride, tokens, head_dim, False, head_dim >= LOW)
+    if COLUMNS <= PIECE:
+        return (low,)
     else:
-        columns = tl.arange(0, PIECE)
-        low = load_rows(x, rows, columns, stride, tokens, PIECE, False, True)
-        high = load_rows(x + PIECE, rows, columns, stride, tokens, head_dim - PIECE, False, head_dim == BLOCK_D)
-        return (low, high)
+        HIGH: tl.constexpr = piece_width(COLUMNS, 1)
+        rest: tl.constexpr = head_dim - PIECE
+        return (low, load_rows(x + PIECE, rows, tl.arange(0, HIGH), stride, tokens, rest, False, rest == HIGH))
 
 
 @triton.jit
@@ -115,11 +124,11 @@ def floats(pieces):
 
 
 @triton.jit
-def store_signs(signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write R's signs, (BLOCK_D, BLOCK_D) INT8: programs of few rows read them sooner than they make them."""
-    columns = tl.arange(0, BLOCK_D)
-    written = _signs(columns, 0, tl.int8, BLOCK_D, TURNED, TURNED == BLOCK_D)
-    tl.store(signs + columns[:, None] * BLOCK_D + columns[None, :], written)
+def store_signs(signs, TURNED: tl.constexpr, PITCH: tl.constexpr):
+    """Write R's signs, (PITCH, PITCH) INT8: programs of few rows read them sooner than they make them."""
+    columns = tl.arange(0, PITCH)
+    written = _signs(columns, 0, tl.int8, PITCH, TURNED, TURNED == PITCH)
+    tl.store(signs + columns[:, None] * PITCH + columns[None, :], written)
 
 
 @triton.jit
@@ -141,37 +150,49 @@ def _product(tile, rotation):
 
 
 @triton.jit
-def turned_codes(pieces, signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """codes R in FP32, of INT8, by pieces; signs: what `store_signs` wrote."""
-    if BLOCK_D <= PIECE:
-        columns = tl.arange(0, BLOCK_D)
-        sums = _sums_of_codes(pieces[0], signs, columns, BLOCK_D)
-        return (sums.to(tl.float32) * _factors(columns, TURNED, TURNED == BLOCK_D)[None, :],)
+def turned_row(row, TURNED: tl.constexpr, piece: tl.constexpr):
+    """A piece of a row times its part of R, FP32; what is so of both pieces, `whole_row` makes the row R."""
+    WIDTH: tl.constexpr = row.shape[0]
+    columns = tl.arange(0, WIDTH)
+    if TURNED == 2 * PIECE:
+        return tl.sum(row[:, None] * _signs(columns, 0, tl.float32, WIDTH, WIDTH, True), 0) * TURNED**-0.5
     else:
-        columns = tl.arange(0, PIECE)
-        low = _sums_of_codes(pieces[0], signs, columns, BLOCK_D)
-        if TURNED == BLOCK_D:
-            high = _sums_of_codes(pieces[1], signs, columns, BLOCK_D)
-            return ((low + high).to(tl.float32) * TURNED**-0.5, (low - high).to(tl.float32) * TURNED**-0.5)
-        else:
-            high = _sums_of_codes(pieces[1], signs + PIECE * (BLOCK_D + 1), columns, BLOCK_D)
-            factors = _factors(columns, TURNED - PIECE, False)
-            return (low.to(tl.float32) * PIECE**-0.5, high.to(tl.float32) * factors[None, :])
+        OWN: tl.constexpr = max(TURNED - PIECE, 0) if piece else min(TURNED, PIECE)
+        sums = tl.sum(row[:, None] * _signs(columns, 0, tl.float32, WIDTH, OWN, OWN == WIDTH), 0)
+        return sums * _factors(columns, OWN, OWN == WIDTH)
 
 
 @triton.jit
-def _sums_of_codes(codes, signs, columns, BLOCK_D: tl.constexpr):
+def whole_row(pieces, TURNED: tl.constexpr):
+    """A row R of `turned_row` of its pieces."""
+    if TURNED == 2 * PIECE:
+        return (pieces[0] + pieces[1], pieces[0] - pieces[1])
+    else:
+        return pieces
+
+
+@triton.jit
+def turned_codes(pieces, signs, TURNED: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr):
+    """codes R in FP32, of INT8, by pieces; signs: what `store_signs` wrote."""
+    columns = tl.arange(0, piece_width(COLUMNS, 0))
+    low = _sums_of_codes(pieces[0], signs, columns, PITCH)
+    if COLUMNS <= PIECE:
+        return (low.to(tl.float32) * _factors(columns, TURNED, columns.shape[0] == TURNED)[None, :],)
+    elif TURNED == 2 * PIECE:
+        high = _sums_of_codes(pieces[1], signs, columns, PITCH)
+        return ((low + high).to(tl.float32) * TURNED**-0.5, (low - high).to(tl.float32) * TURNED**-0.5)
+    else:
+        rest = tl.arange(0, piece_width(COLUMNS, 1))
+        high = _sums_of_codes(pieces[1], signs + PIECE * (PITCH + 1), rest, PITCH)
+        low_factors = _factors(columns, min(TURNED, PIECE), TURNED >= PIECE)
+        high_factors = _factors(rest, max(TURNED - PIECE, 0), rest.shape[0] == TURNED - PIECE)
+        return (low.to(tl.float32) * low_factors[None, :], high.to(tl.float32) * high_factors[None, :])
+
+
+@triton.jit
+def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
     # by columns, as INT8 products read their second operand: R is symmetric
-    return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * BLOCK_D), out_dtype=tl.int32)
-
-
-@triton.jit
-def turned_row(row, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """row R, of FP32, (D,)."""
-    WHOLE: tl.constexpr = TURNED == BLOCK_D
-    columns = tl.arange(0, BLOCK_D)
-    sums = tl.sum(row[:, None] * _signs(columns, 0, tl.float32, BLOCK_D, TURNED, WHOLE), 0)
-    return sums * _factors(columns, TURNED, WHOLE)
+    return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * PITCH), out_dtype=tl.int32)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagebwd.call import Packing
+from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.alignment import TMA_BYTES
 
 
@@ -52,6 +52,14 @@ def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
     return _described(x, (x.numel() // columns, columns), columns, (1, width or columns), layout)
 
 
+def gradient_strides(call: Call, *gradients: Tensor) -> tuple[int, ...]:
+    """Of dK and dV, one of them, or one for both where they are alike, as `epilogue.store_rows` takes them."""
+    if any(call.lacking):
+        return sum(((*call.keys.strides(x), x.shape[-1]) for x in gradients), ())
+    distinct = gradients[: 1 if call.value_dim == call.head_dim else 2]
+    return sum(map(call.keys.strides, distinct), ())
+
+
 class Rows(NamedTuple):
     """A tensor's tokens as rows of one matrix: token t at row b * batch + h * head + t, column h * column."""
 
@@ -64,10 +72,11 @@ class Rows(NamedTuple):
     column: int
 
     @classmethod
-    def of(cls, x: Tensor, packing: Packing) -> Rows:
+    def of(cls, x: Tensor, packing: Packing, alone: bool = False) -> Rows:
         """The rows of (B, H, N, D) or packed (total, H, D); copied only where no matrix has them all.
 
-        x begins at a multiple of 16 bytes (`aligned_rows`).
+        alone: no row has another head's channels behind its own, for blocks that are wider and are to get zeros. x
+        begins at a multiple of 16 bytes (`aligned_rows`).
         """
         heads, head_dim = packing.heads, x.shape[-1]
         if packing.cu_seqlens is None:
@@ -85,7 +94,7 @@ class Rows(NamedTuple):
                 rows += head // pitch * (heads - 1)
                 return cls(x, rows, head_dim, pitch, batch // pitch, head // pitch, 0)
             columns = head * (heads - 1) + head_dim
-            if columns <= pitch:
+            if columns <= pitch and not alone:
                 return cls(x, rows, columns, pitch, batch // pitch, 0, head)
         matrix = packing.view(x).contiguous()
         return cls(matrix, batches * heads * tokens, head_dim, head_dim, heads * tokens, tokens, 0)

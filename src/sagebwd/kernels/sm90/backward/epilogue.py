@@ -20,12 +20,18 @@ def store_block(desc, memory, x, row, column):
 
 @gluon.jit
 def store_rows(x, out, strides, batch, head, token, rows, columns, written):
-    """Rows of dK or dV from a sequence's token on, by pieces of as many columns, where they are to be ``written``."""
-    of_batch, of_head, of_token = strides
+    """Rows of dK or dV from a sequence's token on, by pieces of as many columns, where they are to be ``written``.
+
+    strides: of a batch element, a head and a token; then how many channels are in memory, if not all.
+    """
+    of_batch, of_head, of_token = strides[0], strides[1], strides[2]
     first = batch.to(gl.int64) * of_batch + head.to(gl.int64) * of_head
     at = first + gl.expand_dims((token + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
     for piece in gl.static_range(len(x)):
-        gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=written)
+        there = written
+        if len(strides) > 3:
+            there = written & gl.expand_dims(piece * columns.shape[0] + columns < strides[3], 0)
+        gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=there)
 
 
 @gluon.jit
@@ -36,7 +42,7 @@ def store_gradients(
     """dK and dV of 64 keys from ``first_k`` on, by pieces of channels.
 
     v_part, dq_part: this warpgroup's first piece of V, and of blocks of dQ. strides: of dK, and of dV if they are
-    others.
+    others, as `store_rows` takes them.
     """
     dk, dv = pointers
     dk_desc, dv_desc = descriptors
@@ -45,8 +51,9 @@ def store_gradients(
         rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
         written = gl.expand_dims(rows < length_k, 1)
-        store_rows(dk_sums, dk, strides[:3], batch, head_k, start_k, rows, columns, written)
-        store_rows(dv_sums, dv, strides[-3:], batch, head_k, start_k, rows, columns, written)
+        EACH: gl.constexpr = 4 if len(strides) == 8 else 3
+        store_rows(dk_sums, dk, strides[:EACH], batch, head_k, start_k, rows, columns, written)
+        store_rows(dv_sums, dv, strides[-EACH:], batch, head_k, start_k, rows, columns, written)
     else:
         # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
         out = v_part

@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.descriptor import Rows, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import Rows, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
@@ -26,6 +26,10 @@ SCALES_APART = 32
 LAUNCH = {"REGISTERS": 240, "maxnreg": 168, "num_warps": 4}
 
 
+# Rows narrower than the form are read as they are.
+FILLS = True
+
+
 class Operands(NamedTuple):
     """What a backward reads by TMA as rows."""
 
@@ -37,8 +41,9 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, call: Call, q_int8: Tensor, k_int8: Tensor, v: Tensor, do: Tensor) -> Operands:
         """Codes of Q and K, V, and dO or what stands for it."""
-        queries, keys = call.queries, call.keys
-        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), Rows.of(v, keys), Rows.of(do, queries))
+        queries, keys, alone = call.queries, call.keys, call.lacking[1] > 0
+        values = Rows.of(v, keys, alone), Rows.of(do, queries, alone)
+        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), *values)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -55,9 +60,18 @@ def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor]:
     keys, queries = call.keys, call.queries
     heads = keys.batch * keys.heads
     counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
-    sizes = heads, counts, heads * call.value_dim
+    sizes = heads, counts, heads * call.columns[1]
     largest, added, v_maxima = torch.zeros(sum(sizes), dtype=torch.int32, device=call.device).split(sizes)
-    return largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.value_dim)
+    return largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1])
+
+
+def _scaled_gradients(call: Call, do: Tensor, dq: Tensor) -> Tensor:
+    """Where the scaled dO goes: to dQ's memory, as dQ is written last, if it has room and TMA need fill no rows up."""
+    if not any(call.lacking):
+        return dq[..., : call.value_dim]
+    if call.packed:
+        return do.new_empty(do.shape[1], do.shape[0], do.shape[2]).transpose(0, 1)
+    return do.new_empty(do.shape)
 
 
 def backward(
@@ -74,9 +88,8 @@ def backward(
     largest, added, v_maxima = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned)
-    dq, dk, dv = empty_gradients(call.recipe, head_dim, saved.o, v)
-    # dQ is written last: its memory has the scaled dO until then
-    do_scaled = dq[..., : call.value_dim]
+    dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    do_scaled = _scaled_gradients(call, do, dq)
     values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
     operands = Operands.of(call, q_int8, k_int8, v, do_scaled)
     turns, heads_at_once = 1, 1
@@ -103,8 +116,8 @@ def backward(
         vectors(values.scales, SCALES.value, SCALES_APART),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.in_rows else rows)),
-        matrix(dk, head_dim, (rows, piece)),
-        matrix(dv, call.value_dim, (rows, piece)),
+        matrix(dk, dk.shape[-1], (rows, piece)),
+        matrix(dv, dv.shape[-1], (rows, piece)),
         k_scale,
         largest,
         call.key_mask,
@@ -113,7 +126,7 @@ def backward(
         added,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        keys.strides(dk) if call.value_dim == head_dim else keys.strides(dk) + keys.strides(dv),
+        gradient_strides(call, dk, dv),
         *operands.steps,
         keys.heads,
         call.group,

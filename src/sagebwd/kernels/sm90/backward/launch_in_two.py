@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.sm90.backward.descriptor import matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
@@ -48,13 +48,13 @@ def launch_in_two(
         transposed(values.do_t, head_dim, head_dim, block_q),
         vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
-        matrix(dv, head_dim, (rows, rows)),
+        matrix(dv, dv.shape[-1], (rows, rows)),
         k_scale,
         call.key_mask,
         dv,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        keys.strides(dv),
+        gradient_strides(call, dv),
         *operands.q.steps,
         *operands.k.steps,
         *sizes,
@@ -74,7 +74,7 @@ def launch_in_two(
         vectors(values.planes, 3 * block_q, 4 * block_q),
         scales,
         matrix(values.dq_sums, head_dim, (block_q, rows)),
-        matrix(dk, head_dim, (rows, rows)),
+        matrix(dk, dk.shape[-1], (rows, rows)),
         k_scale,
         largest,
         call.key_mask,
@@ -82,7 +82,7 @@ def launch_in_two(
         added,
         queries.cu_seqlens,
         keys.cu_seqlens,
-        keys.strides(dk),
+        gradient_strides(call, dk),
         *operands.steps,
         *sizes,
         heads if added is None else heads_at_once,

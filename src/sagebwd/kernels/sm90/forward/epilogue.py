@@ -19,6 +19,7 @@ class Epilogue:
 
     def __init__(self, variant: Variant, tiles: Tiles, softmax: Softmax) -> None:
         self.E, self.tiles, self.softmax = variant.value_dim, tiles, softmax
+        self.columns = variant.columns[1]
 
     @cute.jit
     def write(
@@ -49,8 +50,15 @@ class Epilogue:
                     if const_expr(row_max is not None):
                         row_max[at] = largest
                 to = o[at, None].iterator.toint() + Int64(thread % 4 * 16)
-                for i in cutlass.range_constexpr(0, self.E // 8, 4):
-                    cute.arch.inline_ptx(STORE, read_only_args=[to + Int64(16 * i), *words[i : i + 4]])
+                for i in cutlass.range_constexpr(0, self.columns // 8, 4):
+                    self.store(to + Int64(16 * i), words[i : i + 4], self.columns // 8 - i, thread)
+
+    @cute.jit
+    def store(self, to: Int64, words: list, there: cutlass.Constexpr, thread: Int32):
+        """Eight channels of each of a quad's lanes, of which the first ``there`` have any in memory."""
+        lane = thread % 4 if const_expr(there < 4) else 0
+        if lane < there:
+            cute.arch.inline_ptx(STORE, read_only_args=[to, *words])
 
     def transposed(self, words: list) -> list:
         """Four words of each of a quad's lanes: a lane's first of each, then its second, and so on."""

@@ -49,7 +49,8 @@ class Forward:
 
     def placeholders(self) -> list:
         """Arguments of the call's types, shapes unknown, to compile for."""
-        variant, D, E = self.variant, self.variant.head_dim, self.E
+        variant, D = self.variant, self.variant.head_dim
+        D_q, E = variant.columns
         size = cute.sym_int
         batch, heads, heads_k, tokens_q, tokens_k = (size() for _ in range(5))
 
@@ -67,7 +68,7 @@ class Forward:
         keys = (tokens_k, heads_k) if packed else (batch, heads_k, tokens_k)
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
-            q=strided(*queries, D),
+            q=strided(*queries, D_q),
             q_codes=compact(Int8, *queries, D),
             k=compact(Int8, *keys, D),
             v=strided(*keys, E),

@@ -18,9 +18,12 @@ from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.recipe import FP8
 
+# Rows narrower than the form are read as they are.
+FILLS = True
+
 
 class Written(NamedTuple):
-    """What `launch_forward` wrote beside O: Q's INT8 codes, in its shape, and their FP32 scales, one a token; lse and,
+    """What `launch_forward` wrote beside O: Q's INT8 codes, and their FP32 scales, one a token; lse and,
     if asked for, row maxima times log2(e), FP32."""
 
     q: Tensor
@@ -32,12 +35,14 @@ class Written(NamedTuple):
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     sampled = call.recipe.k_mean == "sample"
-    codes = launch_codes(k, call.keys, call.key_mask, SCALE_BLOCK, k_sampled=sampled, turned=call.turned)
+    codes = launch_codes(
+        k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
+    )
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0
     v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
-    o = empty_like_rows(q, call.value_dim)
+    o = empty_like_rows(q, v.shape[-1])
     q = q if fits_tma(q) else q.contiguous()
     written = launch_forward(call, q, codes, v, o, with_row_max=call.recipe.dv == FP8)
     return Saved(o, written.lse, written.q, written.q_scale, codes.k, codes.k_scale, written.row_max, codes.k_mean)
@@ -47,17 +52,18 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
     """Write o, and what is given back.
 
     q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
+    They have ``call.columns`` channels, Q's codes as those of K the call's head_dim.
     """
     queries, device, band = call.queries, v.device, call.band
     written = Written(
-        torch.empty(q.shape, dtype=torch.int8, device=device), queries.per_token(device), queries.per_token(device),
-        queries.per_token(device) if with_row_max else None,
+        torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device), queries.per_token(device),
+        queries.per_token(device), queries.per_token(device) if with_row_max else None,
     )  # fmt: skip
     tile = widths.width(call.head_dim, call.value_dim).forward
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
-        row_max=with_row_max, rotation=call.rotation,
+        row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
     )  # fmt: skip
     arguments = Arguments(
         q=q,

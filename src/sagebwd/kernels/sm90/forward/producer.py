@@ -111,7 +111,7 @@ class Producer:
                 token = place.first_q + part * 32 + cute.arch.lane_idx()
                 if token < place.length_q:
                     row = rows[place.start_q + token, None].iterator.toint()
-                    for line in cutlass.range_constexpr(0, 2 * self.variant.head_dim, 128):
+                    for line in cutlass.range_constexpr(0, 2 * self.variant.columns[0], 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
         return program
 

@@ -161,10 +161,18 @@ class Quantizer:
         if inside:
             at = q[token, None].iterator.toint() + Int64(lane * (2 * self.share.chunk))
             for i in cutlass.range_constexpr(0, self.elements // 2, size):
-                got = ptx(LOAD[size], write_only_types=[Int32] * size, read_only_args=[at + 2 * self.channels[2 * i]])
-                for j in cutlass.range_constexpr(size):
-                    words[i + j] = got[j]
+                channel = self.channels[2 * i]
+                lanes = self.lanes_there(channel)
+                mine = lane if const_expr(lanes < self.lanes) else 0
+                if mine < lanes:
+                    got = ptx(LOAD[size], write_only_types=[Int32] * size, read_only_args=[at + 2 * channel])
+                    for j in cutlass.range_constexpr(size):
+                        words[i + j] = got[j]
         return [words[i] for i in range(self.elements // 2)]
+
+    def lanes_there(self, channel: int) -> int:
+        """How many of a row's lanes, the first of which has a channel, have theirs in memory."""
+        return max(0, min(self.lanes, -(-(self.variant.columns[0] - channel) // self.share.chunk)))
 
     def code(self, x, scale, inverse):
         """x / scale in the low bits, rounded half to even; of sums, which are rounded, without IEEE's division."""

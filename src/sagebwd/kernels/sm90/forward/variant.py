@@ -28,6 +28,12 @@ class Variant:
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
+    lacking: tuple[int, int] = (0, 0)  # channels of head_dim that Q lacks, and of value_dim V and O: zeros
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Channels that Q has in memory, and V and O."""
+        return self.head_dim - self.lacking[0], self.value_dim - self.lacking[1]
 
     @property
     def code_columns(self) -> int:
@@ -59,7 +65,7 @@ class Arguments(NamedTuple):
     """
 
     q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
-    q_codes: Any  # written, INT8 codes, contiguous
+    q_codes: Any  # written, INT8 codes, contiguous, of head_dim channels
     k: Any  # INT8 codes, contiguous
     v: Any  # as q, of V's channels
     o: Any  # written, as v

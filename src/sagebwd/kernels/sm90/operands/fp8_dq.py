@@ -21,35 +21,37 @@ TURNED_BLOCKS, TURNED_STAGES = 4, 3
 @triton.jit(do_not_specialize=["tokens", "total", "blocks", "parts"])
 def finish_dq_kernel(
     summed, spread, largest, cu_seqlens, dq, heads, heads_k, tokens, total, blocks, parts, scale,
-    head_dim: tl.constexpr, TURNED: tl.constexpr, IN_ROWS: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, channels: tl.constexpr, TURNED: tl.constexpr, IN_ROWS: tl.constexpr,
+    STAGES: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dQ from its FP16 sums, (heads, D, blocks * BLOCK): times each row's spread, K's scale and ``scale``.
 
-    IN_ROWS: they are (heads, blocks * BLOCK, D). Of a head ``parts`` programs share the blocks: fewer where each makes
-    R's signs. TURNED: the sums are of keys times R, of so many channels, and dQ is turned back; or 0.
+    IN_ROWS: they are (heads, blocks * BLOCK, D). channels: of D, those that dQ has. Of a head ``parts`` programs share
+    the blocks: fewer where each makes R's signs. TURNED: the sums are of keys times R, of so many channels, and dQ is
+    turned back; or 0.
     """
     number, program = block_and_head(parts)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     owner = batch * heads_k + head // (heads // heads_k)
     if TURNED:
-        rotation = signs_and_factors(summed.dtype.element_ty, TURNED, BLOCK_D)
+        rotation = signs_and_factors(summed.dtype.element_ty, TURNED, head_dim)
         for i in tl.range(number, tl.cdiv(length, BLOCK), parts, num_stages=STAGES):
             finish_block(
                 summed, spread, largest, rotation, dq, i, batch, head, z, start, length, owner, total, blocks, scale,
-                head_dim, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
+                head_dim, channels, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
             )  # fmt: skip
     elif number * BLOCK < length:
         finish_block(
             summed, spread, largest, None, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-            head_dim, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
+            head_dim, channels, IN_ROWS, VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def finish_block(
     summed, spread, largest, rotation, dq, number, batch, head, z, start, length, owner, total, blocks, scale,
-    head_dim: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, channels: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block of `finish_dq_kernel`."""
     first = number * BLOCK
@@ -58,7 +60,7 @@ def finish_block(
     local = tl.arange(0, BLOCK)
     inside = first + local < length
     if IN_ROWS:
-        tile = load_pieces(summed + (z * pitch + padded) * head_dim, local, head_dim, BLOCK, head_dim, BLOCK_D)
+        tile = load_pieces(summed + (z * pitch + padded) * head_dim, local, head_dim, BLOCK, head_dim, head_dim)
     else:
         columns = tl.arange(0, BLOCK_D)
         at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
@@ -71,9 +73,8 @@ def finish_block(
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
     at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token
     for piece in tl.static_range(len(tile)):
-        begin = piece * tile[0].shape[1]
-        columns = begin + tl.arange(0, tile[0].shape[1])
-        kept = inside[:, None] & (columns < head_dim)[None, :]
+        columns = piece * tile[0].shape[1] + tl.arange(0, tile[piece].shape[1])
+        kept = inside[:, None] & (columns < channels)[None, :]
         tl.store(at + columns[None, :], to_16bit(tile[piece] * factor[:, None], dq.at.dtype.element_ty), mask=kept)
 
 
@@ -108,6 +109,7 @@ def launch_finish_dq(
         queries.blocks(block),
         parts,
         call.scale / dq_sum_scale(call),
+        channels=call.columns[0],
         IN_ROWS=tile.in_rows,
         STAGES=TURNED_STAGES,
         **shape_of(call, block),

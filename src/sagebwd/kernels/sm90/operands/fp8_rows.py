@@ -48,8 +48,8 @@ SIZES = [*NO_SPECIALIZE, "share", "programs", "tokens_k", "total_k"]
 def row_values_kernel(
     do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, k, k_scale, cu_seqlens, cu_seqlens_k, rows, scales,
     delta_parts, spread, do_scaled, do_t, q_t, largest, zeros, share, heads, heads_k, programs, tokens, tokens_k,
-    total, total_k, blocks, grid, head_dim: tl.constexpr, value_dim: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    total, total_k, blocks, grid, head_dim: tl.constexpr, value_dim: tl.constexpr, values: tl.constexpr,
+    TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
 
@@ -65,8 +65,8 @@ def row_values_kernel(
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread,
-            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, value_dim, TURNED,
-            VARLEN, BLOCK, BLOCK_D, BLOCK_V,
+            do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, value_dim, values,
+            TURNED, VARLEN, BLOCK, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
         largest_key(
@@ -79,8 +79,8 @@ def row_values_kernel(
 def row_values(
     do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread, do_scaled,
     do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim: tl.constexpr,
-    value_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    value_dim: tl.constexpr, values: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """What the kernels of e4m3 products read of each query.
 
@@ -89,8 +89,9 @@ def row_values(
     it when multiplied by `delta_parts_weight`; None: it is a third plane. do_scaled: 2^-b dO, exact but for what is
     too small for FP16. do_t and q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block,
     transposed by `store_transposed`, with zeros past the end; scales, SCALES a block: 2^-g of both. spread,
-    2^(b - e), one a token. v_maxima: the bits of the largest magnitudes of V's channels, int32. TURNED: channels of
-    the rotation of Q's codes, which q_t has turned back with R's ``signs`` (`store_signs`), or 0.
+    2^(b - e), one a token. v_maxima: the bits of the largest magnitudes of V's channels, int32. values: channels that
+    dO, O and V have, of value_dim of do_t, whose others are zeros. TURNED: channels of the rotation of Q's codes,
+    which q_t has turned back with R's ``signs`` (`store_signs`), or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -98,23 +99,21 @@ def row_values(
         block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
         local = tl.arange(0, BLOCK)
         value_columns = tl.arange(0, BLOCK_V)
-        EVEN_V: tl.constexpr = value_dim == BLOCK_V
+        EVEN_V: tl.constexpr = values == BLOCK_V
         inside = first + local < length
         do_at = row_of(do, batch, head, start + first)
         o_at = row_of(o, batch, head, start + first)
         q_at = row_of(q, batch, head, start + first)
         scaled_at = row_of(do_scaled, batch, head, start + first)
-        tile = load_rows(do_at, local, value_columns, do.token, length - first, value_dim, False, EVEN_V).to(
-            tl.float32
-        )
-        out = load_rows(o_at, local, value_columns, o.token, length - first, value_dim, False, EVEN_V).to(tl.float32)
-        codes = load_pieces(q_at, local, q.token, length - first, head_dim, BLOCK_D)
+        tile = load_rows(do_at, local, value_columns, do.token, length - first, values, False, EVEN_V).to(tl.float32)
+        out = load_rows(o_at, local, value_columns, o.token, length - first, values, False, EVEN_V).to(tl.float32)
+        codes = load_pieces(q_at, local, q.token, length - first, head_dim, head_dim)
         owner = batch * heads_k + head // (heads // heads_k)
-        channel = tl.load(v_maxima + owner * value_dim + value_columns, mask=value_columns < value_dim, other=0)
+        channel = tl.load(v_maxima + owner * values + value_columns, mask=value_columns < values, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
         # psi gives a channel without range the scale 1, which says nothing of V
         norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
-        norm = 127.0 * tl.where(norm == 0, value_dim**0.5, norm)
+        norm = 127.0 * tl.where(norm == 0, values**0.5, norm)
 
         row = z * total + start + first + local
         delta = tl.sum(tile * out, 1)
@@ -150,12 +149,12 @@ def row_values(
             store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(spread + row, spread_row, mask=inside)
         at = scaled_at + local[:, None] * do_scaled.token + value_columns[None, :]
-        kept = inside[:, None] & (value_columns < value_dim)[None, :]
+        kept = inside[:, None] & (value_columns < values)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
         store_float8((tile * weight[:, None],), do_t, scales, z, block, blocks, value_dim, BLOCK)
         if TURNED:
-            x = turned_codes(codes, signs, TURNED, BLOCK_D)
+            x = turned_codes(codes, signs, TURNED, head_dim, BLOCK_D)
         else:
             x = floats(codes)
         store_float8(times(x, scale * spread_row), q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
@@ -188,7 +187,7 @@ def store_float8(pieces, copy, scale, z, block, blocks, head_dim: tl.constexpr, 
     copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
     for piece in tl.static_range(len(pieces)):
         code = (pieces[piece] * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-        columns = piece * pieces[0].shape[1] + tl.arange(0, pieces[0].shape[1])
+        columns = piece * pieces[0].shape[1] + tl.arange(0, pieces[piece].shape[1])
         store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
     tl.store(scale, float8_scale(bits))
 
@@ -353,6 +352,7 @@ def launch_row_values(
         queries.blocks(block),
         grid,
         value_dim=call.value_dim,
+        values=call.columns[1],
         BLOCK_V=padded_head_dim(call.value_dim),
         **shape_of(call, block),
     )

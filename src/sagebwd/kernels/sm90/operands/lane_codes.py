@@ -21,10 +21,12 @@ from sagebwd.kernels.operands.rotation import (
     ROUNDING,
     floats,
     load_pieces,
+    piece_width,
     signs_and_factors,
     store_signs,
     turned,
     turned_row,
+    whole_row,
 )
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of
 from sagebwd.kernels.operands.tile import (
@@ -72,22 +74,48 @@ class Codes(NamedTuple):
 def sum_keys_kernel(
     k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads,
     head_dim: tl.constexpr, TURNED: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
 
-    k: `Strided`. SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`), BLOCK of every so many. largest
-    (heads,) is set to 0 for the next kernel. TURNED: turned_sums, as sums, are of keys times R.
+    k: `Strided`. A program has a piece of channels. SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`),
+    BLOCK of every so many. largest (heads,) is set to 0 for the next kernel. TURNED: turned_sums, as sums, are of
+    `turned_row`.
     """
-    batch_head = tl.program_id(0) // chunks
-    part = tl.program_id(0) % chunks
+    if head_dim <= PIECE:
+        sum_piece(
+            tl.program_id(0), k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk,
+            chunks, all_heads, 0, head_dim, TURNED, SAMPLED, VARLEN, BLOCK,
+        )  # fmt: skip
+    elif tl.program_id(0) % 2 == 0:
+        sum_piece(
+            tl.program_id(0) // 2, k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk,
+            chunks, all_heads, 0, head_dim, TURNED, SAMPLED, VARLEN, BLOCK,
+        )  # fmt: skip
+    else:
+        sum_piece(
+            tl.program_id(0) // 2, k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk,
+            chunks, all_heads, 1, head_dim, TURNED, SAMPLED, VARLEN, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_piece(
+    number, k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads,
+    piece: tl.constexpr, head_dim: tl.constexpr, TURNED: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program of `sum_keys_kernel`."""
+    WIDTH: tl.constexpr = piece_width(head_dim, piece)
+    batch_head = number // chunks
+    part = number % chunks
     batch = batch_head // heads
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
-    columns = tl.arange(0, BLOCK_D)
+    columns = piece * PIECE + tl.arange(0, WIDTH)
+    EVEN: tl.constexpr = piece * PIECE + WIDTH <= head_dim
     local = tl.arange(0, BLOCK)
     rows = head_of(k, batch, head)
-    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK, WIDTH), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
     begin, step = part * chunk, BLOCK
     if SAMPLED:
@@ -95,8 +123,7 @@ def sum_keys_kernel(
         step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
     for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
         at = rows + (start + first).to(tl.int64) * k.token
-        tile = load_rows(at, local, columns, k.token, length - first, head_dim, False, head_dim == BLOCK_D)
-        tile = tile.to(tl.float32)
+        tile = load_rows(at, local, columns, k.token, length - first, head_dim, False, EVEN).to(tl.float32)
         keep = first + local < length
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
@@ -107,42 +134,41 @@ def sum_keys_kernel(
     row = tl.sum(total, 0)
     tl.store(sums + at * head_dim + columns, row, mask=columns < head_dim)
     if TURNED:
-        row = turned_row(row, TURNED, BLOCK_D)
-        tl.store(turned_sums + at * head_dim + columns, row, mask=columns < head_dim)
-    tl.store(counts + at, tl.sum(kept, 0))
-    if part == 0:
-        tl.store(largest + batch_head, 0)
+        tl.store(turned_sums + at * head_dim + columns, turned_row(row, TURNED, piece), mask=columns < head_dim)
+    if piece == 0:
+        tl.store(counts + at, tl.sum(kept, 0))
+        if part == 0:
+            tl.store(largest + batch_head, 0)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "parts", "chunks", "all_heads"])
 def key_codes_kernel(
     k, sums, turned_sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
     tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Codes of blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. k, codes: `Strided`. TURNED: keys
-    less their mean are taken times R, of so many channels, or 0. largest: int32, raised to the bits of what no norm of
-    a head's keys as codes exceeds; atomics, as the order does not matter.
+    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. k, codes: `Strided`; codes have
+    COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
+    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
+    not matter.
     """
     number, batch_head = block_and_head(parts)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     chunk = tl.arange(0, CHUNKS)
     at = chunk * all_heads + batch_head
     count = tl.sum(tl.load(counts + at, mask=chunk < chunks, other=0), 0)
-    mu = means(sums, at, count, chunk < chunks, head_dim, BLOCK_D)
+    mu = means(sums, at, count, chunk < chunks, head_dim, COLUMNS)
     if number == 0:
-        columns = tl.arange(0, mu[0].shape[0])
         for piece in tl.static_range(len(mu)):
-            first = piece * mu[0].shape[0]
-            to = mean + batch_head * head_dim + first + columns
-            tl.store(to, mu[piece], mask=columns < head_dim - first)
+            columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
+            tl.store(mean + batch_head * head_dim + columns, mu[piece], mask=columns < head_dim)
         if batch_head == 0:
             tl.store(taken, 0)
     if TURNED:
-        mu = means(turned_sums, at, count, chunk < chunks, head_dim, BLOCK_D)
-        rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, BLOCK_D)
+        mu = whole_row(means(turned_sums, at, count, chunk < chunks, head_dim, COLUMNS), TURNED)
+        rotation = signs_and_factors(k.at.dtype.element_ty, TURNED, COLUMNS)
     last = tl.cdiv(length, BLOCK)
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
         last = tl.maximum(last, 1)
@@ -150,25 +176,23 @@ def key_codes_kernel(
         for i in tl.range(number, last, parts, num_stages=STAGES):
             store_codes(
                 k, mu, rotation, codes, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
-                length, tokens, total, blocks, head_dim, TURNED, VARLEN, BLOCK, BLOCK_D,
+                length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
             )  # fmt: skip
     elif number < last:
         store_codes(
             k, mu, None, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
-            length, tokens, total, blocks, head_dim, 0, VARLEN, BLOCK, BLOCK_D,
+            length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit
-def means(sums, at, count, there, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
+def means(sums, at, count, there, head_dim: tl.constexpr, COLUMNS: tl.constexpr):
     """A head's mean from its chunks' sums, by pieces of channels; at: the head of each chunk that is ``there``."""
-    if BLOCK_D <= PIECE:
-        return (mean_of(sums, at, count, there, 0, head_dim, BLOCK_D),)
+    low = mean_of(sums, at, count, there, 0, head_dim, piece_width(COLUMNS, 0))
+    if COLUMNS <= PIECE:
+        return (low,)
     else:
-        return (
-            mean_of(sums, at, count, there, 0, head_dim, PIECE),
-            mean_of(sums, at, count, there, PIECE, head_dim, PIECE),
-        )
+        return (low, mean_of(sums, at, count, there, PIECE, head_dim, piece_width(COLUMNS, 1)))
 
 
 @triton.jit
@@ -183,8 +207,7 @@ def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr,
 @triton.jit
 def store_codes(
     k, mu, rotation, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
-    tokens, total, blocks, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are, by pieces of channels."""
     first = number * BLOCK
@@ -192,8 +215,8 @@ def store_codes(
     inside = first + local < length
     keep = inside
     k_at = row_of(k, batch, head, start + first)
-    tile = load_pieces(k_at, local, k.token, length - first, head_dim, BLOCK_D)
-    if TURNED:
+    tile = load_pieces(k_at, local, k.token, length - first, head_dim, COLUMNS)
+    if rotation is not None:
         tile = turned(tile, rotation)
     else:
         tile = floats(tile)
@@ -204,7 +227,7 @@ def store_codes(
     if len(tile) > 1:
         largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1))
     lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
-    if TURNED:
+    if rotation is not None:
         largest_mu = tl.max(tl.abs(mu[0]), 0)
         if len(mu) > 1:
             largest_mu = tl.maximum(largest_mu, tl.max(tl.abs(mu[1]), 0))
@@ -214,10 +237,9 @@ def store_codes(
     out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(len(tile)):
-        columns = tl.arange(0, tile[0].shape[1])
-        begin = piece * tile[0].shape[1]
+        columns = piece * tile[0].shape[1] + tl.arange(0, tile[piece].shape[1])
         code = to_int8(divide(tile[piece], scale[:, None], (1.0 / scale)[:, None]))
-        tl.store(out + begin + columns[None, :], code, mask=inside[:, None] & (columns < head_dim - begin)[None, :])
+        tl.store(out + columns[None, :], code, mask=inside[:, None] & (columns < COLUMNS)[None, :])
         squares += tl.sum(tile[piece] * tile[piece], 1)
     tl.store(scales + z * total + start + first + local, scale, mask=inside)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
@@ -301,17 +323,18 @@ def launch_channel_maxima(
 
 
 def launch_codes(
-    k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, k_sampled: bool = False,
-    turned: int = 0,
+    k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, columns: int | None = None,
+    k_sampled: bool = False, turned: int = 0,
 ) -> Codes:  # fmt: skip
     """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
 
-    k_sampled: the mean is that of a sample, where there is no mask. turned: channels of the rotation under which
-    codes are made, or 0.
+    columns: channels of the codes, zeros beyond k's, or None: k's. k_sampled: the mean is that of a sample, where
+    there is no mask. turned: channels of the rotation under which codes are made, or 0.
     """
     head_dim, device = k.shape[-1], k.device
+    columns = columns or head_dim
     out = Codes(
-        torch.empty(k.shape, dtype=torch.int8, device=device),
+        torch.empty((*k.shape[:-1], columns), dtype=torch.int8, device=device),
         keys.per_token(device),
         keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
         torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
@@ -326,16 +349,16 @@ def launch_codes(
     turned_sums = torch.empty_like(sums) if turned else None
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     largest = out.largest_norm.view(torch.int32)
-    block_d = padded_head_dim(head_dim)
-    warps = WARPS * max(1, block_d // 128)
-    shape = {"head_dim": head_dim, "TURNED": turned, "VARLEN": keys.cu_seqlens is not None, "BLOCK_D": block_d}
+    packed = keys.cu_seqlens is not None
+    shape = {"head_dim": head_dim, "TURNED": turned, "VARLEN": packed}
     launch(
         sum_keys_kernel,
-        (chunks * all_heads,),
+        ((2 if head_dim > PIECE.value else 1) * chunks * all_heads,),
         Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
-        chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=warps, **shape,
+        chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
     parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
+    block_d = padded_head_dim(columns)
     if turned:
         parts = -(-parts // max(1, parts * all_heads * block_d // TURNED_PROGRAMS))
     launch(
@@ -344,6 +367,6 @@ def launch_codes(
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
         out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
         keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
-        STAGES=max(2, TURNED_STAGES // block_d), num_warps=warps, **shape,
+        STAGES=max(2, TURNED_STAGES // block_d), COLUMNS=columns, num_warps=WARPS * max(1, block_d // 128), **shape,
     )  # fmt: skip
     return out
