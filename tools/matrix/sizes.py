@@ -15,7 +15,7 @@ Dims = tuple[int, int]
 
 WIDTHS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
 ODD_WIDTHS = (1, 3, 17, 33, 65, 100, 250)
-PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (40, 24), (256, 128), (576, 512))
+PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512))
 EVERY = (*((width, width) for width in (*WIDTHS, *ODD_WIDTHS)), *PAIRS)
 # By alignment, so that a rotation over them gives each variant some of each; 64 and 128 side by side.
 VARIED = (
