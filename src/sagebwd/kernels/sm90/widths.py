@@ -42,6 +42,7 @@ class BackwardTile(NamedTuple):
     in_turn: a program takes several blocks of keys one after the other (`turns`).
     piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
     in_two: dK and dV have no room beside one another, and are computed by two kernels.
+    row_warps, row_registers: warps of a program of the pass over queries before it, and registers of a thread at most.
     """
 
     queries: int
@@ -52,6 +53,8 @@ class BackwardTile(NamedTuple):
     holds_keys: bool = False
     piece: int = 0
     in_two: bool = False
+    row_warps: int = 4
+    row_registers: int = 128
 
     @property
     def in_rows(self) -> bool:
@@ -75,7 +78,7 @@ class Width(NamedTuple):
 WIDTHS = (
     Width(
         64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
-        BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True),
+        BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True, row_warps=8, row_registers=80),
     ),
     Width(
         96, 96, ForwardTile(3, 96, 3),
@@ -87,11 +90,11 @@ WIDTHS = (
     ),
     Width(
         192, 128, ForwardTile(2, 128, 3),
-        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64),
+        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64, row_warps=8),
     ),
     Width(
         256, 256, ForwardTile(2, 96, 2),
-        BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True),
+        BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True, row_warps=8),
     ),
 )  # fmt: skip
 

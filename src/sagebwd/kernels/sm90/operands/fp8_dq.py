@@ -11,6 +11,7 @@ from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
+from sagebwd.kernels.operands.transposed import pass_warps
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
 from sagebwd.kernels.sm90.widths import BackwardTile
 
@@ -112,5 +113,6 @@ def launch_finish_dq(
         channels=call.columns[0],
         IN_ROWS=tile.in_rows,
         STAGES=TURNED_STAGES,
+        num_warps=pass_warps(block, call.head_dim),
         **shape_of(call, block),
     )

@@ -26,7 +26,7 @@ from sagebwd.kernels.operands.tile import (
     to_16bit,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.sm90.widths import BackwardTile
 from sagebwd.meaning import float8
 
@@ -354,14 +354,16 @@ def launch_row_values(
         value_dim=call.value_dim,
         values=call.columns[1],
         BLOCK_V=padded_head_dim(call.value_dim),
+        num_warps=tile.row_warps,
+        maxnreg=tile.row_registers,
         **shape_of(call, block),
     )
     return out
 
 
 def shape_of(call: Call, block: int) -> dict[str, object]:
-    """The constants of every pass, and its warps."""
+    """The constants of every pass."""
     return {
         "head_dim": call.head_dim, "TURNED": call.turned, "VARLEN": call.packed, "BLOCK": block,
-        "BLOCK_D": call.block_d, "num_warps": pass_warps(block, call.head_dim),
+        "BLOCK_D": call.block_d,
     }  # fmt: skip
