@@ -227,15 +227,17 @@ def test_gaps_in_pretraining_are_those_of_the_files():
     lines = re.findall(pattern, text, re.MULTILINE)
     assert len(lines) == 9
     for no, tokens, rate, of_mixed, cells in lines:
+        if of_mixed:  # of faulty kernels, which `gaps` does not count
+            continue
         name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
         folders = sorted((ROOT / "docs" / "results" / "grid").glob(f"{name}-seed?"))
         rows = {row.variant: row for row in gaps([ROOT / "docs" / "results" / "grid" / name, *folders])}
-        expected = [*rows["mixed"].gaps, rows["mixed"].mean] if of_mixed else []
-        for row in [] if of_mixed else [rows["token"], rows["paper"]]:
+        expected = []
+        for row in (rows["token"], rows["paper"]):
             expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
         assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
-        found = [rows["mixed"]] if of_mixed else [rows["token"], rows["paper"]]
-        assert re.findall(INTERVAL, cells) == [spelt(row.interval) for row in found if row.interval], name
+        intervals = [spelt(row.interval) for row in (rows["token"], rows["paper"]) if row.interval]
+        assert re.findall(INTERVAL, cells) == intervals, name
 
 
 INTERVAL = r"[+-]\.\d{3} to [+-]\.\d{3}(?!\d)"

@@ -1,4 +1,4 @@
-"""The command line: `sagebwd pretrain | compare | gaps | tokenize | finetune | task | gaussian | trace |
+"""The command line: `sagebwd pretrain | compare | seeds | gaps | tokenize | finetune | task | gaussian | trace |
 bench | bench-training | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
@@ -19,6 +19,7 @@ try:
 
     from sagebwd.commands import bench as cli_bench
     from sagebwd.commands import finetune as cli_finetune
+    from sagebwd.commands import seeds as cli_seeds
     from sagebwd.commands.terminal import console, errors, interruptible, progress, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a checkout of sagebwd: pip install '.[train]'")
@@ -84,17 +85,8 @@ def compare(
         console.print(f"report: {folder / 'report.html'}")
 
 
-@app.command()
-def gaps(
-    folders: Annotated[list[Path], typer.Argument(help="Outputs of `sagebwd compare`, one a seed.")],
-    noise_of: Annotated[
-        list[Path] | None, typer.Option(help="More outputs, whose repeated baselines count for the noise; repeat.")
-    ] = None,
-) -> None:
-    """Mean gaps to full precision over several comparisons of the same variants, with the noise of such a mean."""
-    from sagebwd.training import gaps as measured
-
-    console.print(measured.table(measured.gaps(folders, noise_of)))
+app.command()(cli_seeds.seeds)
+app.command()(cli_seeds.gaps)
 
 
 @app.command()

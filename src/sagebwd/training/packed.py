@@ -22,26 +22,31 @@ PACKED = "runs.jsonl.xz"
 
 
 def pack(folder: Path, output: Path) -> None:
-    """Write the runs in the folders of ``folder``, in the order of its comparison, into one file in ``output``.
+    """Write the runs under ``folder``, an output of `sagebwd compare` or `seeds`, in the order of its comparison, into
+    one file in ``output``.
 
     Raises ValueError where ``folder`` holds no run.
     """
-    names = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    paths = [*folder.glob(f"*/{METRICS}"), *folder.glob(f"seed-*/*/{METRICS}")]
+    names = sorted(path.parent.relative_to(folder).as_posix() for path in paths)
     if not names:
         raise ValueError(f"{folder} holds no run: expected folders with {METRICS}, as `sagebwd compare` writes them")
     output.mkdir(parents=True, exist_ok=True)
     comparison = folder / COMPARISON
     if comparison.exists():
-        compared = [row["variant"] for row in json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]]
+        rows = json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]
+        compared = [f"seed-{row['seed']}/{row['variant']}" if "seed" in row else row["variant"] for row in rows]
         names.sort(key=lambda name: compared.index(name) if name in compared else len(compared))
         if output != folder:
             shutil.copy(comparison, output)
-    with lzma.open(output / PACKED, "wt", encoding="utf-8") as file:
+    scratch = output / f".{PACKED}.writing"  # what was packed before stays until this is whole
+    with lzma.open(scratch, "wt", encoding="utf-8") as file:
         for name in names:
             found = next((end for end in (RESULT, DIVERGED) if (folder / name / end).exists()), None)
             end = json.loads((folder / name / found).read_text(encoding="utf-8")) if found else None
             run = {"run": name, "ended": found, "result": end, "metrics": read_metrics(folder / name)}
             file.write(json.dumps(run) + "\n")
+    scratch.replace(output / PACKED)
 
 
 def read(folder: Path) -> list[dict]:
