@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.table import Table
 
+from sagebwd.analysis import layers
 from sagebwd.analysis.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
 
 LABELS = {"delta": "delta", "p": "P", "dp": "dP", "ds": "dS", "o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -14,12 +16,46 @@ LABELS = {"delta": "delta", "p": "P", "dp": "dP", "ds": "dS", "o": "O", "dq": "d
 def trace(rows: Sequence[Row], subject: str) -> list[Table]:
     """Errors beside the paper's Table 2, magnitudes, and, where it was asked for, the attribution.
 
-    Args: rows of `sagebwd.analysis.trace.measure` and `means`; subject, what was traced, for the title.
+    Args: rows of `sagebwd.analysis.layers.means`, and of heads; subject, what was traced, for the title.
     """
     tables = [_errors(rows, subject), _magnitudes(rows), _sinks(rows)]
     if any(row.attribution for row in rows):
         tables.append(_attribution(rows))
     return tables
+
+
+def summary(rows: Sequence[Row]) -> list[Table]:
+    """Each recipe over all layers, and the heads that are idle, which no layer's error shows.
+
+    Args: rows of `sagebwd.analysis.trace.measure`, of any number of windows.
+    """
+    names = [LABELS[name] for name in OUTPUTS]
+    table = _table(
+        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
+        "recipe", *names, *(f"worst {name}" for name in names),
+    )  # fmt: skip
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        every = layers.by_window([row for row in rows if row.recipe == recipe])
+        errors = [[row.relative_l2[name] for row in every] for name in OUTPUTS]
+        means = [f"{math.hypot(*own) / math.sqrt(len(own)):.4f}" for own in errors]
+        table.add_row(recipe, *means, *(f"{max(own):.4f}" for own in errors))
+    apart = layers.idle(rows)
+    return [table, _idle(rows, apart)] if apart else [table]
+
+
+def _idle(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
+    title = f"idle heads, whose dQ is below {layers.IDLE:g} of their layer's: their own relative L2"
+    names = [LABELS[name] for name in OUTPUTS]
+    table = _table(
+        title, "layer", "recipe", "share of dQ", "weight of the first key", "heaviest key", "its weight", *names
+    )
+    for row in layers.over_windows([row for row in rows if (row.layer, row.head) in apart]):
+        errors = [f"{row.relative_l2[name]:.4f}" for name in OUTPUTS]
+        table.add_row(
+            _where(row), row.recipe, f"{apart[row.layer, row.head]:.4f}", f"{row.first_weight:.3f}", str(row.sink),
+            f"{row.sink_weight:.3f}", *errors,
+        )  # fmt: skip
+    return table
 
 
 def _errors(rows: Sequence[Row], subject: str) -> Table:
