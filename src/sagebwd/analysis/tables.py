@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.table import Table
 
-from sagebwd.analysis import layers
 from sagebwd.analysis.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
 
 LABELS = {"delta": "delta", "p": "P", "dp": "dP", "ds": "dS", "o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -24,45 +22,11 @@ def trace(rows: Sequence[Row], subject: str) -> list[Table]:
     return tables
 
 
-def summary(rows: Sequence[Row]) -> list[Table]:
-    """Each recipe over all layers, and the heads that are idle, which no layer's error shows.
-
-    Args: rows of `sagebwd.analysis.trace.measure`, of any number of windows.
-    """
-    names = [LABELS[name] for name in OUTPUTS]
-    table = _table(
-        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
-        "recipe", *names, *(f"worst {name}" for name in names),
-    )  # fmt: skip
-    for recipe in dict.fromkeys(row.recipe for row in rows):
-        every = layers.by_window([row for row in rows if row.recipe == recipe])
-        errors = [[row.relative_l2[name] for row in every] for name in OUTPUTS]
-        means = [f"{math.hypot(*own) / math.sqrt(len(own)):.4f}" for own in errors]
-        table.add_row(recipe, *means, *(f"{max(own):.4f}" for own in errors))
-    apart = layers.idle(rows)
-    return [table, _idle(rows, apart)] if apart else [table]
-
-
-def _idle(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
-    title = f"idle heads, whose dQ is below {layers.IDLE:g} of their layer's: their own relative L2"
-    names = [LABELS[name] for name in OUTPUTS]
-    table = _table(
-        title, "layer", "recipe", "share of dQ", "weight of the first key", "heaviest key", "its weight", *names
-    )
-    for row in layers.over_windows([row for row in rows if (row.layer, row.head) in apart]):
-        errors = [f"{row.relative_l2[name]:.4f}" for name in OUTPUTS]
-        table.add_row(
-            _where(row), row.recipe, f"{apart[row.layer, row.head]:.4f}", f"{row.first_weight:.3f}", str(row.sink),
-            f"{row.sink_weight:.3f}", *errors,
-        )  # fmt: skip
-    return table
-
-
 def _errors(rows: Sequence[Row], subject: str) -> Table:
-    table = _table(f"{subject}: cosine, and under it relative L2, to FP64", "layer", "recipe", *LABELS.values())
+    table = headed(f"{subject}: cosine, and under it relative L2, to FP64", "layer", "recipe", *LABELS.values())
     for row in rows:
         cells = [f"{row.cosine[name]:.4f}\n{row.relative_l2[name]:.4f}" for name in TENSORS]
-        table.add_row(_where(row), row.recipe, *cells)
+        table.add_row(where(row), row.recipe, *cells)
     cells = [f"[dim]{cosine:.4f}\n{norm:.4f}[/dim]" for cosine, norm in (PAPER_TABLE_2[name] for name in TENSORS)]
     table.add_row("[dim]11[/dim]", "[dim]published, 325M[/dim]", *cells)
     return table
@@ -70,13 +34,13 @@ def _errors(rows: Sequence[Row], subject: str) -> Table:
 
 def _magnitudes(rows: Sequence[Row]) -> Table:
     headings = ("layer", "RMS P", "RMS dP", "RMS dS", "bound on RMS dS", "bound / RMS dS", "peak / RMS dS")
-    table = _table("full precision", *headings, "largest logit")
+    table = headed("full precision", *headings, "largest logit")
     for row in rows:
         if row.recipe == rows[0].recipe:
             sizes = [f"{row.rms[name]:.2e}" for name in ("p", "dp", "ds")]
             loose = f"{row.ds_bound / row.rms['ds']:.1f}" if row.rms["ds"] else ""
             table.add_row(
-                _where(row), *sizes, f"{row.ds_bound:.2e}", loose, f"{row.ds_peak_to_rms:.0f}",
+                where(row), *sizes, f"{row.ds_bound:.2e}", loose, f"{row.ds_peak_to_rms:.0f}",
                 f"{row.largest_logit:.1f}",
             )  # fmt: skip
     return table
@@ -84,14 +48,14 @@ def _magnitudes(rows: Sequence[Row]) -> Table:
 
 def _sinks(rows: Sequence[Row]) -> Table:
     """Weights in full precision; of a layer's heads the mean for the first key, the largest for the heaviest."""
-    table = _table(
+    table = headed(
         "attention sinks: mean weight over queries; a value's norm over all values' root mean square", "layer",
         "weight of the first key", "norm of its value", "heaviest key", "its weight",
     )  # fmt: skip
     for row in rows:
         if row.recipe == rows[0].recipe:
             table.add_row(
-                _where(row), f"{row.first_weight:.3f}", f"{row.first_value:.2f}", str(row.sink),
+                where(row), f"{row.first_weight:.3f}", f"{row.first_value:.2f}", str(row.sink),
                 f"{row.sink_weight:.3f}",
             )  # fmt: skip
     return table
@@ -99,11 +63,11 @@ def _sinks(rows: Sequence[Row]) -> Table:
 
 def _attribution(rows: Sequence[Row]) -> Table:
     title = "share of the squared error: a product alone in INT8; in brackets relative L2 alone > with all others"
-    table = _table(title, "layer", "recipe", "product", *(LABELS[name] for name in OUTPUTS))
+    table = headed(title, "layer", "recipe", "product", *(LABELS[name] for name in OUTPUTS))
     for row in rows:
         for source, parts in row.attribution.items():
             cells = [_share(parts[name].alone, parts[name].without, parts[name].share) for name in OUTPUTS]
-            table.add_row(_where(row), row.recipe, LABELS.get(source, source.upper()), *cells)
+            table.add_row(where(row), row.recipe, LABELS.get(source, source.upper()), *cells)
     return table
 
 
@@ -111,11 +75,13 @@ def _share(alone: float, without: float, share: float) -> str:
     return f"{share:.0%} ({alone:.4f} > {without:.4f})" if share >= 0.0005 else "0"
 
 
-def _where(row: Row) -> str:
+def where(row: Row) -> str:
+    """The layer and head of a row."""
     return str(row.layer) if row.head is None else f"{row.layer} head {row.head}"
 
 
-def _table(title: str, *headings: str) -> Table:
+def headed(title: str, *headings: str) -> Table:
+    """An empty table; words to the left, numbers to the right."""
     table = Table(title=title, title_justify="left", box=None)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("layer", "recipe", "product") else "right")

@@ -42,7 +42,7 @@ def trace(
     """Error of recipes inside a trained model, layer by layer, next to the paper's Table 2."""
     quiet()
     try:
-        from sagebwd.analysis import capture, models, tables
+        from sagebwd.analysis import capture, models, summary, tables
         from sagebwd.analysis import layers as together
         from sagebwd.analysis import trace as study
 
@@ -50,8 +50,11 @@ def trace(
             from sagebwd.analysis.plots import plot_trace
     except ImportError as error:
         raise ValueError(f"trace needs {error.name}; in a checkout of sagebwd: pip install '.[train]'") from None
+    import torch
+
     from sagebwd.hardware import check_device
     from sagebwd.recipe import Recipe
+    from sagebwd.training.kernel_commit import commit
 
     recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]
     chosen_layers, chosen_heads = _indices("layers", layers), None if heads == ALL else _indices("heads", heads)
@@ -85,12 +88,13 @@ def trace(
     subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
     for table in tables.trace(sorted(one_by_one + shown, key=_place), subject):
         console.print(table)
-    for table in tables.summary(rows):
+    for table in summary.tables(rows):
         console.print(table)
     if save is not None:
         console.print(f"wrote {save}")
     if output is not None:
-        content = {"source": str((load or model).name), "tokens": count, "windows": windows, "dtype": dtype}
+        content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
+        content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
         content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
         _write(_rounded(content), output)
         console.print(f"wrote {output}")

@@ -35,7 +35,7 @@ def pack(folder: Path, output: Path) -> None:
     comparison = folder / COMPARISON
     if comparison.exists():
         rows = json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]
-        compared = [f"seed-{row['seed']}/{row['variant']}" if "seed" in row else row["variant"] for row in rows]
+        compared = [name_of(row) for row in rows]
         names.sort(key=lambda name: compared.index(name) if name in compared else len(compared))
         if output != folder:
             shutil.copy(comparison, output)
@@ -49,11 +49,24 @@ def pack(folder: Path, output: Path) -> None:
     scratch.replace(output / PACKED)
 
 
+def name_of(row: dict) -> str:
+    """Of the run that a row of comparison.json is of, the folder under the comparison's."""
+    return f"seed-{row['seed']}/{row['variant']}" if "seed" in row else row["variant"]
+
+
 def read(folder: Path) -> list[dict]:
     """The packed runs of a folder: ``run``, its name; ``metrics``, its lines; ``result``, None if it has not ended,
     otherwise the content of the file that ``ended`` names."""
     with lzma.open(folder / PACKED, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def by_seed(runs: list[dict]) -> list[list[dict]]:
+    """The runs that `read` gives, those of one seed together: as `sagebwd seeds` names them, else all are of one."""
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        groups.setdefault(run["run"].rpartition("/")[0], []).append(run)
+    return list(groups.values())
 
 
 def unpack(folder: Path, output: Path) -> None:
@@ -67,7 +80,7 @@ def unpack(folder: Path, output: Path) -> None:
 
 
 def curves(folder: Path) -> Path:
-    """Draw the packed runs of ``folder``, gaps to the first, into its curves.png."""
+    """Draw the packed runs of ``folder``, of one seed, gaps to the first, into its curves.png."""
     runs = [Run(run["run"], {}, "", run["metrics"], run["result"] or {}) for run in read(folder)]
     write_curves(runs, runs[0], folder / "curves.png")
     return folder / "curves.png"
