@@ -1,4 +1,5 @@
-"""What a trace says of a whole model: recipes over all layers, heads by the weight of the first key, idle heads.
+"""What a trace says of a whole model: recipes over all layers and layer by layer, heads by the weight of the first
+key, idle heads.
 
 python -m sagebwd.analysis.summary docs/results/trace_smollm2.json.xz    prints it of what `sagebwd trace` wrote
 """
@@ -51,6 +52,24 @@ def by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> dict[
             end = math.inf if most == WEIGHTS[-1] else most
             found[recipe, most] = [row for row in own if least <= row.first_weight < end]
     return found
+
+
+def by_layer(rows: Sequence[Row]) -> Table:
+    """Errors of every recipe, a line a layer: wide, where the table of `sagebwd trace` is long."""
+    recipes = list(dict.fromkeys(row.recipe for row in rows))
+    tensors = "/".join(LABELS[name] for name in OUTPUTS)
+    table = headed(
+        f"relative L2 over a layer's norm: {tensors}, root mean square over windows", "layer",
+        "weight of the first key", "norm of its value", "largest logit", *recipes,
+    )  # fmt: skip
+    found: dict[int, list[Row]] = {}
+    for row in layers.means(rows):
+        found.setdefault(row.layer, []).append(row)
+    for layer, own in found.items():
+        errors = ["/".join(f"{row.relative_l2[name]:.3f}".removeprefix("0") for name in OUTPUTS) for row in own]
+        facts = f"{own[0].first_weight:.2f}", f"{own[0].first_value:.2f}", f"{own[0].largest_logit:.0f}"
+        table.add_row(str(layer), *facts, *errors)
+    return table
 
 
 def _overall(rows: Sequence[Row]) -> Table:
@@ -112,8 +131,8 @@ def main(arguments: Sequence[str]) -> None:
     """Print the file that ``arguments`` name; exits with the module's text where they do not name one."""
     if len(arguments) != 1:
         sys.exit(__doc__)
-    console = Console(width=150)
-    for table in tables(read(Path(arguments[0]))):
+    rows, console = read(Path(arguments[0])), Console(width=240)
+    for table in (by_layer(rows), *tables(rows)):
         console.print(table)
 
 
