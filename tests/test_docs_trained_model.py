@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 
 from sagebwd.analysis import layers, summary
+from sagebwd.analysis.tables import LABELS
 from sagebwd.analysis.trace import OUTPUTS
 
 ROOT = Path(__file__).parent.parent
@@ -72,12 +73,15 @@ def test_layers(rows, sections):
     lines = sections["What the layers look like"]
     assert len(lines) == 30
     for line in lines:
-        layer, (full, *own) = int(line[0]), (found[name, int(line[0])] for name in ("full", *RECIPES))
-        facts = [
-            str(layer),
-            f"{full.first_weight:.2f}",
-            f"{full.first_value:.2f}",
-            f"{full.sink}, {full.sink_weight:.2f}",
-        ]
-        cells = [errors((row.relative_l2[name] for name in OUTPUTS), 3) for row in own]
-        assert line == [*facts, f"{full.largest_logit:.0f}", *cells]
+        full, *own = (found[name, int(line[0])] for name in ("full", *RECIPES))
+        heaviest = f"{full.sink}, {full.sink_weight:.2f}"
+        facts = [f"{full.first_weight:.2f}", f"{full.first_value:.2f}", heaviest, f"{full.largest_logit:.0f}"]
+        assert line[1:] == facts + [errors((row.relative_l2[name] for name in OUTPUTS), 3) for row in own]
+
+
+def test_shares_of_products(sections):
+    found = summary.shares(summary.read(ROOT / "docs" / "results" / "trace_smollm2_attribution.json.xz"))
+    assert sections["Which product makes the error"] == [
+        [f"`{recipe}`", LABELS.get(source, source.upper()), " / ".join(f"{share:.0%}" for share in own.values())]
+        for (recipe, source), own in found.items()
+    ]

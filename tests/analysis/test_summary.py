@@ -66,3 +66,9 @@ def test_attribution_is_read_again(tmp_path):
     rows = study.measure([random_call(tokens=64, heads=2)], ["token"], attribute=True)
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row.as_dict() for row in rows]}))
     assert summary.read(tmp_path / "rows.json") == rows
+    more = [dataclasses.replace(row, layer=layer) for layer in range(3) for row in rows]
+    (layer,) = layers.means(rows)
+    found = summary.shares(more)
+    assert found["token", "dv"]["dv"] == pytest.approx(layer.attribution["dv"]["dv"].share)
+    assert found["token", "dv"]["o"] == pytest.approx(0, abs=1e-4)
+    assert [source for _, source in found] == ["s", "o", "dv", "dq", "dk"]

@@ -30,7 +30,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """Of rows of `sagebwd.analysis.trace.measure`, of any number of windows."""
     apart = layers.idle(rows)
     found = [_overall(rows), _by_weight(rows, apart)]
-    return [*found, _idle(rows, apart)] if apart else found
+    found += [_idle(rows, apart)] if apart else []
+    return found + ([_shares(rows)] if any(row.attribution for row in rows) else [])
 
 
 def overall(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -52,6 +53,25 @@ def by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> dict[
             end = math.inf if most == WEIGHTS[-1] else most
             found[recipe, most] = [row for row in own if least <= row.first_weight < end]
     return found
+
+
+def shares(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
+    """By recipe and product that `sagebwd.analysis.trace` attributes to: the median layer's share of each error."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in layers.means(rows):
+        for source, parts in row.attribution.items():
+            own = found.setdefault((row.recipe, source), {name: [] for name in OUTPUTS})
+            for name in OUTPUTS:
+                own[name].append(parts[name].share)
+    return {place: {name: median(values) for name, values in own.items()} for place, own in found.items()}
+
+
+def _shares(rows: Sequence[Row]) -> Table:
+    title = "share of the squared error that a product alone makes, in the median layer"
+    table = headed(title, "recipe", "product", *(LABELS[name] for name in OUTPUTS))
+    for (recipe, source), own in shares(rows).items():
+        table.add_row(recipe, LABELS.get(source, source.upper()), *(f"{share:.0%}" for share in own.values()))
+    return table
 
 
 def by_layer(rows: Sequence[Row]) -> Table:
