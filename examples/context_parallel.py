@@ -1,13 +1,12 @@
-"""One sequence over several processes: a ring of keys and values, merged by the log-sum-exp that attention returns.
+"""One sequence over several processes, by `sagebwd.integrations.context_parallel`: a ring of keys and values.
 
     python examples/context_parallel.py                         # one process
     torchrun --nproc-per-node 2 examples/context_parallel.py    # the same losses on two: NCCL on GPUs, else gloo
     torchrun --nproc-per-node 8 examples/context_parallel.py --tokens 262144 --width 1024 --heads 8 --batch 1
 
-Of 2W chunks of a sequence process r of W holds the r-th from either end, so that under the causal mask all have the
-same work. Keys and values travel round the ring; a process computes its queries' attention to each part that it holds
-for a while, and the parts' outputs are averaged with the weights exp(lse). It learns to repeat a random sequence, of
-which every process holds parts: without the ring the second half stays at ln(32) = 3.47.
+`shard` gives each process its tokens, their labels and their places; `ring_attention` lets them see all others. It
+learns to repeat a random sequence, of which every process holds parts: without the ring the second half stays at
+ln(32) = 3.47.
 """
 
 from __future__ import annotations
@@ -22,73 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagebwd import sage_attention
+from sagebwd.integrations.context_parallel import ring_attention, shard
 
 VOCABULARY = 32
-
-
-def world() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class Rotate(torch.autograd.Function):
-    """What the process before this one holds; gradients go back to it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        """Of keys and values."""
-        return exchange(x, 1)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        """Of their gradients."""
-        return exchange(gradient, -1)
-
-
-def exchange(x: Tensor, step: int) -> Tensor:
-    """x of the process ``step`` before this one, which sends its own as far on."""
-    rank, count = world()
-    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, sent, (rank + step) % count),
-        dist.P2POp(dist.irecv, received, (rank - step) % count),
-    ]
-    for request in dist.batch_isend_irecv(operations):
-        request.wait()
-    return received
-
-
-def merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both, from attention to each; o in FP32."""
-    both = torch.logaddexp(lse, other_lse)
-    weights = (x.sub(both).exp().unsqueeze(-1) for x in (lse, other_lse))
-    return o * next(weights) + other.float() * next(weights), both
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, recipe: str) -> Tensor:
-    """Causal attention of this process's two chunks of queries, (batch, heads, tokens, head_dim), to all keys."""
-    rank, count = world()
-    half = q.shape[2] // 2
-    o, lse = sage_attention(q, k, v, is_causal=True, recipe=recipe, return_lse=True)
-    o, kv = o.float(), torch.stack((k, v))
-    for step in range(1, count):
-        kv = Rotate.apply(kv)
-        if step <= rank:  # an earlier process's: both chunks of queries see its first, and none its second
-            part = sage_attention(q, *kv[:, :, :, :half], recipe=recipe, return_lse=True)
-            o, lse = merge(o, lse, *part)
-        else:  # a later one's: the second chunk of queries sees both
-            part = sage_attention(q[:, :, half:], *kv, recipe=recipe, return_lse=True)
-            late_o, late_lse = merge(o[:, :, half:], lse[:, :, half:], *part)
-            o, lse = torch.cat((o[:, :, :half], late_o), 2), torch.cat((lse[:, :, :half], late_lse), 2)
-    return o.to(q.dtype)
-
-
-def shard(x: Tensor) -> Tensor:
-    """This process's two chunks of (batch, tokens, ...)."""
-    rank, count = world()
-    chunks = x.chunk(2 * count, 1)
-    return torch.cat((chunks[rank], chunks[2 * count - 1 - rank]), 1)
 
 
 class Block(nn.Module):
@@ -105,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of (batch, tokens, width), the same."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        heads = ring_attention(self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v, self.recipe)
+        heads = ring_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True, recipe=self.recipe)
         x = x + self.out(heads.transpose(1, 2).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -128,20 +63,13 @@ def train(
     steps: int = 60, tokens: int = 16, width: int = 64, heads: int = 2, layers: int = 2, batch: int = 64,
     recipe: str = "token", device: str = "cpu",
 ) -> list[float]:  # fmt: skip
-    """The loss of each step, of all processes together; on a GPU under BF16 autocast.
-
-    Raises ValueError for a number of tokens that does not split into two chunks a process.
-    """
-    rank, count = world()
-    if tokens % (2 * count):
-        raise ValueError(
-            f"tokens={tokens} must be a multiple of {2 * count}, two chunks for each of {count} processes"
-        )
+    """The loss of each step, of all processes together; on a GPU under BF16 autocast."""
+    rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = Decoder(tokens, width, heads, layers, recipe).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
-    places = shard(torch.arange(tokens).expand(batch, -1)).to(device)
+    places = shard(torch.arange(tokens).expand(batch, -1), 1).to(device)
     losses, began = [], time.perf_counter()
     for step in range(steps):
         if step == 2:
@@ -150,8 +78,8 @@ def train(
         labels = F.pad(ids[:, 1:], (0, 1), value=-100)
         labels[:, : tokens // 2 - 1] = -100  # the first half cannot be known
         with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
-            logits = model(shard(ids).to(device), places)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), shard(labels).flatten().to(device), reduction="sum")
+            logits = model(shard(ids, 1).to(device), places)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), shard(labels, 1).flatten().to(device), reduction="sum")
         loss = loss / (labels != -100).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -180,7 +108,7 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         on = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(on)
-    if world()[1] > 1:
+    if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if on != "cpu" else "gloo")
     train(**vars(parser.parse_args()), device=on)
     if dist.is_initialized():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sagebwd.call import Packing
+from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
 from sagebwd.meaning.quantize import quantize_tokens, smooth
 from sagebwd.meaning.rotation import rotated, rotation
@@ -105,6 +106,19 @@ def test_signs_of_the_rotation_are_left_for_the_next_kernel(turned, width):
     launch_channel_maxima(v, Packing.of(v, None, 40), None, maxima, signs, turned)
     assert torch.equal(signs[:turned, :turned].double(), rotation(turned).sign())
     assert torch.equal(maxima.view(torch.float32)[0, 0], v[0, 0].float().abs().amax(0))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_copy_of_values_is_left_beside_their_maxima(packed):
+    v = draw(70, 2, 80, seed=1)
+    keys = Packing.of(v, torch.tensor([0, 5, 5, 70], dtype=torch.int32), 65)
+    if not packed:
+        v = v.transpose(0, 1)[None]
+        keys = Packing.of(v, None, 70)
+    copy = empty_by_head(v)
+    maxima = torch.zeros(keys.batch, keys.heads, 80, dtype=torch.int32)
+    launch_channel_maxima(v, keys, None, maxima, copy=copy)
+    assert torch.equal(copy, v)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 300])

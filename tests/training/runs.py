@@ -39,7 +39,7 @@ def cut_after(step: int, finished: Path, output: Path) -> None:
 
 def start(config: Config, output: Path, count: int, device: str = "cpu", resume: bool = False) -> list[BaseProcess]:
     """``count`` processes of one run, as torchrun would start them; device, "cpu" or "cuda"."""
-    return _processes(count, device, _train, config, output, resume)
+    return begin(count, device, _train, config, output, resume)
 
 
 def command(arguments: list[str], count: int, log: Path) -> list[BaseProcess]:
@@ -47,10 +47,11 @@ def command(arguments: list[str], count: int, log: Path) -> list[BaseProcess]:
 
     What they print is added to ``log``.
     """
-    return _processes(count, "cpu", _command, arguments, log)
+    return begin(count, "cpu", _command, arguments, log)
 
 
-def _processes(count: int, device: str, target: Callable[..., None], *given: object) -> list[BaseProcess]:
+def begin(count: int, device: str, target: Callable[..., None], *given: object) -> list[BaseProcess]:
+    """``count`` processes of ``target(*given)``, as torchrun would start them; device, "cpu" or "cuda"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

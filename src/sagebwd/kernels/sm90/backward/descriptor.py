@@ -60,6 +60,13 @@ def gradient_strides(call: Call, *gradients: Tensor) -> tuple[int, ...]:
     return sum(map(call.keys.strides, distinct), ())
 
 
+def empty_by_head(x: Tensor) -> Tensor:
+    """Uninitialised, of x's shape, (B, H, N, D) or packed (total, H, D), a head's tokens one after another."""
+    if x.dim() == 4:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+
+
 class Rows(NamedTuple):
     """A tensor's tokens as rows of one matrix: token t at row b * batch + h * head + t, column h * column."""
 
@@ -72,11 +79,11 @@ class Rows(NamedTuple):
     column: int
 
     @classmethod
-    def of(cls, x: Tensor, packing: Packing, alone: bool = False) -> Rows:
+    def of(cls, x: Tensor, packing: Packing) -> Rows:
         """The rows of (B, H, N, D) or packed (total, H, D); copied only where no matrix has them all.
 
-        alone: no row has another head's channels behind its own, for blocks that are wider and are to get zeros. x
-        begins at a multiple of 16 bytes (`aligned_rows`).
+        x begins at a multiple of 16 bytes (`aligned_rows`). Blocks that are wider than D get zeros beside it, if no
+        row has another head's channels there (`empty_by_head`).
         """
         heads, head_dim = packing.heads, x.shape[-1]
         if packing.cu_seqlens is None:
@@ -94,10 +101,12 @@ class Rows(NamedTuple):
                 rows += head // pitch * (heads - 1)
                 return cls(x, rows, head_dim, pitch, batch // pitch, head // pitch, 0)
             columns = head * (heads - 1) + head_dim
-            if columns <= pitch and not alone:
+            if columns <= pitch:
                 return cls(x, rows, columns, pitch, batch // pitch, 0, head)
         matrix = packing.view(x).contiguous()
-        return cls(matrix, batches * heads * tokens, head_dim, head_dim, heads * tokens, tokens, 0)
+        # sequences of a pack are no batch: each says where its tokens begin
+        batch = heads * tokens if packing.cu_seqlens is None else 0
+        return cls(matrix, batches * heads * tokens, head_dim, head_dim, batch, tokens, 0)
 
     def blocks(self, tokens: int, channels: int) -> TensorDescriptor:
         """Blocks of tokens and channels of one head."""

@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.descriptor import Rows, gradient_strides, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
@@ -41,9 +41,8 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, call: Call, q_int8: Tensor, k_int8: Tensor, v: Tensor, do: Tensor) -> Operands:
         """Codes of Q and K, V, and dO or what stands for it."""
-        queries, keys, alone = call.queries, call.keys, call.lacking[1] > 0
-        values = Rows.of(v, keys, alone), Rows.of(do, queries, alone)
-        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), *values)
+        queries, keys = call.queries, call.keys
+        return cls(Rows.of(q_int8, queries), Rows.of(k_int8, keys), Rows.of(v, keys), Rows.of(do, queries))
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -65,15 +64,6 @@ def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor]:
     return largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1])
 
 
-def _scaled_gradients(call: Call, do: Tensor, dq: Tensor) -> Tensor:
-    """Where the scaled dO goes: to dQ's memory, as dQ is written last, if it has room and TMA need fill no rows up."""
-    if not any(call.lacking):
-        return dq[..., : call.value_dim]
-    if call.packed:
-        return do.new_empty(do.shape[1], do.shape[0], do.shape[2]).transpose(0, 1)
-    return do.new_empty(do.shape)
-
-
 def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,11 +77,14 @@ def backward(
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, added, v_maxima = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
-    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned)
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
-    do_scaled = _scaled_gradients(call, do, dq)
+    # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
+    by_head, do_scaled = (
+        (empty_by_head(v), empty_by_head(do)) if any(call.lacking) else (None, dq[..., : call.value_dim])
+    )
+    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned, by_head)
     values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
-    operands = Operands.of(call, q_int8, k_int8, v, do_scaled)
+    operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))

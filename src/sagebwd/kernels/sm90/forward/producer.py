@@ -167,5 +167,6 @@ class Producer:
             keep = Int32(0)
             if key < place.length_k:
                 keep = Int32(key_mask[place.batch, key])
-            keys_kept[word, stage] = cute.arch.vote_ballot_sync(keep != 0)
-        cute.arch.sync_warp()
+            bits = cute.arch.vote_ballot_sync(keep != 0)
+            with cute.arch.elect_one():  # the thread that arrives
+                keys_kept[word, stage] = bits

@@ -262,14 +262,15 @@ def centred(pieces, mu, keep):
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
 def channel_maxima_kernel(
-    maxima, signs, key_mask, cu_seqlens, v, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
+    maxima, signs, copy, key_mask, cu_seqlens, v, heads, tokens, chunk, chunks, head_dim: tl.constexpr,
     TURNED: tl.constexpr, TURNED_D: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Raise ``maxima`` (heads, D) int32 to the bits of a chunk's largest magnitudes by channel.
 
     Of the tokens of v, `Strided`, that count; bits, so that NaN wins; with atomics, as the order does not matter.
-    signs (TURNED_D, TURNED_D) INT8: where not None, R's are written for the next kernel.
+    signs (TURNED_D, TURNED_D) INT8: where not None, R's are written for the next kernel. copy: `Strided`, written as v
+    is, or None.
     """
     if signs is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(0) == 0:
@@ -286,6 +287,9 @@ def channel_maxima_kernel(
     for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
         at = rows + (start + first).to(tl.int64) * v.token
         tile = load_rows(at, local, columns, v.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        if copy is not None:
+            to = row_of(copy, batch, head, start + first) + local[:, None] * copy.token + columns[None, :]
+            tl.store(to, tile, mask=(first + local < length)[:, None] & (columns < head_dim)[None, :])
         tile = tile.to(tl.float32)
         if key_mask is not None:
             keep = first + local < length
@@ -304,11 +308,12 @@ def _chunks(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tu
 
 
 def launch_channel_maxima(
-    v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor, signs: Tensor | None = None, turned: int = 0
-) -> None:
+    v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor, signs: Tensor | None = None, turned: int = 0,
+    copy: Tensor | None = None,
+) -> None:  # fmt: skip
     """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
 
-    Of the tokens that count; v: (B, H, N, D) or packed. signs: see `channel_maxima_kernel`; R is of ``turned``
+    Of the tokens that count; v: (B, H, N, D) or packed. signs, copy: see `channel_maxima_kernel`; R is of ``turned``
     channels.
     """
     head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
@@ -316,7 +321,8 @@ def launch_channel_maxima(
     launch(
         channel_maxima_kernel,
         (chunks * all_heads,),
-        maxima, signs, key_mask, keys.cu_seqlens, Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
+        maxima, signs, None if copy is None else Strided.of(copy, keys), key_mask, keys.cu_seqlens,
+        Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
         head_dim=head_dim, TURNED=turned, TURNED_D=0 if signs is None else signs.shape[0],
         VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
     )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Tensors as the matrices that the backward's TMA descriptors read."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sagebwd.call import Packing
+from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head
+
+BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 16
+LAYOUTS = {
+    "by head": lambda: torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM),
+    "by token": lambda: torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM).transpose(1, 2),
+    "of a fused projection": lambda: torch.randn(BATCH, TOKENS, 3, HEADS, HEAD_DIM)[:, :, 1].transpose(1, 2),
+    "tokens first": lambda: torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM).permute(1, 2, 0, 3),
+    "apart by what TMA does not take": lambda: torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM + 1)[..., :HEAD_DIM],
+}
+PACKED = {
+    "by token": lambda: torch.randn(TOKENS, HEADS, HEAD_DIM),
+    "by head": lambda: torch.randn(HEADS, TOKENS, HEAD_DIM).transpose(0, 1),
+    "apart by what TMA does not take": lambda: torch.randn(TOKENS, HEADS * HEAD_DIM + 1)[:, :-1].unflatten(
+        1, (HEADS, -1)
+    ),
+}
+
+
+def row(rows: Rows, batch: int, head: int, token: int) -> torch.Tensor:
+    """What a kernel reads there."""
+    matrix = rows.x.as_strided((rows.rows, rows.columns), (rows.pitch, 1), rows.x.storage_offset())
+    return matrix[batch * rows.batch + head * rows.head + token, head * rows.column :][: rows.x.shape[-1]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_a_batch(layout):
+    x = LAYOUTS[layout]()
+    rows = Rows.of(x, Packing.of(x, None, TOKENS))
+    for batch, head, token in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).tolist():
+        assert torch.equal(row(rows, batch, head, token), x[batch, head, token])
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_rows_of_a_pack_whatever_the_sequence(layout):
+    """A kernel adds where a sequence begins, and its number counts for nothing."""
+    x = PACKED[layout]()
+    rows = Rows.of(x, Packing.of(x, torch.tensor([0, 2, TOKENS], dtype=torch.int32), 3))
+    for sequence, head, token in torch.cartesian_prod(*map(torch.arange, (2, HEADS, TOKENS))).tolist():
+        assert torch.equal(row(rows, sequence, head, token), x[token, head])
+
+
+@pytest.mark.parametrize("x", [LAYOUTS["by token"](), PACKED["by token"]()], ids=["batch", "pack"])
+def test_rows_by_head_have_nothing_beside_them(x):
+    made = empty_by_head(x)
+    offsets = None if x.dim() == 4 else torch.tensor([0, TOKENS], dtype=torch.int32)
+    rows = Rows.of(made, Packing.of(x, offsets, TOKENS))
+    assert made.shape == x.shape
+    assert rows.x is made
+    assert (rows.columns, rows.column) == (HEAD_DIM, 0)
