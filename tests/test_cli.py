@@ -69,7 +69,7 @@ def test_help_lists_the_commands_quickly():
     outcome = sagebwd("--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert outcome.returncode == 0
-    names = ("pretrain", "compare", "gaps", "tokenize", "finetune", "task", "gaussian", "bench", "doctor")
+    names = ("pretrain", "compare", "seeds", "gaps", "tokenize", "finetune", "task", "gaussian", "bench", "doctor")
     assert all(name in outcome.stdout for name in names)
     # seconds of processor, not of a clock: CI's two cores are busy with other tests
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20

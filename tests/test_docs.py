@@ -82,15 +82,18 @@ def messages_in_source():
 
 
 def test_messages_quoted_in_troubleshooting_are_in_the_source():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("troubleshooting*.md"))]
+    assert len(pages) == 3
+    text = "\n".join(pages)
     quoted = [" ".join(block.split()) for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL)]
     assert len(quoted) >= 15
     patterns = re.compile("|".join(f"(?:{pattern})" for pattern in messages_in_source()))
     assert not [message for message in quoted if not patterns.fullmatch(message)]
 
 
-def test_speeds_in_troubleshooting_are_those_of_the_file():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+def test_speeds_of_token_by_length_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    text = text[text.index("## `token` on the portable kernels by length") :]
     (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
     times = {
         (row["recipe"], row["tokens"], row["head_dim"], row["causal"]): row
@@ -219,66 +222,73 @@ def test_what_deterministic_costs_in_troubleshooting_is_the_files():
     assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
 
 
-def test_gaps_in_pretraining_are_those_of_the_files():
-    from sagebwd.training.gaps import gaps
-
-    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
-    pattern = r"^\| (no )?QK-norm, (16|131)K(, 4e-3)?(, seeds [^|]*)? \| (.*[+-]\.\d{4}.*) \|$"
-    lines = re.findall(pattern, text, re.MULTILINE)
-    assert len(lines) == 9
-    for no, tokens, rate, of_mixed, cells in lines:
-        name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
-        folders = sorted((ROOT / "docs" / "results" / "grid").glob(f"{name}-seed?"))
-        rows = {row.variant: row for row in gaps([ROOT / "docs" / "results" / "grid" / name, *folders])}
-        expected = [*rows["mixed"].gaps, rows["mixed"].mean] if of_mixed else []
-        for row in [] if of_mixed else [rows["token"], rows["paper"]]:
-            expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
-        assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
-        found = [rows["mixed"]] if of_mixed else [rows["token"], rows["paper"]]
-        assert re.findall(INTERVAL, cells) == [spelt(row.interval) for row in found if row.interval], name
-
-
+GRID = ROOT / "docs" / "results" / "grid"
 INTERVAL = r"[+-]\.\d{3} to [+-]\.\d{3}(?!\d)"
 
 
-def spelt(interval):
+def spelt(interval, digits=3):
     """An interval of gaps as documents have it."""
-    return "{:+.3f} to {:+.3f}".format(*interval).replace("0.", ".")
+    return " to ".join(f"{end:+.{digits}f}" for end in interval).replace("0.", ".")
 
 
-def test_gaps_with_todays_gradients_are_those_of_the_table():
-    """Of `mixed`, in the table that has them by seed; and the README's of all three recipes."""
-    from sagebwd.training.gaps import gaps, interval
+def gaps_of(name):
+    """By variant, over every seed of a cell of the grid."""
+    from sagebwd.training.gaps import gaps
 
-    page = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
-    after = page[page.index("**With newer gradients") :]
-    lines = re.findall(
-        r"^\| (?:QK-norm, (\d+)K, )?seed \d \| .* \| ([+-]\.\d{4}) \| [+-]\.\d{4} \|$", after, re.MULTILINE
-    )
-    assert [size for size, _ in lines] == ["131", "", "", "16", "", ""]
-    large, small = ([float(gap) for _, gap in lines[start : start + 3]] for start in (0, 3))
-    assert re.findall(INTERVAL, after)[:2] == [spelt(interval(large)), spelt(interval(small))]
+    folders = [path for path in (GRID / name, *sorted(GRID.glob(f"{name}-seed?"))) if path.exists()]
+    return {row.variant: row for row in gaps(folders)}
+
+
+def test_gaps_of_runs_are_those_of_the_files():
+    text = (ROOT / "docs" / "results" / "pretraining-runs.md").read_text(encoding="utf-8")
+    pattern = r"^\| (no )?QK-norm, (16|131)K(, 4e-3)? \| (.*[+-]\.\d{4}.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 6
+    for no, tokens, rate, cells in lines:
+        name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
+        found = gaps_of(name)
+        expected = []
+        for row in (found["token"], found["paper"]):
+            expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
+        assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
+        intervals = [spelt(row.interval) for row in (found["token"], found["paper"]) if row.interval]
+        assert re.findall(INTERVAL, cells) == intervals, name
+    lines = re.findall(r"^\| (16|131)K, seed \d \| .* \| ([+-]\.\d{4}) \|$", text, re.MULTILINE)
+    for tokens, size in (("16", "small"), ("131", "large")):
+        expected = gaps_of(f"fp32-sums-{size}")["mixed"].gaps
+        assert [float(gap) for found, gap in lines if found == tokens] == [round(x, 4) for x in expected]
+
+
+def test_verdicts_are_those_of_the_files():
+    """Gap, interval, pairs, p and commit of each recipe; and the README's of the recipes with QK-norm."""
+    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    pattern = r"^\| `(\w+)` \| (no )?QK-norm, (16|131)K \| (\S+) \((\S+ to \S+)\) \| (\d+) \| (\S+) \| (.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) >= 8
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {
-        name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1)
+        name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1).split(" | ")
         for name in ("mixed", "token", "paper")
     }
-    expected = {"mixed": [(sum(x) / 3, interval(x)) for x in (small, large)], "token": [], "paper": []}
-    for size in ("small", "large"):
-        folder = ROOT / "docs" / "results" / "grid" / f"qknorm-{size}"
-        for row in gaps([folder, *(folder.with_name(f"{folder.name}-seed{seed}") for seed in (1, 2))]):
-            if row.variant in ("token", "paper"):
-                expected[row.variant].append((row.mean, row.interval))
-    for name, pairs in expected.items():
-        texts = [f"{mean:+.3f}".replace("0.", ".") + f" ({spelt(both)})" for mean, both in pairs]
-        assert cells[name] == " | ".join(texts)
+    for recipe, no, tokens, gap, between, pairs, p, commits in lines:
+        small = tokens == "16"
+        cell = "fp32-sums" if recipe == "mixed" else "no-qknorm" if no else "qknorm"
+        name = f"{cell}-{'small' if small else 'large'}"
+        row = gaps_of(name)[recipe]
+        expected = f"{row.mean:+.4f}".replace("0.", "."), spelt(row.interval, 4), str(len(row.gaps)), row.commits
+        assert (gap, between, pairs, tuple(re.findall("`(.*?)`", commits))) == expected, name
+        assert p == f"{row.p:.4f}".replace("0.", ".")
+        if not no:
+            text = f"{row.mean:+.3f}".replace("0.", ".") + f" ({spelt(row.interval)})"
+            assert cells[recipe][0 if small else 1] == text
 
 
 @pytest.mark.parametrize("folder", ["500-steps", "120-steps"])
 def test_losses_of_the_325m_model_are_those_of_the_files(folder):
     from sagebwd.training.packed import read
 
-    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    page = {"500-steps": "log/2026-11-25-pretraining.md", "120-steps": "results/pretraining-runs.md"}[folder]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     text = text[text.index(f"`docs/results/325m/{folder}`") :]
     table = text[text.index("| held-out loss at step (tokens) |") :].split("\n\n")[0]
     heading, _, *lines = (line.split("|")[2:-1] for line in table.splitlines())

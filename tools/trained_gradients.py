@@ -1,6 +1,6 @@
-"""Gradients of a trained model's weights under recipes: `python -m tools.trained_gradients FOLDER TEXT`.
+"""Gradients of a trained model's weights under recipes: `python -m tools.trained_gradients MODEL TEXT`.
 
-FOLDER, ``--gguf`` and TEXT are as in `tools.trained_heads`. The model runs in FP32, forward and backward, on windows
+MODEL and TEXT are as in `tools.trained_heads`. The model runs in FP32, forward and backward, on windows
 of the text, with attention in FP32 and then in each recipe's emulator, on q, k and v rounded to BF16. Of the gradient
 g of all weights, and of some groups of them, against FP32's g0 it prints means over windows, with standard errors:
 
@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +27,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd import sage_attention
+from sagebwd.analysis.models import load_model, text_windows
 from sagebwd.recipe import Recipe
-from tools.trained_heads import kept, load, parser_of, windows
+from tools.trained_heads import kept, parser_of
 
 EXACT, ROUNDED = "fp32", "bf16"
 RECIPES = (ROUNDED, "mixed", "token")
@@ -121,8 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     given = parser_of(__doc__, 512, 32, RECIPES).parse_args(arguments)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
-    model, tokenizer = load(given.folder, given.gguf)
-    chosen = windows(tokenizer, given.text, given.tokens, given.windows)
+    model = load_model(given.model, dtype=torch.float32)
+    chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
     rows = kept(given, measure(model, chosen, recipes))
     Console(width=170).print(table(rows))
     return 0

@@ -1,8 +1,8 @@
-"""Errors of recipes on what a trained model's layers hand to attention: `python -m tools.trained_heads FOLDER TEXT`.
+"""Errors of recipes on what a trained model's layers hand to attention: `python -m tools.trained_heads MODEL TEXT`.
 
-FOLDER holds a causal language model of Transformers with its tokenizer, or, with ``--gguf FILE``, a GGUF file (which
-needs the package gguf). The model runs in FP32 on windows of TEXT, a text file, xz or not. Each layer's q, k, v and
-the gradient of its output are rounded to BF16, and the emulator of each recipe is compared with FP64 on them.
+MODEL is the folder of a causal language model of Transformers with its tokenizer, or a GGUF file. The model runs in
+FP32 on windows of TEXT, a text file, xz or not. Each layer's q, k, v and the gradient of its output are rounded to
+BF16, and the emulator of each recipe is compared with FP64 on them.
 
 An error is ||recipe - exact|| / ||exact|| of all heads of a layer together: a head whose first key has all the weight
 has gradients near zero, and a ratio of its own says nothing. The line of a recipe has the root mean square over
@@ -24,35 +24,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from sagebwd.analysis.capture import Captured, capture
+from sagebwd.analysis.models import load_model, text_windows
 from sagebwd.analysis.trace import OUTPUTS, emulate
 from sagebwd.benchmarks.results import environment
 from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
-from sagebwd.training.data import open_text
 
 RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
-
-
-def load(folder: Path, gguf: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in FP32 and its tokenizer, from files alone."""
-    options = {"gguf_file": gguf} if gguf else {}
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **options)
-    return model, tokenizer
-
-
-def windows(tokenizer: PreTrainedTokenizerBase, text: Path, tokens: int, count: int) -> list[Tensor]:
-    """(1, tokens) ids of ``count`` windows spread over a text. Raises ValueError where it is too short."""
-    with open_text(text) as file:
-        ids = torch.tensor(tokenizer(file.read(), verbose=False)["input_ids"])
-    if len(ids) < tokens * count:
-        raise ValueError(f"{text} has {len(ids)} tokens; {count} windows of {tokens} need {tokens * count}")
-    starts = torch.linspace(0, len(ids) - tokens, count).long().tolist()
-    return [ids[start : start + tokens][None] for start in starts]
 
 
 def in_bf16(call: Captured) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,9 +104,8 @@ def tables(rows: list[dict]) -> Iterator[Table]:
 def parser_of(description: str, tokens: int, count: int, recipes: Iterable[str]) -> argparse.ArgumentParser:
     """The command line of a tool that runs a trained model on windows of a text; the rest are its defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--gguf", help="a file in the folder")
     parser.add_argument("--tokens", type=int, default=tokens, help="of a window")
     parser.add_argument("--windows", type=int, default=count)
     parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(recipes)}]")
@@ -134,7 +115,7 @@ def parser_of(description: str, tokens: int, count: int, recipes: Iterable[str])
 
 def kept(given: argparse.Namespace, measured: Iterable[dict]) -> list[dict]:
     """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured."""
-    facts = {"model": given.gguf or given.folder.name, "text": given.text.name, "tokens": given.tokens}
+    facts = {"model": given.model.name, "text": given.text.name, "tokens": given.tokens}
     facts |= environment("cpu")
     rows = []
     for row in measured:
@@ -152,8 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layer", type=int, action="append", help="repeat for several; all unless named")
     given = parser.parse_args(arguments)
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
-    model, tokenizer = load(given.folder, given.gguf)
-    chosen = windows(tokenizer, given.text, given.tokens, given.windows)
+    model = load_model(given.model, dtype=torch.float32)
+    chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
     rows = kept(given, measure(model, chosen, given.layer, recipes))
     for table in tables(rows):
         Console(width=150).print(table)

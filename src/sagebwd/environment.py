@@ -1,8 +1,9 @@
-"""The environment variables that sagebwd reads: four that are on or off, and where it keeps what outlives a process.
+"""The environment variables that sagebwd reads: four that are on or off, a folder and a commit.
 
 - SAGEBWD_DISABLED, SAGEBWD_BACKWARD_16BIT, SAGEBWD_DETERMINISTIC: see `sagebwd.switches`; read once, on import.
 - SAGEBWD_AUTOTUNE: Triton's kernels time a few launches on this GPU and keep the best.
 - SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels; ~/.cache/sagebwd without it.
+- SAGEBWD_COMMIT: the commit that training runs record, where the code runs outside its git checkout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 PREFIX = "SAGEBWD_"
 FLAGS = ("SAGEBWD_DISABLED", "SAGEBWD_BACKWARD_16BIT", "SAGEBWD_DETERMINISTIC", "SAGEBWD_AUTOTUNE")
-CACHE_DIR = "SAGEBWD_CACHE_DIR"
+CACHE_DIR, COMMIT = "SAGEBWD_CACHE_DIR", "SAGEBWD_COMMIT"
 
 
 def is_on(variable: str) -> bool:
@@ -33,7 +34,7 @@ def check() -> None:
     """Raises ValueError for a value that is not understood; warns of variables of our prefix that nothing reads."""
     for variable in FLAGS:
         is_on(variable)
-    known = (*FLAGS, CACHE_DIR)
+    known = (*FLAGS, CACHE_DIR, COMMIT)
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable not in known:
             warnings.warn(f"{variable} is not read by sagebwd; accepted: {', '.join(known)}", stacklevel=2)

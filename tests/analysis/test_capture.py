@@ -1,7 +1,5 @@
 """Captured tensors are the model's own: its attention output, its gradients, its masks; and a file keeps every bit."""
 
-import json
-
 import pytest
 import torch
 from transformers import (
@@ -216,20 +214,3 @@ def test_a_sequence_that_does_not_fit_is_one_line(monkeypatch):
     monkeypatch.setattr(study.F, "scaled_dot_product_attention", full)
     with pytest.raises(ValueError, match="20 tokens do not fit in this machine's memory"):
         capture(build(), tokens(1, 20))
-
-
-def test_models_and_tokenisers_by_folder(tmp_path):
-    run = tmp_path / "run"
-    build("qwen3").save_pretrained(run / "model")
-    assert torch.equal(
-        capture(study.load_model(run / "model"), tokens(1, 20))[0].q, capture(build("qwen3"), tokens(1, 20))[0].q
-    )
-    with pytest.raises(ValueError, match="no tokeniser there"):
-        study.encode(run / "model", "text")
-    (run / "config.yaml").write_text(json.dumps({"data": {"tokenizer": "bytes"}}))  # JSON is YAML
-    assert study.encode(run / "model", "ab").tolist() == [[97, 98, 256]]
-    with pytest.raises(ValueError, match="text: it is empty"):
-        study.encode(run / "model", "")
-    with pytest.raises(ValueError, match=r"no config\.json there"):
-        study.load_model(run)
-    assert len(study.SAMPLE_TEXT.read_text(encoding="utf-8")) > 4000

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from sagebwd.analysis import layers
 from sagebwd.analysis import trace as study
 from sagebwd.analysis.capture import Captured, capture
 from sagebwd.analysis.gaussian import draw, with_sinks
@@ -142,7 +143,7 @@ def test_squared_errors_of_the_sources_add_up(recipe, seed):
 
 
 def test_each_source_reaches_what_it_should():
-    (row,) = study.means(study.measure([random_call()], ["token(dp=int8)"], attribute=True))
+    (row,) = layers.means(study.measure([random_call()], ["token(dp=int8)"], attribute=True))
     reached = {
         source: {name for name, part in parts.items() if part.share > 1e-3}
         for source, parts in row.attribution.items()
@@ -170,7 +171,7 @@ def test_larger_weights_of_q_and_k_raise_that_layers_largest_logit():
     model, ids = build(), tokens(1, 60)
 
     def largest():
-        return [row.largest_logit for row in study.means(study.measure(capture(model, ids), ["full"]))]
+        return [row.largest_logit for row in layers.means(study.measure(capture(model, ids), ["full"]))]
 
     before = largest()
     with torch.no_grad():
@@ -184,7 +185,7 @@ def test_larger_weights_of_q_and_k_raise_that_layers_largest_logit():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_largest_logit_is_over_visible_pairs(is_causal):
     whole = random_call(is_causal=is_causal)
-    (row,) = study.means(study.measure([whole], ["token"]))
+    (row,) = layers.means(study.measure([whole], ["token"]))
     assert row.largest_logit == pytest.approx(largest_logit(whole.q, whole.k, is_causal=is_causal), rel=1e-5)
 
 
@@ -207,24 +208,6 @@ def test_the_bound_by_hand():
     assert row.ds_peak_to_rms == pytest.approx(1)
 
 
-def test_a_layer_is_its_heads_together():
-    whole = random_call()
-    whole.do[0, 1] *= 100  # a head that others are nothing beside
-    rows = study.measure([whole], ["paper", "token"], attribute=True)
-    paper, token = study.means(rows)
-    own = [row for row in rows if row.recipe == "token"]
-    assert (paper.recipe, token.recipe, token.layer, token.head) == ("paper", "token", 0, None)
-    for name in ("dq", "o"):
-        errors = math.hypot(*(row.relative_l2[name] * row.norm[name] for row in own))
-        assert token.relative_l2[name] == pytest.approx(errors / math.hypot(*(row.norm[name] for row in own)))
-    heaviest = max(own, key=lambda row: row.norm["dq"])
-    assert token.relative_l2["dq"] == pytest.approx(heaviest.relative_l2["dq"], rel=0.01)
-    assert token.largest_logit == max(row.largest_logit for row in own)
-    part = token.attribution["o"]["dq"]
-    assert part.share == pytest.approx((part.alone / token.relative_l2["dq"]) ** 2)
-    assert part.alone == pytest.approx(heaviest.attribution["o"]["dq"].alone, rel=0.01)
-
-
 @pytest.mark.parametrize("settings", [{"is_causal": True}, {"window": (300, 20)}])
 def test_sinks_are_seen(settings):
     """A delimiter at key 100 of 400, heavier than the first key: weights and norms as of whole tensors, in pieces."""
@@ -239,7 +222,7 @@ def test_sinks_are_seen(settings):
     norms = v.norm(dim=-1)[0, 0]
     assert row.first_value == pytest.approx((norms[0] / rms(norms)).item(), rel=1e-5)
     assert row.sink_weight > row.first_weight > 0.01
-    mean = study.means([row, dataclasses.replace(row, sink=7, sink_weight=0.9, first_weight=0)])[0]
+    mean = layers.means([row, dataclasses.replace(row, sink=7, sink_weight=0.9, first_weight=0)])[0]
     assert (mean.sink, mean.sink_weight, mean.first_weight) == (7, 0.9, row.first_weight / 2)
 
 
@@ -311,6 +294,9 @@ def test_command(command, run, tmp_path):
     ("arguments", "message"),
     [
         ((), "give one of --model FOLDER and --load FILE"),
+        (("--model", "RUN/model", "--dtype", "int8"), "dtype='int8' is not known; accepted: bfloat16"),
+        (("--load", "x", "--windows", 2), "windows=2: a file of --save and --load holds one window"),
+        (("--model", "none.gguf"), "model='none.gguf': there is no such file"),
         (("--model", "RUN", "--load", "x"), "give one of"),
         (("--model", "RUN"), "no config.json there"),
         (("--model", "RUN/model", "--tokens", 0), "tokens=0: the text has"),

@@ -7,7 +7,8 @@ import statistics
 import pytest
 import torch
 
-from tools import trained_gradients, trained_heads
+from sagebwd.analysis.models import load_model, text_windows
+from tools import trained_gradients
 
 
 def test_the_command(folder, capsys):
@@ -30,8 +31,8 @@ def test_the_command(folder, capsys):
 
 
 def test_full_precision_is_the_models_own(folder):
-    model, tokenizer = trained_heads.load(folder / "model", None)
-    (ids,) = trained_heads.windows(tokenizer, folder / "text.txt", 64, 1)
+    model = load_model(folder / "model")
+    (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
     loss, expected = trained_gradients.gradients(model, ids)
     expected = {name: x.clone() for name, x in expected.items()}
     trained_gradients.Probe()

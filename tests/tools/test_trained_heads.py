@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sagebwd.analysis.capture import capture
+from sagebwd.analysis.models import load_model, text_windows
 from sagebwd.masks.band import Band
 from tools import trained_heads
 
@@ -27,8 +28,8 @@ def test_the_command(folder, capsys):
 
 
 def test_a_layer_is_that_of_autograd(folder):
-    model, tokenizer = trained_heads.load(folder / "model", None)
-    (ids,) = trained_heads.windows(tokenizer, folder / "text.txt", 64, 1)
+    model = load_model(folder / "model")
+    (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
     (call,) = capture(model, ids, layers=[0])
     tensors = trained_heads.in_bf16(call)
     exact, weights = trained_heads.exact_layer(call, tensors, Band.of(True, -1, -1))
@@ -45,9 +46,3 @@ def test_what_makes_scales_coarse():
     channel, row = trained_heads.coarseness(x)
     assert channel == pytest.approx(10)
     assert row == pytest.approx(10 / math.sqrt(107 / 8))
-
-
-def test_a_text_that_is_too_short(folder):
-    _, tokenizer = trained_heads.load(folder / "model", None)
-    with pytest.raises(ValueError, match="4 windows of 100 need 400"):
-        trained_heads.windows(tokenizer, folder / "text.txt", 100, 4)

@@ -7,16 +7,18 @@ import statistics
 import pytest
 from rich.console import Console
 
-from sagebwd.training.gaps import gaps, interval, table
+from sagebwd.commands import seeds as command
+from sagebwd.training.gaps import MARGIN, equivalence, gaps, interval, table
 from sagebwd.training.run_dir import COMPARISON
 
 
-def comparison(folder, losses, digests=None, diverged=()):
-    """A comparison.json of variants by their losses, the first the baseline."""
+def comparison(folder, losses, digests=None, diverged=(), commit="2534d87"):
+    """A comparison.json of variants by their losses, the first the baseline; their names are recipes, or "again"."""
     first = next(iter(losses.values()))
     rows = [
         {
-            "variant": name, "recipe": name, "held_out_loss": loss, "digest": (digests or {}).get(name, name),
+            "variant": name, "recipe": "full" if name == "again" else name, "held_out_loss": loss,
+            "commit": commit, "digest": (digests or {}).get(name, name),
             "gap": None if name in diverged else loss - first, "diverged": "at step 3" if name in diverged else None,
         }
         for name, loss in losses.items()
@@ -49,12 +51,17 @@ def test_means_and_noise(folders):
     assert (paper.gaps, paper.diverged) == (pytest.approx((0.05,)), 1)
     assert paper.noise == pytest.approx(single)
     assert again.noise == pytest.approx(single / math.sqrt(2))
-    console = Console(record=True, width=120)
-    console.print(table([token, paper, again]))
-    text = console.export_text()
+    text = printed([token, paper, again])
     assert "+0.0200" in text
-    assert "{:+.3f} to {:+.3f}".format(*token.interval) in text
+    assert "{:+.4f} to {:+.4f}".format(*token.interval) in text
+    assert f" {token.p:.4f} " in text
     assert "diverged: 1" in text
+
+
+def printed(found):
+    console = Console(record=True, width=240)
+    console.print(table(found))
+    return console.export_text()
 
 
 def test_the_interval_of_a_mean():
@@ -67,6 +74,37 @@ def test_the_interval_of_a_mean():
     assert high == pytest.approx(2.0 * statistics.stdev(centred) / 10, rel=0.05)
 
 
+def test_equivalence_is_two_tests_at_once():
+    values = [0.004, -0.002, 0.001, 0.006, -0.003, 0.0]  # mean .001, standard error .00146 at five degrees of freedom
+    assert equivalence(values, 0.02) < 0.001
+    # at the margin that the 90% interval just reaches, p is .05
+    low, high = interval(values, 0.9)
+    assert equivalence(values, max(-low, high)) == pytest.approx(0.05, abs=1e-9)
+    assert equivalence([-value for value in values], max(-low, high)) == pytest.approx(0.05, abs=1e-9)
+    # no gap shows and none is excluded; a mean outside can never be equivalent
+    assert interval([0.05, -0.05, 0.01])[0] < 0
+    assert equivalence([0.05, -0.05, 0.01], 0.02) > 0.3
+    assert equivalence([0.03, 0.031, 0.029], 0.02) > 0.95
+    assert equivalence([0.01]) is None
+    assert (equivalence([0.01, 0.01], 0.02), equivalence([0.03, 0.03], 0.02)) == (0, 1)
+    assert MARGIN == command.MARGIN_BY_DEFAULT
+
+
+def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):
+    losses = {"full": 2.0, "mixed": 2.02, "token": 2.01}
+    folders = [
+        comparison(tmp_path / str(index), losses, commit=commit)
+        for index, commit in enumerate(("a9c0339", "2534d87", "2330368-dirty", None))
+    ]
+    mixed, token = gaps(folders)
+    assert (len(mixed.gaps), mixed.commits) == (1, ("2534d87",))
+    assert list(mixed.objections.values()) == [1, 1, 1]
+    assert (len(token.gaps), token.objections) == (4, {})
+    text = printed([mixed, token])
+    assert "not counted: 1, the kernels of a9c0339 made its dV and dK too small" in text
+    assert "not counted: 1, it names no commit" in text
+
+
 def test_no_repeat_no_noise(folders):
     (token,) = gaps(folders[2:])
     assert (token.mean, token.noise) == (pytest.approx(0.06), None)
@@ -77,6 +115,8 @@ def test_no_repeat_no_noise(folders):
 def test_what_is_no_comparison_says_so(tmp_path):
     with pytest.raises(ValueError, match="expected at least one folder"):
         gaps([])
+    with pytest.raises(ValueError, match="margin=0 must be a number of nats above 0"):
+        gaps([tmp_path], margin=0)
     with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected the output folder"):
         gaps([tmp_path / "nothing"])
     empty = comparison(tmp_path / "empty", {"full": 2.0})

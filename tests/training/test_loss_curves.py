@@ -7,6 +7,7 @@ import pytest
 
 from sagebwd.training import loss_curves
 from sagebwd.training.packed import PACKED
+from sagebwd.training.run_dir import COMPARISON
 
 pytest.importorskip("matplotlib")
 
@@ -43,6 +44,22 @@ def test_a_column_an_experiment_and_a_line_a_run(tmp_path, monkeypatch):
     colors = [color for color, _ in drawn]
     assert (colors.count("black"), colors.count("C0"), colors.count("C3")) == (6, 4, 2)  # a loss and a gap a run
     assert [set(values) for _, values in drawn[1::2]] == [{0.0}] * 6
+
+
+def test_seeds_of_one_folder_and_runs_that_do_not_count(tmp_path, monkeypatch):
+    drawn = lines_drawn(monkeypatch)
+    names = [f"seed-{seed}/{name}" for seed in (3, 4) for name in ("full precision", "mixed")]
+    folder = write_runs(tmp_path / "first", *names)
+    loss_curves.draw({"one": [folder]}, tmp_path / "losses.png")
+    colors = [color for color, _ in drawn]
+    assert (colors.count("black"), colors.count("C2")) == (4, 4)
+    drawn.clear()
+    rows = [{"seed": 3, "variant": "mixed", "recipe": "mixed", "commit": "a9c0339"}]
+    rows += [{"seed": 4, "variant": "mixed", "recipe": "mixed", "commit": "2534d87"}]
+    (folder / COMPARISON).write_text(json.dumps({"outcomes": rows}))
+    loss_curves.draw({"one": [folder]}, tmp_path / "losses.png")
+    colors = [color for color, _ in drawn]
+    assert (colors.count("black"), colors.count("C2")) == (4, 2)
 
 
 def test_a_folder_without_the_baseline_and_a_wrong_command_say_so(tmp_path):

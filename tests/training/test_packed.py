@@ -48,3 +48,12 @@ def test_a_folder_without_runs_and_a_wrong_command_say_so(tmp_path):
         packed.pack(tmp_path, tmp_path)
     with pytest.raises(SystemExit, match="python -m sagebwd"):
         packed.main(["pack"])
+
+
+def test_runs_of_one_seed_are_found():
+    names = ["seed-3/full precision", "seed-3/mixed", "seed-4/full precision"]
+    runs = [{"run": name} for name in names]
+    assert packed.by_seed(runs) == [runs[:2], runs[2:]]
+    assert packed.by_seed([{"run": "a"}, {"run": "b"}]) == [[{"run": "a"}, {"run": "b"}]]
+    assert packed.name_of({"seed": 3, "variant": "mixed"}) == names[1]
+    assert packed.name_of({"variant": "mixed"}) == "mixed"

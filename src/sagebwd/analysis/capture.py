@@ -22,22 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from sagebwd.hardware import check_device
+from sagebwd.analysis.models import context
 from sagebwd.masks.band import Band
 
 NAME = "sagebwd_capture"
 TENSORS = ("q", "k", "v", "do")
-SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
-_DEFAULT_TOKENS = 1024
 _FORMAT = "sagebwd.capture.1"
 _UNSUPPORTED = {"softcap": "soft-capped logits", "s_aux": "attention sinks", "position_bias": "a position bias"}
 
@@ -80,6 +75,12 @@ class Captured:
             self, q=self.q[:, own], do=self.do[:, own], k=self.k[:, shared], v=self.v[:, shared],
             heads=heads, kv_heads=kv_heads,
         )  # fmt: skip
+
+    def to(self, dtype: torch.dtype | None) -> Captured:
+        """Tensors rounded to a dtype, as one that kernels take; as they are for None."""
+        if dtype is None:
+            return self
+        return dataclasses.replace(self, **{name: getattr(self, name).to(dtype) for name in TENSORS})
 
     def _check(self, heads: Sequence[int]) -> None:
         for head in heads:
@@ -212,78 +213,11 @@ def _check_token_ids(model: PreTrainedModel, token_ids: Tensor) -> None:
         raise ValueError(f"token_ids: {int(token_ids.max())} is outside the model's vocabulary of {vocabulary}")
 
 
-def context(model: PreTrainedModel) -> int | None:
-    """The most tokens that the model has positions for; None where its config does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def _listed(numbers: Sequence[int]) -> str:
     numbers = list(numbers)
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers))
-
-
-def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
-    """A decoder, or an encoder with a masked-language head, from a folder that ``save_pretrained`` wrote.
-
-    Raises ValueError where the folder holds no such model.
-    """
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(
-            f"model={str(path)!r}: no config.json there; accepted: the folder of a Transformers model, for example "
-            "model/ or checkpoint-N/ of a run"
-        )
-    config = transformers.AutoConfig.from_pretrained(path)
-    named = (config.architectures or [""])[0]
-    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not named.endswith(("ForCausalLM", "LMHeadModel"))
-    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path).to(device)
-
-
-def encode(model_path: str | Path, text: str) -> Tensor:
-    """The token ids of a text, (1, tokens) int64, by the tokeniser that a model's folder, or the run it is of, names.
-
-    Raises ValueError where there is no tokeniser or no text.
-    """
-    folder = Path(model_path)
-    run = next((path for path in (folder, folder.parent) if (path / "config.yaml").is_file()), None)
-    if not text:
-        raise ValueError("text: it is empty")
-    if run is not None:
-        from sagebwd.training.config import Data
-        from sagebwd.training.data import encode as encode_document
-
-        data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
-        return torch.tensor([encode_document(Data(**data), text)])
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
-        raise ValueError(f"model={str(model_path)!r}: no tokeniser there, and no config.yaml of a run that names one")
-    return transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
-
-
-def capture_text(
-    model_path: str | Path,
-    text: str | Path | None = None,
-    tokens: int | None = None,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    device: str = "cpu",
-) -> list[Captured]:
-    """`capture` on the first tokens of a text file, by default `SAMPLE_TEXT` and up to 1024 of them.
-
-    Raises ValueError as `capture`, `load_model` and `encode` do, for fewer tokens in the text than asked for, and for
-    a device that is not there.
-    """
-    check_device(device)
-    transformers.utils.logging.disable_progress_bar()
-    model = load_model(model_path, device)
-    ids = encode(model_path, Path(text or SAMPLE_TEXT).read_text(encoding="utf-8"))
-    if tokens is None:
-        tokens = min(_DEFAULT_TOKENS, ids.shape[1], context(model) or _DEFAULT_TOKENS)
-    if not 1 <= tokens <= ids.shape[1]:
-        raise ValueError(f"tokens={tokens}: the text has {ids.shape[1]}; accepted: 1 to that")
-    return capture(model, ids[:, :tokens], layers=layers, heads=heads)
 
 
 def save(captured: Sequence[Captured], path: str | Path) -> None:

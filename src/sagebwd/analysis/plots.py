@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sagebwd.analysis.trace import Row, means
+from sagebwd.analysis.layers import means
+from sagebwd.analysis.trace import Row
 from sagebwd.commands.figure import save
 
 ERRORS = {"o": "O", "delta": "delta", "p": "P", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}

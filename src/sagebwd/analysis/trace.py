@@ -26,8 +26,8 @@ Source: arXiv 2603.02170, Table 2, figures 5 and 6 and appendix B (with M = N).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -66,16 +66,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe on one head, or, with head None, on a layer: means over its heads, unless told otherwise.
+    """A recipe on one head of one window of text, or, with head None, on a layer (`sagebwd.analysis.layers`).
 
-    cosine and relative_l2 by tensor of `TENSORS`, over a layer's heads relative_l2 of all of them together, as is each
-    `Source` then: a head that does next to nothing has large relative errors that nobody meets. Of full precision:
-    norm, by tensor of `TENSORS`; rms by tensor of `PAIRS`, ds_bound, at least
-    rms["ds"], largest_logit, the largest |scale q . k| (over a layer's heads the largest, no mean), and
-    ds_peak_to_rms, max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the
-    norm of its value over the root mean square of all values' norms; sink and sink_weight, the key with the largest
-    mean weight (over a layer's heads that of the largest). attribution by source and tensor of `OUTPUTS`, empty unless
-    asked for.
+    cosine and relative_l2 by tensor of `TENSORS`. Of full precision: norm, by tensor of `TENSORS`; rms by tensor of
+    `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms,
+    max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its
+    value over the root mean square of all values' norms; sink and sink_weight, the key with the largest mean weight.
+    attribution by source and tensor of `OUTPUTS`, empty unless asked for.
     With grouped heads dK and dV are one query head's part of the sum over its group.
     """
 
@@ -94,6 +91,7 @@ class Row:
     sink_weight: float = 0.0
     attribution: dict[str, dict[str, Source]] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
+    window: int | None = 0
 
     def as_dict(self) -> dict[str, object]:
         """The row for JSON."""
@@ -105,9 +103,12 @@ def measure(
     recipes: Iterable[Recipe | str] = ("paper", "token"),
     *,
     attribute: bool = False,
+    window: int = 0,
     progress: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
     """A row for every recipe, layer and head, heads in turn. ``progress`` is called before each.
+
+    Args: captured, of one window of text, whose number is ``window``.
 
     Raises ValueError for no recipe and for tensors that hold NaN or Inf, naming layer and head.
     """
@@ -122,18 +123,11 @@ def measure(
             for name, tensor in zip(("q", "k", "v", "the output gradient"), tensors):
                 if not tensor.isfinite().all():
                     raise ValueError(f"layer {call.layer}, head {head}: {name} holds NaN or Inf")
-            progress(f"layer {call.layer}, head {head}")
+            progress(f"window {window}, layer {call.layer}, head {head}")
             exact = Exact(*tensors, call.scale, band)
-            rows += [_row(call.layer, head, tensors, recipe, exact, attribute) for recipe in recipes]
+            for recipe in recipes:
+                rows.append(replace(_row(call.layer, head, tensors, recipe, exact, attribute), window=window))
     return rows
-
-
-def means(rows: Sequence[Row]) -> list[Row]:
-    """A row for each recipe and layer, in their order, of the rows of its heads; see `Row`."""
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.recipe, row.layer), []).append(row)
-    return [_mean_row(group) for group in groups.values()]
 
 
 class Exact:
@@ -258,38 +252,3 @@ def _attribution(
             for name in OUTPUTS
         }
     return found
-
-
-def _mean_row(rows: list[Row]) -> Row:
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(rows)
-
-    def together(name: str, errors: list[float]) -> float:
-        norms = [row.norm[name] for row in rows]
-        if math.inf in errors or not any(norms):
-            return max(errors)
-        return math.hypot(*(error * norm for error, norm in zip(errors, norms))) / math.hypot(*norms)
-
-    relative_l2 = {name: together(name, [row.relative_l2[name] for row in rows]) for name in TENSORS}
-
-    def source_of(source: str, name: str) -> Source:
-        parts, total = [row.attribution[source][name] for row in rows], relative_l2[name]
-        alone, without = (together(name, [getattr(part, key) for part in parts]) for key in ("alone", "without"))
-        return Source(alone, without, (alone / total) ** 2 if total else 0.0)
-
-    first, heaviest = rows[0], max(rows, key=lambda row: row.sink_weight)
-    return Row(
-        first.recipe, first.layer, None,
-        cosine={name: mean(row.cosine[name] for row in rows) for name in TENSORS},
-        relative_l2=relative_l2,
-        rms={name: mean(row.rms[name] for row in rows) for name in PAIRS},
-        ds_bound=mean(row.ds_bound for row in rows),
-        largest_logit=max(row.largest_logit for row in rows),
-        ds_peak_to_rms=mean(row.ds_peak_to_rms for row in rows),
-        first_weight=mean(row.first_weight for row in rows),
-        first_value=mean(row.first_value for row in rows),
-        sink=heaviest.sink,
-        sink_weight=heaviest.sink_weight,
-        attribution={source: {name: source_of(source, name) for name in OUTPUTS} for source in first.attribution},
-        norm={name: math.hypot(*(row.norm[name] for row in rows)) for name in TENSORS},
-    )  # fmt: skip

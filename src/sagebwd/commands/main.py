@@ -1,4 +1,4 @@
-"""The command line: `sagebwd pretrain | compare | gaps | tokenize | finetune | task | gaussian | trace |
+"""The command line: `sagebwd pretrain | compare | seeds | gaps | tokenize | finetune | task | gaussian | trace |
 bench | bench-training | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
@@ -19,6 +19,8 @@ try:
 
     from sagebwd.commands import bench as cli_bench
     from sagebwd.commands import finetune as cli_finetune
+    from sagebwd.commands import seeds as cli_seeds
+    from sagebwd.commands import trace as cli_trace
     from sagebwd.commands.terminal import console, errors, interruptible, progress, quiet
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a checkout of sagebwd: pip install '.[train]'")
@@ -84,17 +86,8 @@ def compare(
         console.print(f"report: {folder / 'report.html'}")
 
 
-@app.command()
-def gaps(
-    folders: Annotated[list[Path], typer.Argument(help="Outputs of `sagebwd compare`, one a seed.")],
-    noise_of: Annotated[
-        list[Path] | None, typer.Option(help="More outputs, whose repeated baselines count for the noise; repeat.")
-    ] = None,
-) -> None:
-    """Mean gaps to full precision over several comparisons of the same variants, with the noise of such a mean."""
-    from sagebwd.training import gaps as measured
-
-    console.print(measured.table(measured.gaps(folders, noise_of)))
+app.command()(cli_seeds.seeds)
+app.command()(cli_seeds.gaps)
 
 
 @app.command()
@@ -180,82 +173,7 @@ def _published(cosine: float | None, relative_l2: float | None) -> str:
     return f"{relative_l2:.4f}" if cosine is None else f"{cosine:.4f} / {relative_l2:.4f}"
 
 
-@app.command()
-def trace(
-    model: Annotated[Path | None, typer.Option(help="Folder of a Transformers model: of ours RUN/model.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text file [default: a page that comes with sagebwd].")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of it [default: up to 1024].")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers, as 0,5,11 [default: all].")] = None,
-    heads: Annotated[str | None, typer.Option(help="Query heads, as 0,3; also shows them one by one.")] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
-    attribute: Annotated[bool, typer.Option(help="Also each product's share of the error.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Keep q, k, v and the gradients: a .safetensors file.")] = None,
-    load: Annotated[Path | None, typer.Option(help="Take them from such a file, in place of --model.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the rows as JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw per-layer curves: a .png file.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-) -> None:
-    """Error of recipes inside a trained model, layer by layer, next to the paper's Table 2."""
-    quiet()
-    try:
-        from sagebwd.analysis import capture, tables
-        from sagebwd.analysis import trace as study
-
-        if plot is not None:
-            from sagebwd.analysis.plots import plot_trace
-    except ImportError as error:
-        raise ValueError(f"trace needs {error.name}; in a checkout of sagebwd: pip install '.[train]'") from None
-    from sagebwd.recipe import Recipe
-
-    recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]
-    chosen_layers, chosen_heads = _indices("layers", layers), _indices("heads", heads)
-    if (model is None) == (load is None):
-        raise ValueError("give one of --model FOLDER and --load FILE")
-    with progress() as tell:
-        if load is not None:
-            captured = [call.select(chosen_heads) for call in capture.load(load, chosen_layers, device)]
-        else:
-            captured = capture.capture_text(
-                model, text, tokens, layers=chosen_layers, heads=chosen_heads, device=device
-            )
-        if save is not None:
-            capture.save(captured, save)
-        rows = study.measure(captured, recipes, attribute=attribute, progress=tell)
-    shown = study.means(rows)
-    count = captured[0].q.shape[2]
-    for table in tables.trace(
-        sorted(rows + shown, key=_place) if heads else shown, f"{load or model}, {count} tokens"
-    ):
-        console.print(table)
-    if save is not None:
-        console.print(f"wrote {save}")
-    if output is not None:
-        import json
-
-        content = {"source": str(load or model), "tokens": count}
-        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console.print(f"wrote {output}")
-    if plot is not None:
-        plot_trace(rows, plot)
-        console.print(f"wrote {plot}")
-
-
-def _indices(name: str, given: str | None) -> list[int] | None:
-    if given is None:
-        return None
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{name}={given!r}: expected indices with commas between them, for example 0,5,11")
-    return [int(part) for part in parts]
-
-
-def _place(row) -> tuple[int, float]:
-    """Heads of a layer in order, their mean last."""
-    return row.layer, float("inf") if row.head is None else row.head
-
-
+app.command()(cli_trace.trace)
 app.command()(cli_bench.bench)
 app.command("bench-training")(cli_bench.bench_training)
 

@@ -23,6 +23,7 @@ class Outcome:
 
     ``gap`` is the held-out loss minus the config's first variant's, None while that one has not finished. Of a variant
     that diverged, ``diverged`` says where and why; its losses are the last that were finite, and it has no gap.
+    ``commit`` is the one that its kernels are of, None where nothing named it.
     """
 
     variant: str
@@ -35,6 +36,7 @@ class Outcome:
     seconds: float
     steps: int
     diverged: str | None
+    commit: str | None
 
 
 def compare(config: Config, output: Path, only: list[str] | None = None, jobs: int | None = None) -> list[Outcome]:
@@ -50,40 +52,59 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
     """
+    variants = chosen(config, only)
+    processes.join()
+    processes.agreed(lambda: check(variants, output))
+    left = {name: variant for name, variant in variants.items() if not _has_ended(variant, output / name)}
+    if jobs is None:
+        for name, variant in left.items():
+            _train(variant, output / name)
+    else:
+        parallel_runs.train(left, output, jobs)
+    return _report(config, output) if processes.is_first() else []
+
+
+def chosen(config: Config, only: list[str] | None) -> dict[str, Config]:
+    """The config's variants, or those in ``only``. Raises ValueError as `compare` does."""
     if not config.variants:
         raise ValueError(f"config {config.name}: it has no variants to compare; `sagebwd pretrain` trains one run")
     variants = config.each_variant()
     unknown = [name for name in only or [] if name not in variants]
     if unknown:
         raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
-    chosen = {name: variant for name, variant in variants.items() if not only or name in only}
-    processes.join()
-    processes.agreed(lambda: _check(chosen, output))
-    left = {name: variant for name, variant in chosen.items() if not _has_ended(variant, output / name)}
-    if jobs is None:
-        for name, variant in left.items():
-            _train(variant, output / name)
-    else:
-        parallel_runs.train(left, output, jobs)
-    return _report(config, variants, output) if processes.is_first() else []
+    return {name: variant for name, variant in variants.items() if not only or name in only}
 
 
-def _check(chosen: dict[str, Config], output: Path) -> None:
-    for name, variant in chosen.items():
+def check(variants: dict[str, Config], output: Path) -> None:
+    """Raises ValueError where the folder of a variant under ``output`` holds a run of other settings."""
+    for name, variant in variants.items():
         if digest_in(output / name) not in (None, variant.digest()):
             raise ValueError(f"{output / name} holds a run of other settings; choose another --output, or delete it")
 
 
-def _report(config: Config, variants: dict[str, Config], output: Path) -> list[Outcome]:
-    """Compare the variants that have come to an end, and write what the comparison is."""
+def ended(config: Config, output: Path) -> tuple[list[Run], list[Outcome]]:
+    """The config's variants that have come to an end under ``output``, and their outcomes."""
+    variants = config.each_variant()
     runs = [_read(config, name, output / name) for name, variant in variants.items() if end_of(variant, output / name)]
-    baseline = next((run for run in runs if run.name == next(iter(variants))), None)
-    outcomes = [_outcome(run, baseline) for run in runs]
-    rows = [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
-    content = {"outcomes": rows, "environment": runs[-1].result["environment"]}
+    return runs, [_outcome(run, _baseline(config, runs)) for run in runs]
+
+
+def as_rows(runs: list[Run], outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """What comparison.json holds of each of `ended`."""
+    return [{**asdict(outcome), "digest": run.result["digest"]} for outcome, run in zip(outcomes, runs)]
+
+
+def _baseline(config: Config, runs: list[Run]) -> Run | None:
+    return next((run for run in runs if run.name == next(iter(config.variants))), None)
+
+
+def _report(config: Config, output: Path) -> list[Outcome]:
+    """Compare the variants that have come to an end, and write what the comparison is."""
+    runs, outcomes = ended(config, output)
+    content = {"outcomes": as_rows(runs, outcomes), "environment": runs[-1].result["environment"]}
     write_whole(output / COMPARISON, json.dumps(content, indent=1) + "\n")
     write_whole(output / "comparison.md", _markdown(config, outcomes))
-    write_curves(runs, baseline, output / "curves.png")
+    write_curves(runs, _baseline(config, runs), output / "curves.png")
     write_report(config, runs, _rows(outcomes), output)
     return outcomes
 
@@ -147,6 +168,7 @@ def _outcome(run: Run, baseline: Run | None) -> Outcome:
         result["seconds"],
         result["steps"],
         diverged,
+        result["environment"].get("commit"),
     )
 
 

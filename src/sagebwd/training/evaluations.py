@@ -1,4 +1,5 @@
-"""What packed runs say as they train: each evaluation with its gap to the first run, the first step, and the monitor.
+"""What packed runs say as they train: each evaluation with its gap to the seed's first run, the first step, and the
+monitor.
 
     python -m sagebwd.training.evaluations docs/results/demo    prints it, in Markdown
 
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from sagebwd.training.packed import read
+from sagebwd.training.packed import by_seed, read
 
 HEADING = ("step", "tokens", "held-out loss", "gap", "largest logit", "gradient norm", "tokens/s")
 CHECKED = {"ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV", "o": "O"}
@@ -70,8 +71,8 @@ def main(arguments: list[str]) -> None:
     """Print the folder that ``arguments`` name; exits with the module's text where they do not name one."""
     if len(arguments) != 1:
         sys.exit(__doc__)
-    runs = read(Path(arguments[0]))
-    print("\n".join(describe(run, runs[0]) for run in runs), end="")
+    seeds = by_seed(read(Path(arguments[0])))
+    print("\n".join(describe(run, runs[0]) for runs in seeds for run in runs), end="")
 
 
 if __name__ == "__main__":

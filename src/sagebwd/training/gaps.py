@@ -1,10 +1,13 @@
-"""Mean gaps to full precision over several comparisons of the same variants, one a seed, and the noise of such a mean.
+"""Mean gaps to full precision over pairs of runs of one seed, how far chance moves such a mean, and what it excludes.
 
 Two runs with the same settings and the same order of data end at different losses on a GPU, since it adds in another
 order each time and training amplifies the difference. A variant with the baseline's own settings ("full precision
 repeated") measures that. Its gap d has no other cause, so sqrt(mean d^2) over all such variants is the standard
 deviation of the gap of a recipe that changes nothing; that of a mean over n seeds is 1 / sqrt(n) of it. A few repeats
 may underestimate it, so the scatter of the gaps over seeds is printed too, and the interval that it makes.
+
+An interval that holds 0 shows no gap, and does not show that there is none. Two one-sided t tests do: they reject that
+the mean is ``margin`` or more below 0, and that it is ``margin`` or more above (Schuirmann, 1987).
 """
 
 from __future__ import annotations
@@ -18,22 +21,22 @@ from statistics import mean, stdev
 
 from rich.table import Table
 
+from sagebwd.training import student
+from sagebwd.training.kernel_commit import objection
 from sagebwd.training.run_dir import COMPARISON
 
-STUDENT_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086,
-)  # fmt: skip
-"""Student's t of 95% confidence, from one degree of freedom on; the last stands for all after."""
+MARGIN = 0.02
+"""Nats a token within which two attentions count as equivalent, where nothing else is said."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Held-out loss minus the baseline's, nats a token: one a comparison in which both came to an end, and the mean.
+    """Held-out loss minus the baseline's, nats a token: one a pair of runs that ended and count, and the mean.
 
     Standard deviations of that mean: ``noise``, as repeated baselines tell it, None without any; ``scatter``, as the
-    gaps do, None for fewer than two. ``interval`` is the gaps' `interval`. ``diverged`` counts the comparisons in
-    which the variant did.
+    gaps do, None for fewer than two. ``interval`` is the gaps' `interval` and ``p`` their `equivalence`. ``commits``
+    are those of the kernels of the runs that count, where they name one; ``diverged`` counts the pairs in which the
+    variant did, and ``objections`` says why others do not count, each with how many.
     """
 
     variant: str
@@ -43,69 +46,111 @@ class Gap:
     noise: float | None
     scatter: float | None
     interval: tuple[float, float] | None
+    p: float | None
+    commits: tuple[str, ...]
     diverged: int
+    objections: dict[str, int]
 
 
-def gaps(folders: list[Path], noise_of: list[Path] | None = None) -> list[Gap]:
-    """One row a variant, in the order in which they appear; ``folders`` are outputs of `sagebwd compare`.
+def gaps(folders: list[Path], noise_of: list[Path] | None = None, margin: float = MARGIN) -> list[Gap]:
+    """One row a variant, in the order in which they appear; ``folders`` are outputs of `sagebwd compare` or `seeds`.
 
-    Args: noise_of, more such outputs, of whatever variants, whose repeated baselines count for the noise.
+    Args: noise_of, more such outputs, of whatever variants, whose repeated baselines count for the noise; margin, of
+    the test of equivalence, nats a token.
 
-    Raises ValueError for no folders, and for one that holds no comparison or none of whose baseline.
+    Raises ValueError for no folders, for one that holds no comparison or none of whose baseline, and for a margin of
+    0 or less.
     """
     if not folders:
-        raise ValueError("expected at least one folder that `sagebwd compare` has written")
+        raise ValueError("expected at least one folder that `sagebwd compare` or `sagebwd seeds` has written")
+    if not margin > 0:
+        raise ValueError(f"margin={margin} must be a number of nats above 0")
     rows = [row for folder in folders for row in _outcomes(folder)]
     everywhere = rows + [row for folder in set(noise_of or ()) - set(folders) for row in _outcomes(folder)]
     repeats = [row["gap"] for row in everywhere if row["repeats"] and row["gap"] is not None]
     single = math.sqrt(sum(gap**2 for gap in repeats) / len(repeats)) if repeats else None
-    found = []
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        same = [row for row in rows if row["variant"] == name]
-        values = tuple(row["gap"] for row in same if row["gap"] is not None)
-        middle = mean(values) if values else None
-        noise = single / math.sqrt(len(values)) if values and single is not None else None
-        scatter = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        diverged = sum(bool(row["diverged"]) for row in same)
-        found.append(Gap(name, same[0]["recipe"], values, middle, noise, scatter, interval(values), diverged))
-    return found
+    variants = dict.fromkeys(row["variant"] for row in rows)
+    return [_gap([row for row in rows if row["variant"] == name], single, margin) for name in variants]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Where the mean of many more seeds lies with 95% confidence, by Student's t; None for fewer than two values."""
+def _gap(rows: list[dict], single: float | None, margin: float) -> Gap:
+    """Of one variant's rows; ``single`` is the noise of one gap."""
+    refused = [reason for row in rows if (reason := objection(row["recipe"], row.get("commit")))]
+    counted = [row for row in rows if not objection(row["recipe"], row.get("commit")) and row["gap"] is not None]
+    values = tuple(row["gap"] for row in counted)
+    return Gap(
+        variant=rows[0]["variant"],
+        recipe=rows[0]["recipe"],
+        gaps=values,
+        mean=mean(values) if values else None,
+        noise=single / math.sqrt(len(values)) if values and single is not None else None,
+        scatter=stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
+        interval=interval(values),
+        p=equivalence(values, margin),
+        commits=tuple(dict.fromkeys(row["commit"] for row in counted if row.get("commit"))),
+        diverged=sum(bool(row["diverged"]) for row in rows),
+        objections={reason: refused.count(reason) for reason in dict.fromkeys(refused)},
+    )
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Where the mean of many more seeds lies with that confidence, by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
-    half = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1] * stdev(values) / math.sqrt(len(values))
+    half = student.critical(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     middle = mean(values)
     return middle - half, middle + half
 
 
+def equivalence(values: Sequence[float], margin: float = MARGIN) -> float | None:
+    """The larger p of two one-sided t tests, that the mean is not -``margin`` or less, and not ``margin`` or more.
+
+    Below .05 the 90% `interval` lies within the margins, and equivalence is shown at 5%. None for fewer than two
+    values.
+    """
+    if len(values) < 2:
+        return None
+    nearer, error = margin - abs(mean(values)), stdev(values) / math.sqrt(len(values))
+    if error == 0:
+        return float(nearer <= 0)
+    return student.above(nearer / error, len(values) - 1)
+
+
 def _outcomes(folder: Path) -> list[dict]:
-    """The rows of a comparison but the baseline's, each with whether it ``repeats`` that one."""
+    """The rows of a comparison but the baselines', one a seed, each with whether it ``repeats`` that one."""
     path = folder / COMPARISON
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare`")
-    rows = json.loads(path.read_text(encoding="utf-8"))["outcomes"]
-    if not rows or rows[0].get("gap") != 0:
+        raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare` or `seeds`")
+    seeds: dict[int | None, list[dict]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["outcomes"]:
+        seeds.setdefault(row.get("seed"), []).append(row)
+    paired = [rows for rows in seeds.values() if rows[0]["gap"] == 0]
+    if not paired:
         raise ValueError(f"{path}: its baseline has not come to a finite loss, so there are no gaps")
-    return [{**row, "repeats": row["digest"] == rows[0]["digest"]} for row in rows[1:]]
+    return [{**row, "repeats": row["digest"] == rows[0]["digest"]} for rows in paired for row in rows[1:]]
 
 
-def table(found: list[Gap]) -> Table:
-    """The gaps for a terminal."""
-    drawn = Table(title="held-out loss minus the baseline's, nats a token", title_justify="left", box=None)
-    for heading in ("variant", "attention", "gap", "noise", "scatter", "95%", "runs", "each"):
-        drawn.add_column(heading, justify="left" if heading in ("variant", "attention", "each") else "right")
+def table(found: list[Gap], margin: float = MARGIN) -> Table:
+    """The gaps for a terminal; margin, of the test whose p they hold."""
+    title = f"held-out loss minus the baseline's, nats a token; p: of a gap beyond ±{margin:g} (TOST)"
+    drawn = Table(title=title, title_justify="left", box=None)
+    left = ("variant", "attention", "commit", "each")
+    for heading in ("variant", "attention", "gap", "95%", "pairs", "p", "noise", "scatter", "commit", "each"):
+        drawn.add_column(heading, justify="left" if heading in left else "right")
     for row in found:
-        each = " ".join(f"{gap:+.4f}" for gap in row.gaps)
+        notes = [f"{gap:+.4f}" for gap in row.gaps]
+        notes += [f"diverged: {row.diverged}"] if row.diverged else []
+        notes += [f"not counted: {count}, {reason}" for reason, count in row.objections.items()]
         drawn.add_row(
             row.variant,
             row.recipe,
             "" if row.mean is None else f"{row.mean:+.4f}",
+            "" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval),
+            str(len(row.gaps)),
+            "" if row.p is None else f"{row.p:.4f}",
             "" if row.noise is None else f"{row.noise:.4f}",
             "" if row.scatter is None else f"{row.scatter:.4f}",
-            "" if row.interval is None else "{:+.3f} to {:+.3f}".format(*row.interval),
-            str(len(row.gaps)),
-            each + (f" diverged: {row.diverged}" if row.diverged else ""),
+            " ".join(row.commits),
+            " ".join(notes),
         )
     return drawn

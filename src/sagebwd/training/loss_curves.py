@@ -2,19 +2,23 @@
 
     python -m sagebwd.training.loss_curves PICTURE.png "TITLE=FOLDER[,FOLDER...]"...
 
-The folders of one experiment hold a seed each, as `sagebwd.training.packed` writes them. Above is the training loss,
-below the held-out loss minus that of `BASELINE` with the same seed. Variants that `COLORS` lacks are left out.
+The folders of one experiment hold one seed or several, as `sagebwd.training.packed` writes them. Above is the
+training loss, below the held-out loss minus that of `BASELINE` with the same seed. Variants that `COLORS` lacks are
+left out, and so are runs whose kernels were faulty (`sagebwd.training.kernel_commit`), by the comparison.json beside.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sagebwd.commands.figure import save
-from sagebwd.training.packed import read
+from sagebwd.training.kernel_commit import objection
+from sagebwd.training.packed import by_seed, name_of, read
 from sagebwd.training.report import Run, gap, smoothed
+from sagebwd.training.run_dir import COMPARISON
 
 BASELINE = "full precision"
 COLORS = {BASELINE: "black", f"{BASELINE} repeated": "0.6", "token": "C0", "paper": "C3", "mixed": "C2"}
@@ -35,11 +39,7 @@ def draw(experiments: dict[str, Sequence[Path]], picture: Path) -> None:
         2, len(experiments), figsize=(4.4 * len(experiments), 6), sharex="col", squeeze=False, layout="constrained"
     )
     for column, (title, folders) in zip(axes.T, experiments.items()):
-        for folder in folders:
-            packed = {run["run"]: run for run in read(folder)}
-            if BASELINE not in packed:
-                raise ValueError(f"{folder} has no run named {BASELINE!r}; it has {', '.join(packed)}")
-            runs = {name: Run(name, {}, "", run["metrics"], run["result"] or {}) for name, run in packed.items()}
+        for runs in (runs for folder in folders for runs in _seeds(folder)):
             for name, color in COLORS.items():
                 if name in runs:
                     tokens, losses = runs[name].series("loss")
@@ -55,6 +55,22 @@ def draw(experiments: dict[str, Sequence[Path]], picture: Path) -> None:
     lines = [plt.Line2D([], [], color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     save(figure, picture)
+
+
+def _seeds(folder: Path) -> Iterator[dict[str, Run]]:
+    """The runs of each seed by variant, those left out that do not count."""
+    path = folder / COMPARISON
+    rows = json.loads(path.read_text(encoding="utf-8"))["outcomes"] if path.exists() else []
+    out = {name_of(row) for row in rows if objection(row["recipe"], row.get("commit"))}
+    for group in by_seed(read(folder)):
+        named = {run["run"].rpartition("/")[2]: run for run in group}
+        if BASELINE not in named:
+            raise ValueError(f"{folder} has no run named {BASELINE!r}; it has {', '.join(named)}")
+        yield {
+            name: Run(name, {}, "", run["metrics"], run["result"] or {})
+            for name, run in named.items()
+            if run["run"] not in out
+        }
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -22,26 +22,36 @@ PACKED = "runs.jsonl.xz"
 
 
 def pack(folder: Path, output: Path) -> None:
-    """Write the runs in the folders of ``folder``, in the order of its comparison, into one file in ``output``.
+    """Write the runs under ``folder``, an output of `sagebwd compare` or `seeds`, in the order of its comparison, into
+    one file in ``output``.
 
     Raises ValueError where ``folder`` holds no run.
     """
-    names = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    paths = [*folder.glob(f"*/{METRICS}"), *folder.glob(f"seed-*/*/{METRICS}")]
+    names = sorted(path.parent.relative_to(folder).as_posix() for path in paths)
     if not names:
         raise ValueError(f"{folder} holds no run: expected folders with {METRICS}, as `sagebwd compare` writes them")
     output.mkdir(parents=True, exist_ok=True)
     comparison = folder / COMPARISON
     if comparison.exists():
-        compared = [row["variant"] for row in json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]]
+        rows = json.loads(comparison.read_text(encoding="utf-8"))["outcomes"]
+        compared = [name_of(row) for row in rows]
         names.sort(key=lambda name: compared.index(name) if name in compared else len(compared))
         if output != folder:
             shutil.copy(comparison, output)
-    with lzma.open(output / PACKED, "wt", encoding="utf-8") as file:
+    scratch = output / f".{PACKED}.writing"  # what was packed before stays until this is whole
+    with lzma.open(scratch, "wt", encoding="utf-8") as file:
         for name in names:
             found = next((end for end in (RESULT, DIVERGED) if (folder / name / end).exists()), None)
             end = json.loads((folder / name / found).read_text(encoding="utf-8")) if found else None
             run = {"run": name, "ended": found, "result": end, "metrics": read_metrics(folder / name)}
             file.write(json.dumps(run) + "\n")
+    scratch.replace(output / PACKED)
+
+
+def name_of(row: dict) -> str:
+    """Of the run that a row of comparison.json is of, the folder under the comparison's."""
+    return f"seed-{row['seed']}/{row['variant']}" if "seed" in row else row["variant"]
 
 
 def read(folder: Path) -> list[dict]:
@@ -49,6 +59,14 @@ def read(folder: Path) -> list[dict]:
     otherwise the content of the file that ``ended`` names."""
     with lzma.open(folder / PACKED, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def by_seed(runs: list[dict]) -> list[list[dict]]:
+    """The runs that `read` gives, those of one seed together: as `sagebwd seeds` names them, else all are of one."""
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        groups.setdefault(run["run"].rpartition("/")[0], []).append(run)
+    return list(groups.values())
 
 
 def unpack(folder: Path, output: Path) -> None:
@@ -62,7 +80,7 @@ def unpack(folder: Path, output: Path) -> None:
 
 
 def curves(folder: Path) -> Path:
-    """Draw the packed runs of ``folder``, gaps to the first, into its curves.png."""
+    """Draw the packed runs of ``folder``, of one seed, gaps to the first, into its curves.png."""
     runs = [Run(run["run"], {}, "", run["metrics"], run["result"] or {}) for run in read(folder)]
     write_curves(runs, runs[0], folder / "curves.png")
     return folder / "curves.png"

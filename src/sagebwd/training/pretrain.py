@@ -31,11 +31,10 @@ from tqdm import tqdm
 from transformers import AttentionInterface, Trainer, TrainerCallback, TrainingArguments
 from transformers.masking_utils import AttentionMaskInterface
 
-from sagebwd.hardware import command_output
 from sagebwd.meaning.metrics import largest_logit
 from sagebwd.recipe import INT8, Recipe
 from sagebwd.training import data as text
-from sagebwd.training import processes, sharding
+from sagebwd.training import kernel_commit, processes, sharding
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build, checkpoint_layers
 from sagebwd.training.monitor import PREFIX, AttentionMonitor
@@ -379,5 +378,5 @@ def environment() -> dict[str, str | None]:
         "sagebwd": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "processes": str(processes.count()),
-        "commit": command_output("git", "describe", "--always", "--dirty"),  # "-dirty": with changes to it
+        "commit": kernel_commit.commit(),
     }

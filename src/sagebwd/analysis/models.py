@@ -1,0 +1,121 @@
+"""Trained models as they lie on disk, and texts as the token ids that they read.
+
+A model is the folder that ``save_pretrained`` wrote, a run's ``model`` or checkpoint for example, or a GGUF file,
+whose quantised weights become FP32 (which takes the package gguf).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from sagebwd.training.data import open_text
+
+SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
+_DEFAULT_TOKENS = 1024
+
+
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A decoder, or an encoder with a masked-language head, from files alone.
+
+    Args: path, of a folder or a GGUF file, which holds a decoder; dtype, of the weights, for None the folder's own.
+
+    Raises ValueError where there is no such model, and for a GGUF file without the package that reads it.
+    """
+    path = Path(path)
+    settings = {"local_files_only": True} | ({} if dtype is None else {"dtype": dtype})
+    if path.suffix == ".gguf":
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **_gguf(path), **settings)
+        return model.to(device)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"model={str(path)!r}: no config.json there; accepted: the folder of a Transformers model, for example "
+            "model/ or checkpoint-N/ of a run, and a .gguf file"
+        )
+    config = transformers.AutoConfig.from_pretrained(path)
+    named = (config.architectures or [""])[0]
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not named.endswith(("ForCausalLM", "LMHeadModel"))
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path, **settings).to(device)
+
+
+def _gguf(path: Path) -> dict[str, str]:
+    """How Transformers is told of a GGUF file. Raises ValueError without it, or without the package that reads it."""
+    if not path.is_file():
+        raise ValueError(f"model={str(path)!r}: there is no such file")
+    if find_spec("gguf") is None:
+        raise ValueError(f"model={str(path)!r}: a GGUF file needs the package gguf: pip install gguf")
+    return {"gguf_file": path.name}
+
+
+def encode(model_path: str | Path, text: str) -> Tensor:
+    """The token ids of a text, (1, tokens) int64, by the tokeniser that a model's folder, GGUF file or run has.
+
+    Raises ValueError where there is no tokeniser or no text, and as `load_model` does for a GGUF file.
+    """
+    path = Path(model_path)
+    run = next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
+    if not text:
+        raise ValueError("text: it is empty")
+    if path.suffix == ".gguf":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, local_files_only=True, **_gguf(path))
+    elif run is not None:
+        from sagebwd.training.config import Data
+        from sagebwd.training.data import encode as encode_document
+
+        data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
+        return torch.tensor([encode_document(Data(**data), text)])
+    elif any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    else:
+        raise ValueError(f"model={str(path)!r}: no tokeniser there, and no config.yaml of a run that names one")
+    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+
+
+def read_text(path: str | Path | None) -> str:
+    """A text file, .xz and .zst unpacked; `SAMPLE_TEXT` for None."""
+    path = Path(path or SAMPLE_TEXT)
+    with open_text(path) if path.suffix in (".xz", ".zst") else path.open(encoding="utf-8") as file:
+        return file.read()
+
+
+def windows(ids: Tensor, tokens: int, count: int = 1) -> list[Tensor]:
+    """``count`` windows (1, tokens) of ids (1, n), the first at their beginning, the last at their end.
+
+    Raises ValueError for fewer than one window or token, and where they are more than there are.
+    """
+    found = ids.shape[1]
+    if count < 1:
+        raise ValueError(f"windows={count} must be at least 1")
+    if not 1 <= tokens <= found:
+        raise ValueError(f"tokens={tokens}: the text has {found}; accepted: 1 to that")
+    if tokens * count > found:
+        raise ValueError(f"windows={count}: {count} windows of {tokens} need {tokens * count}; the text has {found}")
+    starts = torch.linspace(0, found - tokens, count).long().tolist()
+    return [ids[:, start : start + tokens] for start in starts]
+
+
+def context(model: PreTrainedModel) -> int | None:
+    """The most tokens that the model has positions for; None where its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def text_windows(
+    model: PreTrainedModel, path: str | Path, text: str | Path | None, tokens: int | None = None, count: int = 1
+) -> list[Tensor]:
+    """`windows` of a text file as the model at ``path`` reads it, by default up to 1024 tokens of `SAMPLE_TEXT`.
+
+    Raises ValueError as `encode` and `windows` do.
+    """
+    ids = encode(path, read_text(text))
+    if tokens is None:
+        tokens = min(_DEFAULT_TOKENS, ids.shape[1] // max(count, 1), context(model) or _DEFAULT_TOKENS)
+    return windows(ids, tokens, count)

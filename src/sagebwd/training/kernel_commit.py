@@ -1,0 +1,43 @@
+"""Which commit a run had its kernels from, and whether those computed the gradients of its recipe.
+
+Before `MENDED` Hopper's kernel made dV and dK of e4m3 products up to 29% too small, so its runs say nothing of a
+recipe that has such products (docs/log/2026-11-23-fp32-sums.md).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sagebwd.environment import COMMIT
+from sagebwd.hardware import command_output
+from sagebwd.recipe import FP8, Recipe
+from sagebwd.training.config import FULL_PRECISION
+
+MENDED = "2534d87"
+FAULTY = ("a6a23aa", "fb3aeff", "2330368", "8d81373", "a9c0339")
+"""The commits before `MENDED` that a run with e4m3 gradients names, or has by the documents."""
+
+
+def commit() -> str | None:
+    """SAGEBWD_COMMIT, or else the commit of the checkout that the package lies in, "-dirty" where it has changes to
+    it; None without either."""
+    here = str(Path(__file__).parent)
+    return os.environ.get(COMMIT) or command_output("git", "-C", here, "describe", "--always", "--dirty")
+
+
+def objection(recipe: str, named: str | None) -> str | None:
+    """Why a run of a config's ``attention.recipe`` does not count for it, given the commit that it names.
+
+    None where it counts. Gradients in INT8 and 16 bit were right in all commits, so their runs need no commit.
+    Raises ValueError where ``recipe`` is none.
+    """
+    if recipe in FULL_PRECISION:
+        return None
+    parsed = Recipe.parse(recipe)
+    if FP8 not in (parsed.dv, parsed.dk):
+        return None
+    if named is None:
+        return "it names no commit of its kernels"
+    faulty = named.removesuffix("-dirty") in FAULTY
+    return f"the kernels of {named} made its dV and dK too small" if faulty else None

@@ -1,0 +1,74 @@
+"""Rows taken together: a layer over its heads, windows alike, and heads that do next to nothing."""
+
+import dataclasses
+import math
+
+import pytest
+
+from sagebwd.analysis import layers
+from sagebwd.analysis import trace as study
+from tests.analysis.test_trace import random_call
+
+
+def test_a_layer_is_its_heads_together():
+    whole = random_call()
+    whole.do[0, 1] *= 100  # a head that others are nothing beside
+    rows = study.measure([whole], ["paper", "token"], attribute=True)
+    paper, token = layers.means(rows)
+    own = [row for row in rows if row.recipe == "token"]
+    assert (paper.recipe, token.recipe, token.layer, token.head) == ("paper", "token", 0, None)
+    for name in ("dq", "o"):
+        errors = math.hypot(*(row.relative_l2[name] * row.norm[name] for row in own))
+        assert token.relative_l2[name] == pytest.approx(errors / math.hypot(*(row.norm[name] for row in own)))
+    heaviest = max(own, key=lambda row: row.norm["dq"])
+    assert token.relative_l2["dq"] == pytest.approx(heaviest.relative_l2["dq"], rel=0.01)
+    assert token.largest_logit == max(row.largest_logit for row in own)
+    part = token.attribution["o"]["dq"]
+    assert part.share == pytest.approx((part.alone / token.relative_l2["dq"]) ** 2)
+    assert part.alone == pytest.approx(heaviest.attribution["o"]["dq"].alone, rel=0.01)
+
+
+def moved(rows, **changes):
+    """The rows as of another window, each relative error and norm times a factor."""
+    scaled = {name: changes.pop(name, 1.0) for name in ("errors", "norms")}
+    return [
+        dataclasses.replace(
+            row,
+            relative_l2={name: scaled["errors"] * x for name, x in row.relative_l2.items()},
+            norm={name: scaled["norms"] * x for name, x in row.norm.items()},
+            **changes,
+        )
+        for row in rows
+    ]
+
+
+def test_windows_count_alike():
+    """Whatever their norms: by the root mean square of their errors."""
+    rows = study.measure([random_call()], ["token"])
+    both = rows + moved(rows, window=1, errors=3.0, norms=1000.0)
+    (one,), (two,) = layers.means(rows), layers.means(both)
+    assert (two.head, two.window) == (None, None)
+    assert two.relative_l2["dq"] == pytest.approx(math.sqrt(5) * one.relative_l2["dq"])
+    first, second = layers.by_window(both)
+    assert (first.window, second.window) == (0, 1)
+    assert second.relative_l2["dq"] == pytest.approx(3 * first.relative_l2["dq"])
+    heads = layers.over_windows(both)
+    assert [row.head for row in heads] == [0, 1, 2, 3]
+    assert heads[1].relative_l2["dk"] == pytest.approx(math.sqrt(5) * rows[1].relative_l2["dk"])
+
+
+def test_a_head_alone_is_a_layer_too():
+    (row,) = layers.means(study.measure([random_call().select([2])], ["token"]))
+    assert (row.head, row.window) == (None, None)
+
+
+def test_idle_heads_are_told_apart():
+    whole = random_call()
+    assert layers.idle(study.measure([whole], ["token"])) == {}
+    whole.do[0, 1] *= 1e-4  # of both sequences
+    whole.do[1, 1] *= 1e-4
+    rows = study.measure([whole], ["paper", "token"])
+    ((place, share),) = layers.idle(rows).items()
+    assert place == (0, 1)
+    own, others = rows[2].norm["dq"], [row.norm["dq"] for row in rows[::2]]
+    assert share == pytest.approx(own / math.hypot(*others))
