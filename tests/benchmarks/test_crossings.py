@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from sagebwd.auto import crossings
+from sagebwd.auto.crossings import CAUSAL, FORWARD, KINDS, PACKED, TRAINING
 from sagebwd.benchmarks import crossings as bench
 from sagebwd.commands import crossings as command
-from sagebwd.kernels import crossings
-from sagebwd.kernels.crossings import CAUSAL, FORWARD, KINDS, PACKED, TRAINING
 from sagebwd.meaning.metrics import relative_l2
 
 SMALL = bench.Case(CAUSAL, 16, 16, 1 << 17)

@@ -23,10 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.benchmarks.attention import time_interleaved
-from sagebwd.benchmarks.shapes import MODEL_WIDTH, WIDTHS
-from sagebwd.call import Ask
-from sagebwd.kernels.crossings import (
+from sagebwd.auto.crossings import (
     CAUSAL,
     DIRECTIONS,
     FULL,
@@ -38,6 +35,9 @@ from sagebwd.kernels.crossings import (
     least,
     wins,
 )
+from sagebwd.benchmarks.attention import time_interleaved
+from sagebwd.benchmarks.shapes import MODEL_WIDTH, WIDTHS
+from sagebwd.call import Ask
 from sagebwd.recipe import AUTO, Recipe
 
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)

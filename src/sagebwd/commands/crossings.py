@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_rows
 from sagebwd.benchmarks import crossings as benchmark
 from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
-from sagebwd.kernels.crossings import DIRECTIONS, Crossing, kept_at, of_rows
 
 
 def measure(device: str, output: Path | None, commit: str | None) -> None:
