@@ -55,7 +55,17 @@ def test_lengths_fall_until_both_directions_have_lost_and_then_meet_the_crossing
     assert [row.tokens for row in rows[::2]] == [8192, 4096, 2048, 1024, 512, 1536, 3072]
     found = {x.direction: x for x in crossings.of_rows(map(asdict, rows), "here")}
     assert (found[FORWARD].tokens, found[TRAINING].tokens) == (3072, 1536)
-    assert found[FORWARD] == (16, 16, FORWARD, CAUSAL, min(row.elements for row in rows), 3072, "token", "here")
+    assert found[FORWARD] == (
+        16,
+        16,
+        FORWARD,
+        CAUSAL,
+        min(row.elements for row in rows),
+        3072,
+        "token",
+        "reference/reference",
+        "here",
+    )
 
 
 def test_what_never_wins_and_what_always_does(measured):
@@ -81,7 +91,7 @@ def test_what_does_not_run_loses_and_wins_where_torch_has_nothing():
 def test_both_sides_compute_the_same(kind):
     case = bench.Case(kind, 16, 16, 1 << 13)
     tensors = case.inputs(64, "cpu")[:3]
-    found, *_ = bench.attentions_of(case, 64, tensors)
+    found = bench.attentions_of(case, 64, tensors)
     if kind == PACKED:
         assert set(found) == {"ours"}
         tensors = [x.unflatten(0, (-1, 64)).transpose(1, 2) for x in tensors]

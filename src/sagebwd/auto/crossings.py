@@ -24,15 +24,14 @@ DIRECTIONS = (FORWARD, TRAINING)
 # not; anything else that a mask of elements says.
 KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
-# The cards of this project, as CUDA's names of them begin.
-CARDS = ("NVIDIA H100", "NVIDIA H200")
 
 
 class Crossing(NamedTuple):
     """What was measured at one pair of widths: low precision is faster from ``tokens`` tokens on.
 
     elements: batch x heads x tokens x value_dim of the calls that were timed. tokens: None where it never was faster.
-    recipe: what ran in low precision. source: the file that says so.
+    recipe, impl: what ran in low precision, and on whose kernels (`sagebwd.dispatch.Choice.name`). source: the file
+    that says so.
     """
 
     head_dim: int
@@ -42,6 +41,7 @@ class Crossing(NamedTuple):
     elements: int
     tokens: int | None
     recipe: str
+    impl: str
     source: str
 
 
@@ -50,12 +50,12 @@ def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
     groups: dict[tuple, list[Mapping]] = {}
     for row in rows:
         size = round(math.log2(row["elements"]))
-        key = row["head_dim"], row["value_dim"], row["direction"], row["kind"], size, row["recipe"]
+        key = row["head_dim"], row["value_dim"], row["direction"], row["kind"], size, row["recipe"], row["impl"]
         groups.setdefault(key, []).append(row)
     found = []
-    for (head_dim, value_dim, direction, kind, _, recipe), timed in groups.items():
+    for (head_dim, value_dim, direction, kind, _, *runs), timed in groups.items():
         elements = min(row["elements"] for row in timed)
-        found.append(Crossing(head_dim, value_dim, direction, kind, elements, least(timed), recipe, source))
+        found.append(Crossing(head_dim, value_dim, direction, kind, elements, least(timed), *runs, source))
     return found
 
 
@@ -80,8 +80,7 @@ def of_card(card: str, torch_version: str) -> tuple[Crossing, ...]:
     path = kept_at(card, torch_version)
     if path.exists():
         return tuple(of_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], str(path)))
-    known = next((name for name in CARDS if card.startswith(name)), None)
-    return tuple(Crossing(**row) for row in _of_this_project().get(known, ()))
+    return tuple(Crossing(**row) for row in _of_this_project().get(card, ()))
 
 
 def kept_at(card: str, torch_version: str) -> Path:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.auto import torch_attention
 from sagebwd.auto.crossings import (
     CAUSAL,
     DIRECTIONS,
@@ -156,18 +157,35 @@ def _between(rows: list[Timing], direction: str) -> list[int]:
 def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[Timing]:
     """A row of each direction."""
     *tensors, do = case.inputs(tokens, device)
-    attentions, picked, recipe, impl = attentions_of(case, tokens, tensors)
+    choice = _choice(case, tensors)
+    attentions = attentions_of(case, tokens, tensors)
     batch, heads = case.batch_and_heads(tokens)
+    shape = case.kind, case.head_dim, case.value_dim, batch, heads, tokens, batch * heads * tokens * case.value_dim
     rows = []
     for direction in DIRECTIONS:
-        runs = {name: _run(attention, tensors, do, direction) for name, attention in attentions.items()}
+        picked = _picked(case, tensors, direction)
+        runs = {
+            name: _run(attention, tensors, do, direction) for name, attention in attentions.items() if name != picked
+        }
         times = timer({name: run for name, run in runs.items() if _runs(name, run)}, device)
         ours, theirs = (times.pop(name, (None, None)) for name in ("ours", "torch"))
         others = {name: ms for name, (ms, _) in times.items()}
-        elements = batch * heads * tokens * case.value_dim
-        shape = case.kind, case.head_dim, case.value_dim, batch, heads, tokens, elements
-        rows.append(Timing(*shape, direction, recipe, impl, *ours, *theirs, picked, others))
+        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked, others))
     return rows
+
+
+def _choice(case: Case, tensors: list[Tensor]) -> dispatch.Choice:
+    """What "auto" runs in low precision."""
+    return dispatch.choose(Ask.of(tensors[0], tensors[2], AUTO, dispatch.FASTEST, case.kind))
+
+
+def _picked(case: Case, tensors: list[Tensor], direction: str) -> str:
+    """The backend that torch's own function takes."""
+    if case.kind == PACKED:
+        return "varlen_attn"
+    leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
+    mask = _torch_mask(case.kind, tensors[0])
+    return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
 
 
 def _run(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
@@ -187,24 +205,16 @@ def _runs(name: str, run: Callable[[], object]) -> bool:
     return True
 
 
-def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> tuple[dict[str, Attention], str, str, str]:
-    """Low precision ("ours"), what torch picks ("torch") and its other backends; torch's pick; our recipe and impl."""
-    q, _, v = tensors
-    choice = dispatch.choose(Ask.of(q, v, AUTO, dispatch.FASTEST, case.kind == MASK))
-    ours, theirs = _packed(case, tokens, q, choice.recipe) if case.kind == PACKED else _dense(case, q, choice.recipe)
-    found = {"ours": ours}
-    if theirs is None:
-        return found, "nothing", str(choice.recipe), choice.impl
-    found["torch"] = theirs
+def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, Attention]:
+    """Low precision ("ours"), torch's function ("torch") where it has one, and its backends by name."""
+    recipe = _choice(case, tensors).recipe
     if case.kind == PACKED:
-        return found, "varlen_attn", str(choice.recipe), choice.impl
-    mask, is_causal = _torch_mask(case.kind, q), case.kind == CAUSAL
-    picked = SDPBackend(torch._fused_sdp_choice(*tensors, mask, 0.0, is_causal)).name
-    others = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if case.kind in (FULL, CAUSAL) else []
-    for backend in others if q.is_cuda else []:
-        if backend.name != picked:
-            found[backend.name] = partial(_by_backend, backend, theirs)
-    return found, picked, str(choice.recipe), choice.impl
+        return _packed(case, tokens, tensors[0], recipe)
+    found = _dense(case, tensors[0], recipe)
+    if case.kind in (FULL, CAUSAL) and tensors[0].is_cuda:
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            found[backend.name] = partial(_by_backend, backend, found["torch"])
+    return found
 
 
 def _by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
@@ -212,15 +222,15 @@ def _by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> 
         return attention(*tensors)
 
 
-def _dense(case: Case, q: Tensor, recipe: Recipe) -> tuple[Attention, Attention]:
+def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
     mask, is_causal = _torch_mask(case.kind, q), case.kind == CAUSAL
     options = {"is_causal": is_causal, "recipe": recipe}
     if case.kind == WINDOW:
         options["window"] = (_window(q.shape[2]), 0)
     elif mask is not None:
         options["attn_mask"] = mask
-    ours = partial(sage_attention, **options)
-    return ours, partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
+    theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
+    return {"ours": partial(sage_attention, **options), "torch": theirs}
 
 
 def _window(tokens: int) -> int:
@@ -230,29 +240,29 @@ def _window(tokens: int) -> int:
 def _torch_mask(kind: str, q: Tensor) -> Tensor | None:
     """A kind's mask as torch has it: a window of a quarter, an eighth of the keys padding, a prefix of a quarter."""
     batch, _, tokens, _ = q.shape
-    ones = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-    if kind == WINDOW:
-        return ones.tril() & ones.triu(-_window(tokens))
+    places = torch.arange(tokens, device=q.device)
     if kind == PADDING:
-        return (torch.arange(tokens, device=q.device) < tokens - tokens // 8).expand(batch, 1, 1, tokens)
-    if kind == MASK:
-        return ones.tril() | (torch.arange(tokens, device=q.device) < tokens // 4)
-    return None
+        return (places < tokens - tokens // 8).expand(batch, 1, 1, tokens)
+    if kind not in (WINDOW, MASK):
+        return None
+    distance = places - places[:, None]
+    past = distance <= 0
+    return past & (distance >= -_window(tokens)) if kind == WINDOW else past | (places < tokens // 4)
 
 
-def _packed(case: Case, tokens: int, q: Tensor, recipe: Recipe) -> tuple[Attention, Attention | None]:
+def _packed(case: Case, tokens: int, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
     """Causal, over sequences of one length; torch's needs a GPU."""
     offsets = torch.arange(0, q.shape[0] + 1, tokens, dtype=torch.int32, device=q.device)
-    packing = offsets, offsets, tokens, tokens
 
     def ours(*tensors: Tensor) -> Tensor:
-        return sage_attention_varlen(*tensors, *packing, is_causal=True, recipe=recipe)
+        return sage_attention_varlen(*tensors, offsets, offsets, tokens, tokens, is_causal=True, recipe=recipe)
 
-    if not q.is_cuda:
-        return ours, None
-    from torch.nn.attention.varlen import varlen_attn
+    def theirs(*tensors: Tensor) -> Tensor:
+        scale = case.head_dim**-0.5
+        return torch_attention.packed(*tensors, (offsets, offsets), (tokens, tokens), True, (-1, -1), scale)
 
-    return ours, lambda *tensors: varlen_attn(*tensors, *packing, window_size=(-1, 0))
+    takes = q.is_cuda and torch_attention.takes_packed(case.head_dim, case.value_dim, False)
+    return {"ours": ours, "torch": theirs} if takes else {"ours": ours}
 
 
 def _compile(device: str, chosen: list[Case], tell: Callable[[str], object]) -> None:
@@ -274,6 +284,6 @@ def _call(group: list[Case], device: str) -> None:
     for case in group:
         for tokens in LENGTHS:
             *tensors, do = case.inputs(tokens, device)
-            ours = attentions_of(case, tokens, tensors)[0]["ours"]
+            ours = attentions_of(case, tokens, tensors)["ours"]
             for direction in DIRECTIONS:
                 _runs("ours", _run(ours, tensors, do, direction))
