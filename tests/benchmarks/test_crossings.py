@@ -55,17 +55,8 @@ def test_lengths_fall_until_both_directions_have_lost_and_then_meet_the_crossing
     assert [row.tokens for row in rows[::2]] == [8192, 4096, 2048, 1024, 512, 1536, 3072]
     found = {x.direction: x for x in crossings.of_rows(map(asdict, rows), "here")}
     assert (found[FORWARD].tokens, found[TRAINING].tokens) == (3072, 1536)
-    assert found[FORWARD] == (
-        16,
-        16,
-        FORWARD,
-        CAUSAL,
-        min(row.elements for row in rows),
-        3072,
-        "token",
-        "reference/reference",
-        "here",
-    )
+    who, elements = ("token", "reference/reference"), min(row.elements for row in rows)
+    assert found[FORWARD] == (16, 16, FORWARD, CAUSAL, elements, 3072, *who, "here")
 
 
 def test_what_never_wins_and_what_always_does(measured):
