@@ -75,8 +75,9 @@ def kind_of(
             kind += x.shape, x.stride(), x.dtype, x.device
     q, k, v, mask, cu_seqlens_q, cu_seqlens_k = tensors
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        of_mask = mask is not None and mask.requires_grad
-        kind += torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad), of_mask
+        trains = torch.is_grad_enabled()
+        kind.append(trains and (q.requires_grad or k.requires_grad or v.requires_grad))
+        kind.append(trains and mask is not None and mask.requires_grad)
     kind += q is k, k is v, q is v, cu_seqlens_q is cu_seqlens_k, _casts(q)
     return tuple(kind)
 

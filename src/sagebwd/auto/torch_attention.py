@@ -54,7 +54,9 @@ def way_of(
     left, right = window
     left = -1 if left >= tokens_q - 1 else left
     right = -1 if right >= tokens_k - 1 or is_causal else right
-    band = Band.of(is_causal or right == 0, left, -1 if right == 0 else right)
+    if right == 0:
+        is_causal, right = True, -1
+    band = Band.of(is_causal, left, right)
     if band.lower is None and band.upper is None:
         return Way(masked_as or FULL, dropout_p)
     if band.lower is not None and tokens_q - left > tokens_k:
@@ -74,8 +76,8 @@ def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         mask = _banded(way.band, query, key, mask)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
-    grouped = query.shape[1] != key.shape[1]
-    return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}  # in a trace a symbol is no flag
+    return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, **grouped)
 
 
 def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `sagebwd doctor --measure` does and prints, and the table of crossings that `doctor` prints without."""
+"""What `sagebwd doctor --measure` does and prints, and what `sagebwd doctor` says of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_rows
+from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows
 from sagebwd.benchmarks import crossings as benchmark
 from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
@@ -32,6 +32,22 @@ def measure(device: str, output: Path | None, commit: str | None) -> None:
                 console.print(line, highlight=False)
     console.print(table(of_rows(map(asdict, rows), str(path))))
     console.print(f"wrote {path}" if path == kept else f"wrote {kept} and {path}", soft_wrap=True)
+
+
+def show(device: str) -> None:
+    """Print from how many tokens on "auto" runs in low precision on a GPU."""
+    card = torch.cuda.get_device_properties(device).name
+    known = of_card(card, torch.__version__)
+    if not known:
+        console.print(
+            f"auto: nobody has timed {card} with these versions, so calls of recipe auto run in full precision, by "
+            "torch. `sagebwd doctor --measure` times it, in a few minutes.",
+            markup=False,
+        )
+        return
+    console.print(table(known))
+    for source in sorted({row.source for row in known}):
+        console.print(f"measured: {source}", soft_wrap=True, markup=False)
 
 
 def _keep(rows: list[benchmark.Timing], facts: dict[str, object], path: Path) -> None:

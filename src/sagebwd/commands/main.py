@@ -297,6 +297,10 @@ def doctor(
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
+    if device.startswith("cuda") and recipe == AUTO:
+        from sagebwd.commands import crossings
+
+        crossings.show(device)
     if any(answer.chosen for answer in found):
         error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
         passed = error < 0.03
