@@ -39,6 +39,7 @@ from sagebwd.auto import counts
 from sagebwd.auto.asked import autocast_dtype
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
+from sagebwd.kernels.table import MAX_HEAD_DIM
 
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
@@ -209,7 +210,8 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys
     itself = visible.is_banded
-    if not has_values(query) or (shared["window"] is not None and mask.has_holes):
+    wide = max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM  # which torch alone takes, and not packed
+    if wide or not has_values(query) or (shared["window"] is not None and mask.has_holes):
         return _masked(query, key, value, mask.padding, itself, shared), None
     return _unpadded(query, key, value, mask, itself, shared), None
 
