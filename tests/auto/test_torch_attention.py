@@ -1,11 +1,7 @@
-"""Where recipe "auto" hands a call to torch's own attention: what decides it, what torch is given, what is said.
-
-A GPU is stood in for: `hands_over` is asked of devices that are not there, and what it hands over runs on a CPU.
-"""
+"""What torch's own attention is given of a call that "auto" hands over: the same call, whoever runs it."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -14,117 +10,13 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
-from sagebwd import dispatch, eager, replace_sdpa, sage_attention, switches
-from sagebwd.auto import asked, counts, crossings, torch_attention
-from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, PADDING, TRAINING, WINDOW, Crossing
-from sagebwd.call import Ask, Size
+from sagebwd import dispatch, eager, replace_sdpa, sage_attention, sage_attention_varlen, switches
+from sagebwd.auto import asked, counts, torch_attention
+from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.auto.traced import asked_once
+from sagebwd.meaning.metrics import relative_l2
 
-CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
-ASK = Ask("auto", 128, 128, torch.bfloat16, CARD, CAUSAL)
-LARGE = 1 << 25
-
-
-def crossing(tokens, dims=(128, 128), direction=FORWARD, kind=CAUSAL, elements=LARGE, impl="hopper/hopper"):
-    recipe = "mixed" if "hopper" in impl else "token"
-    return Crossing(*dims, direction, kind, elements, tokens, recipe, impl, "a file")
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """Every CUDA device is an H100 with all of the extra, of which this was measured."""
-    rows: list[Crossing] = []
-    monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
-    monkeypatch.setattr(dispatch, "_missing", lambda: None)
-    monkeypatch.setattr(dispatch, "card_of", lambda device: "a card")
-    monkeypatch.setattr(crossings, "of_card", lambda card, version: tuple(rows))
-    for known in (dispatch._choose, dispatch.crossings_of):
-        known.cache_clear()
-    yield rows
-    for known in (dispatch._choose, dispatch.crossings_of):
-        known.cache_clear()
-
-
-def size(tokens, keys=None, elements=LARGE):
-    return Size(tokens, tokens if keys is None else keys, elements)
-
-
-def runs(ask=ASK, of=None):
-    return dispatch.choose(ask, of or size(2048)).name
-
-
-def test_calls_shorter_than_the_crossing_are_torchs(measured):
-    measured += [crossing(2048), crossing(1024, direction=TRAINING)]
-    assert [runs(of=size(n)) for n in (2047, 2048)] == ["torch/torch", "hopper/hopper"]
-    assert [runs(ASK._replace(training=True), size(n)) for n in (1023, 1024)] == ["torch/torch", "hopper/hopper"]
-    assert dispatch.choose(ASK, size(1)) is dispatch.IN_TORCH
-    assert str(dispatch.IN_TORCH.recipe) == "full"
-    assert dispatch.IN_TORCH.impl == "torch"
-
-
-def test_sequences_that_differ_in_length_count_as_their_harmonic_mean(measured):
-    measured.append(crossing(1000))
-    assert [runs(of=size(32760, keys)) for keys in (507, 508)] == ["torch/torch", "hopper/hopper"]
-    assert runs(of=size(1, 10**6)) == "torch/torch"
-
-
-def test_small_calls_cross_where_small_ones_were_timed(measured):
-    measured += [crossing(1024), crossing(4096, elements=LARGE // 8)]
-    assert runs(of=size(2048)) == "hopper/hopper"
-    assert runs(of=size(2048, elements=LARGE - 1)) == "torch/torch"
-    assert runs(of=size(4096, elements=LARGE - 1)) == "hopper/hopper"
-    assert runs(of=size(8192, elements=LARGE // 8 - 1)) == "torch/torch"  # smaller than any that was timed
-
-
-def test_what_was_never_faster_and_what_was_not_timed_is_torchs(measured):
-    assert runs(of=size(1 << 20)) == "torch/torch"
-    measured += [crossing(None), crossing(256, kind=WINDOW), crossing(256, dims=(256, 256))]
-    assert runs(of=size(1 << 20)) == "torch/torch"
-    assert runs(ASK._replace(kind=FULL)) == "torch/torch"
-    assert runs(ASK._replace(kind=WINDOW)) == "hopper/hopper"
-
-
-def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
-    measured += [crossing(2048, dims=(80, 80)), crossing(512, dims=(96, 96)), crossing(256, dims=(64, 64))]
-    found = {d: runs(ASK._replace(head_dim=d, value_dim=d), size(1024)) for d in (64, 72, 80, 88, 96)}
-    assert found == {
-        64: "hopper/hopper", 72: "torch/torch", 80: "torch/torch", 88: "torch/torch", 96: "hopper/hopper",
-    }  # fmt: skip
-    assert runs(ASK._replace(head_dim=88, value_dim=88), size(2048)) == "hopper/hopper"
-    assert runs(ASK._replace(head_dim=72, value_dim=72), size(1 << 20)) == "torch/torch"
-
-
-def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
-    measured += [crossing(256), crossing(512, kind=MASK, impl="triton/triton")]
-    assert runs(ASK._replace(kind=MASK)) == "triton/triton"
-    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
-    dispatch._choose.cache_clear()
-    dispatch.crossings_of.cache_clear()
-    assert runs() == "torch/torch"
-
-
-def test_what_was_named_is_never_handed_over(measured):
-    for change in ({"recipe": sagebwd.Recipe.named("mixed")}, {"impl": "hopper"}, {"impl": dispatch.FASTEST}):
-        assert runs(ASK._replace(**change), size(16)) == "hopper/hopper"
-    assert dispatch.choose(ASK, None).name == "hopper/hopper"
-    with pytest.raises(TypeError, match="dtype float32"):
-        runs(ASK._replace(dtype=torch.float32), size(16))
-    assert runs(ASK._replace(device=CPU), size(16)) == "reference/reference"
-    assert runs(ASK._replace(only_torch="dropout_p", device=CPU), size(16)) == "torch/torch"
-
-
-def test_the_table_of_this_project():
-    table = crossings._of_this_project()
-    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} <= set(table)
-    for rows in table.values():
-        for row in (Crossing(**row) for row in rows):
-            assert row.kind in KINDS
-            assert row.direction in (FORWARD, TRAINING)
-    assert crossings.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
-    assert len(crossings.of_card("NVIDIA H200", "0")) == len(table["NVIDIA H200"])
-
-
-# what torch is given
-
+CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16
 CALLS = {
     "full": (FULL, (30, 30), {}),
@@ -157,10 +49,10 @@ def handed(monkeypatch):
     counts.counts.clear()
 
 
-def draw(tokens_q, tokens_k):
+def draw(tokens_q, tokens_k, dim=DIM):
     generator = torch.Generator().manual_seed(0)
     shapes = (HEADS, tokens_q), (KV_HEADS, tokens_k), (KV_HEADS, tokens_k)
-    return [torch.randn(2, *shape, DIM, generator=generator, requires_grad=True) for shape in shapes]
+    return [torch.randn(2, *shape, dim, generator=generator, requires_grad=True) for shape in shapes]
 
 
 def outcome(tensors, **options):
@@ -188,6 +80,55 @@ def test_torch_computes_the_same_call(name, handed):
         for actual, exact in zip(found, expected):
             torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
     assert counts.counts == {counts.TORCH: 2}
+
+
+on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def on_gpu(tensors, options):
+    """Tensors and masks on the GPU, in BF16."""
+    moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in tensors], moved
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_a_gpu) for name in CALLS])
+def test_torch_computes_the_same_call_on_a_gpu(name, handed):
+    """As recipe "full" of Triton's kernels; in later calls, and in a CUDA graph of one."""
+    _, lengths, options = CALLS[name]
+    tensors, options = on_gpu(draw(*lengths, dim=64), options)
+    expected = outcome(tensors, **options, recipe="full")
+    first, later = (outcome(tensors, **options) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outcome(tensors, **options)
+    graph.replay()
+    for found in (first, later, captured):
+        for actual, exact in zip(found, expected):
+            assert relative_l2(actual, exact) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        pytest.param(heads, options, marks=on_a_gpu)
+        for heads in (4, 2)
+        for options in ({}, {"is_causal": True}, {"is_causal": True, "window": (9, 0)}, {"window": (9, 4)})
+    ],
+)
+def test_torch_computes_packed_calls_on_a_gpu(heads, options, handed):
+    if not torch_attention.takes_packed(64, 64, heads < 4):
+        pytest.skip("this torch has no attention over packed sequences that takes the call")
+    drawn = [torch.randn(100, count, 64, device="cuda", dtype=torch.bfloat16) for count in (4, heads, heads)]
+    tensors = [x.requires_grad_() for x in drawn]
+    offsets = torch.tensor([0, 17, 70, 100], dtype=torch.int32, device="cuda")
+    outcomes = []
+    for recipe in ("full", "auto"):
+        counts.counts.clear()
+        out = sage_attention_varlen(*tensors, offsets, offsets, 53, 53, recipe=recipe, **options)
+        outcomes.append((out, *torch.autograd.grad(out.sin().sum(), tensors)))
+    assert counts.counts == {counts.TORCH: 1}
+    for exact, actual in zip(*outcomes):
+        assert relative_l2(actual, exact) < 0.02
 
 
 def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
@@ -296,80 +237,13 @@ def test_a_trace_compiles_once_a_side_of_the_crossing(monkeypatch):
         assert counter.frame_count == graphs
 
 
-@sagebwd.auto.traced.asked_once
+@asked_once
 def crossing_of_100(ask):
     return ((0, 100),)
 
 
 def _on_a_gpu(hands_over, ask, of):
     return hands_over(ask._replace(device=CARD), of)
-
-
-# what is said
-
-
-def test_explain_says_why_torch(measured, monkeypatch):
-    monkeypatch.setattr(asked, "ask_of", lambda *x: ASK._replace(kind=x[4]))
-    q = torch.empty(2, 4, 512, 128)
-    why = lambda **options: sagebwd.explain(q, q, q, **options)  # noqa: E731
-    assert "nobody has timed low precision on a card with torch" in why(is_causal=True).why
-    measured.append(crossing(2048, elements=1))
-    dispatch.crossings_of.cache_clear()
-    found = why(is_causal=True)
-    assert found[:4] == ("full", "torch", "torch", ((128, 128), (128, 128)))
-    assert found.why == (
-        "512 tokens, mask causal at head_dim 128, forward: full precision is faster up to 2048 tokens, a file"
-    )
-    assert str(found) == f"full on torch at head_dim 128: {found.why}"
-    assert "was not timed on a card for mask full at head_dim 128" in why().why
-    measured[0] = crossing(256, elements=1)
-    dispatch.crossings_of.cache_clear()
-    assert str(why(is_causal=True)) == (
-        "mixed on hopper at head_dim 128: 512 tokens, mask causal at head_dim 128, forward: mixed is faster from 256 "
-        "tokens on, a file"
-    )
-    assert "torch has nothing that computes the same" in why(is_causal=True, return_lse=True).why
-    measured[0] = crossing(None, elements=1 << 30)
-    dispatch.crossings_of.cache_clear()
-    assert why(is_causal=True).why == (
-        "the call is smaller than those that were timed, of 1,073,741,824 batch x heads x tokens x head_dim"
-    )
-
-
-def test_explain_on_a_cpu_runs_nothing(monkeypatch):
-    monkeypatch.setattr(dispatch, "forward", None)
-    q = torch.randn(3, 20, 300)
-    assert str(sagebwd.explain(q[..., :16], q[..., :16], q[..., :16])) == (
-        "token on reference at head_dim 16: the reference runs calls on cpu"
-    )
-    assert sagebwd.explain(q, q, q).why == "torch's own attention alone takes head_dim 300, over 256"
-    assert sagebwd.explain(q[..., :16], q[..., :16], q[..., :16], recipe="mixed").why == "recipe='mixed' was asked for"
-    assert "impl='reference'" in sagebwd.explain(q[..., :16], q[..., :16], q[..., :16], impl="reference").why
-    with switches(disabled=True):
-        assert "a switch is on" in sagebwd.explain(q[..., :16], q[..., :16], q[..., :16]).why
-    with pytest.raises(ValueError, match="head_dim 300 is not supported"):
-        sagebwd.explain(q, q, q, recipe="token")
-    packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
-    found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
-    assert found[:3] == ("token", "reference", "reference")
-
-
-def test_the_summary_counts_calls_by_what_ran(monkeypatch):
-    counts.counts.clear()
-    assert sagebwd.summary() == "sagebwd: no calls of attention outside of torch.compile"
-    x = torch.randn(1, 2, 20, 16)
-    for _ in range(3):
-        sage_attention(x, x, x)
-        sage_attention(x, x, x, dropout_p=0.1)
-    sage_attention(x, x, x, recipe="full")
-    assert sagebwd.summary() == (
-        "sagebwd: calls of attention outside of torch.compile: 3 token on reference, 3 full precision on torch, "
-        "1 full on reference"
-    )
-    assert counts.answer("mixed", "triton/hopper") == "mixed on triton/hopper"
-
-
-# packed sequences
 
 
 def test_packed_calls_go_to_an_attention_that_takes_them(monkeypatch):
@@ -396,20 +270,3 @@ def test_packed_calls_go_to_an_attention_that_takes_them(monkeypatch):
     torch_attention._packed_arguments.cache_clear()
     assert not torch_attention.takes_packed(64, 64, False)
     torch_attention._packed_arguments.cache_clear()
-
-
-def test_packed_calls_are_as_long_as_their_mean(measured):
-    measured.append(crossing(1000, kind=PACKED))
-    ask = ASK._replace(kind=PACKED)
-    assert [runs(ask, size(n)) for n in (999, 1000)] == ["torch/torch", "hopper/hopper"]
-
-
-def test_the_table_is_what_its_files_say():
-    from tools.crossings import ROOT, TABLE, of_file, text_of
-
-    table = {}
-    for rows in json.loads(TABLE.read_text(encoding="utf-8")).values():
-        for source in {row["source"] for row in rows}:
-            card, found = of_file(ROOT / source)
-            table[card] = [row._asdict() for row in found]
-    assert TABLE.read_text(encoding="utf-8") == text_of(table)
