@@ -243,7 +243,9 @@ REFUSED = {
     "one-dimension": (ValueError, "does not broadcast", {"attn_mask": torch.ones(90, dtype=torch.bool)}),
     "heads": (ValueError, "does not broadcast", {"attn_mask": torch.ones(2, 2, 70, 90, dtype=torch.bool)}),
     "device": (ValueError, "device meta", {"attn_mask": torch.ones(70, 90, dtype=torch.bool, device="meta")}),
-    "gradient": (NotImplementedError, "detach", {"attn_mask": torch.zeros(70, 90, requires_grad=True)}),
+    "gradient": (NotImplementedError, "detach", {
+        "attn_mask": torch.zeros(70, 90, requires_grad=True), "recipe": "token",
+    }),
     "block-mask-type": (TypeError, "block_mask: .* got Tensor", {"block_mask": torch.ones(70, 90)}),
     "block-mask-tokens": (ValueError, r"made for \(40, 40\)", {
         "block_mask": create_block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40, device="cpu")

@@ -57,7 +57,7 @@ def test_answers_say_whose_backward_runs(monkeypatch):
 
     def reasons(forward: str, backward: str) -> set[str]:
         choice = dispatch.named(Recipe.named("mixed"), f"{forward}/{backward}")
-        monkeypatch.setattr(dispatch, "choose", lambda ask: choice)
+        monkeypatch.setattr(dispatch, "choose", lambda *_: choice)
         return {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, choice.recipe)}
 
     assert reasons("hopper", "hopper")["hopper"] == "fastest that takes the call"

@@ -108,7 +108,7 @@ def kernels(monkeypatch):
     """The kernels of ``impl="triton"``."""
     made = Kernels()
     monkeypatch.setattr(dispatch, "_module", lambda name: made)
-    monkeypatch.setattr(dispatch, "choose", lambda ask: dispatch.named(Recipe.named("token"), "triton/triton"))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
     return made
 
 

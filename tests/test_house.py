@@ -27,7 +27,7 @@ STRANGERS = [
 ]
 # Triton compiles anew for the numbers in a tuple, and these differ from call to call.
 MOST_PARAMETERS = {"backward_kernel": 60, "key_query_kernel": 52}
-ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths")
+ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.crossings")
 
 
 def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -11,6 +11,8 @@ with warnings.catch_warnings():
     # without NumPy, which sagebwd does not use, some versions of torch say so where their tracing is first imported
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from sagebwd.attention import sage_attention, sage_attention_varlen
+    from sagebwd.auto.counts import summary
+    from sagebwd.auto.explain import explain, explain_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
     from sagebwd.mask_argument import read_block_mask
     from sagebwd.recipe import RECIPES, Recipe
@@ -21,11 +23,14 @@ __all__ = [
     "RECIPES",
     "Recipe",
     "__version__",
+    "explain",
+    "explain_varlen",
     "install_sdpa",
     "read_block_mask",
     "replace_sdpa",
     "sage_attention",
     "sage_attention_varlen",
+    "summary",
     "switches",
     "uninstall_sdpa",
 ]

@@ -2,4 +2,5 @@
 
 from sagebwd.commands.main import main
 
-main()
+if __name__ == "__main__":  # processes that it starts import this too
+    main()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.masks.mask import Mask
 from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
@@ -79,8 +80,9 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. masked: by a mask that is more than causal, a window and key padding. impl: as the public
-    functions take it; None is the fastest.
+    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`). impl: as the public functions take it; None is
+    the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
+    alone computes, or None.
     """
 
     recipe: Recipe | str
@@ -88,13 +90,31 @@ class Ask(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    masked: bool = False
+    kind: str = FULL
     impl: str | None = None
+    training: bool = False
+    only_torch: str | None = None
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, recipe: Recipe | str, impl: str | None = None, masked: bool = False) -> Ask:
+    def of(cls, q: Tensor, v: Tensor, recipe: Recipe | str, impl: str | None = None, kind: str = FULL) -> Ask:
         """Of tensors, or whatever has their shape, dtype and device."""
-        return cls(recipe, int(q.shape[-1]), int(v.shape[-1]), q.dtype, q.device, masked, impl)
+        return cls(recipe, int(q.shape[-1]), int(v.shape[-1]), q.dtype, q.device, kind, impl)
+
+    @property
+    def masked(self) -> bool:
+        """By a mask that is more than causal, a window and key padding."""
+        return self.kind == MASK
+
+
+class Size(NamedTuple):
+    """How large a call is that torch's own attention computes too.
+
+    queries, keys: tokens of a sequence, of packed ones the mean. elements: batch x heads x queries x value's head_dim.
+    """
+
+    queries: int
+    keys: int
+    elements: int
 
 
 class Call(NamedTuple):

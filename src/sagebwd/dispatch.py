@@ -1,6 +1,7 @@
 """Who runs a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
 The rows that it chooses from are static (`sagebwd.kernels.table`); a module is imported when a call first runs on it.
+So is from how many tokens "auto" runs in low precision (`sagebwd.auto.crossings`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.call import Ask, Call, Saved
+from sagebwd.auto import crossings
+from sagebwd.auto.crossings import Crossing
+from sagebwd.auto.traced import asked_once
+from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import table
-from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, Row
+from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
 from sagebwd.recipe import AUTO, FP8, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.kernels.host.replay import Recording
 
-# What "auto" stands for, by implementation.
+# What "auto" stands for in low precision, by implementation.
 AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "token"}
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
@@ -44,8 +48,8 @@ class Choice(NamedTuple):
 
     @property
     def impl(self) -> str:
-        """What ``impl`` would name: "hopper" where either direction is its own."""
-        return max(self.forward.impl, self.backward.impl, key=("reference", "triton", "hopper").index)
+        """What ``impl`` would name: "hopper" where either direction is its own. "torch" is nothing to name."""
+        return max(self.forward.impl, self.backward.impl, key=(*IMPLEMENTATIONS, TORCH).index)
 
     def forms(self, head_dim: int, value_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The widths that its kernels run at, forward and backward, which a call's are filled up to with zeros.
@@ -57,15 +61,90 @@ class Choice(NamedTuple):
         return (backward if self.forward.form(*backward) == backward else forward), backward
 
 
-def choose(ask: Ask) -> Choice:
+# Torch's own attention, which "auto" hands a call to.
+IN_TORCH = Choice(Recipe.named("full"), table.row(FORWARD, TORCH), table.row(BACKWARD, TORCH))
+
+
+def choose(ask: Ask, size: Size | None = None) -> Choice:
     """Who runs a call, and by which recipe.
 
-    "auto" is `mixed` where Hopper's kernels run it, else `token`. The implementation is the named one, or Hopper's
-    kernels on compute capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
+    "auto" is `IN_TORCH` where `hands_over` says so, else `mixed` where Hopper's kernels run it, else `token`. The
+    implementation is the named one, or Hopper's kernels on compute capability 9.0 where they take the call, else
+    Triton's on a GPU and the reference elsewhere.
+
+    size: None where torch has nothing that computes the same, or where kernels alone are asked for.
 
     Raises ValueError for an unknown implementation or the wrong device, TypeError for a dtype and NotImplementedError
     for a recipe, width or mask that it lacks, each naming the way out.
     """
+    return IN_TORCH if hands_over(ask, size) else _choose_kernels(ask)
+
+
+def hands_over(ask: Ask, size: Size | None) -> bool:
+    """Whether torch's own attention runs a call: one of "auto" that needs it, or that is faster by it on a GPU.
+
+    It follows from what is known of tensors without their values, so that a trace may ask too. A call whose sequences
+    differ in length is as long as the harmonic mean: that has as many products for each token that is quantised.
+    """
+    if size is None or ask.recipe != AUTO or ask.impl is not None:
+        return False
+    if ask.only_torch is not None:
+        return True
+    if ask.device.type != "cuda":
+        return False
+    for elements, tokens in _thresholds(ask):
+        if size.elements >= elements:
+            return tokens is None or 2 * size.queries * size.keys < tokens * (size.queries + size.keys)
+    return True
+
+
+@asked_once
+def _thresholds(ask: Ask) -> tuple[tuple[int, int | None], ...]:
+    """(elements, tokens) of `crossings_of` a call; without any, of what the dtype alone refuses."""
+    if str(ask.dtype).removeprefix("torch.") not in KERNEL_DTYPES:
+        return ((0, 0),)
+    return tuple((found.elements, found.tokens) for found in crossings_of(ask))
+
+
+@cache
+def crossings_of(ask: Ask) -> tuple[Crossing, ...]:
+    """What was measured of such calls on this card, large ones first; empty where nothing was.
+
+    Of a pair of widths that was not timed counts the next smaller one that the same kernels are as fast at: torch is
+    faster there than at the call's own.
+    """
+    known = crossings.of_card(card_of(ask.device), torch.__version__)
+    if not known:
+        return ()
+    choice = _choose_kernels(ask)
+    direction = crossings.TRAINING if ask.training else crossings.FORWARD
+    dims = ask.head_dim, ask.value_dim
+    rows = [
+        row
+        for row in known
+        if (row.direction, row.kind, row.recipe, row.impl) == (direction, ask.kind, str(choice.recipe), choice.name)
+        and row.head_dim <= dims[0]
+        and row.value_dim <= dims[1]
+        and _tile(choice, row.head_dim, row.value_dim) == _tile(choice, *dims)
+    ]
+    widest = max(((row.head_dim, row.value_dim) for row in rows), key=sum, default=None)
+    found = [row for row in rows if (row.head_dim, row.value_dim) == widest]
+    return tuple(sorted(found, key=lambda row: row.elements, reverse=True))
+
+
+def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The widths that a call costs as much as."""
+    form = choice.forms(head_dim, value_dim)[0]
+    return tuple(map(padded_head_dim, form)) if choice.forward.impl == "triton" else form
+
+
+@cache
+def card_of(device: torch.device) -> str:
+    """CUDA's name of a GPU."""
+    return torch.cuda.get_device_properties(device).name
+
+
+def _choose_kernels(ask: Ask) -> Choice:
     return _choose(ask, arch_of(ask.device), os.environ.get("TRITON_INTERPRET") == "1")
 
 

@@ -10,7 +10,7 @@ tensors, as non-reentrant checkpointing has, which wants the same ones saved in 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sagebwd import dispatch, switches
+from sagebwd.auto import torch_attention
+from sagebwd.auto.counts import TORCH, answer
+from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.ops import once_differentiable
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.kernels.host.replay import Recording
@@ -34,7 +37,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 # Addresses that kernels take as they are (`sagebwd.kernels.host.alignment`), and where pieces of the buffer begin.
 TAKEN, ALIGNMENT = 16, 512
 # None after a kind's first call.
-_plans: dict[Hashable, Plan | None] = {}
+_plans: dict[Hashable, Plan | Handed | None] = {}
 
 
 def kind_of(
@@ -70,7 +73,11 @@ def kind_of(
             return None
         else:
             kind += x.shape, x.stride(), x.dtype, x.device
-    q, k, v, _, cu_seqlens_q, cu_seqlens_k = tensors
+    q, k, v, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
+        trains = torch.is_grad_enabled()
+        kind.append(trains and (q.requires_grad or k.requires_grad or v.requires_grad))
+        kind.append(trains and mask is not None and mask.requires_grad)
     kind += q is k, k is v, q is v, cu_seqlens_q is cu_seqlens_k, _casts(q)
     return tuple(kind)
 
@@ -81,7 +88,7 @@ def _casts(q: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != q.dtype
 
 
-def plan_of(kind: Hashable) -> Plan | None:
+def plan_of(kind: Hashable) -> Plan | Handed | None:
     """How to do a call of this kind again, if that is known."""
     if kind is None:  # traced calls must not look at the plans: dynamo would compile anew whenever there is one more
         return None
@@ -114,6 +121,27 @@ def remember(kind: Hashable, given: tuple, arguments: tuple, *, with_lse: bool) 
         _plans[kind] = Plan(choice, call, forward, with_lse)
 
 
+class Handed:
+    """A kind of call that torch's own attention runs."""
+
+    answer = TORCH
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.run = run
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+        """o; mask as the call was given it."""
+        return self.run(q, k, v, mask)
+
+
+def hand_over(kind: Hashable, way: Way, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Do later calls of a kind by torch's own attention without asking; arguments as of `torch_attention.settled`."""
+    if len(_plans) >= MOST_KINDS:
+        _plans.clear()
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _plans[kind] = Handed(torch_attention.settled(way, q, k, mask, scale))
+
+
 class _Piece(NamedTuple):
     """What forward saved, as a part of a tensor of bytes or, with the number of an output, as that."""
 
@@ -138,6 +166,7 @@ class Plan:
 
     def __init__(self, choice: Choice, call: Call, forward: Recording, with_lse: bool) -> None:
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
+        self.answer = answer(str(choice.recipe), choice.name)
         self.choice, self.call = choice, call._replace(queries=queries, keys=keys, key_mask=None)  # no tensor is kept
         self.forward, self.keeps = forward, keeps_inputs(call.recipe, choice.backward.impl)
         self.backwards: dict[Hashable, Recording] = {}

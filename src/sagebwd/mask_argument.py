@@ -35,18 +35,17 @@ def read_block_mask(block_mask: BlockMask) -> Mask:
 
 
 def read(
-    attn_mask: Tensor | None, block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor
+    attn_mask: Tensor | None, elements: Tensor | None, block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Mask | None]:
     """The keys that count, (batch, kv_tokens) bool, and the mask where there is more to it than keys; None for all.
 
-    Args: query and key in four dimensions.
+    Args: query and key in four dimensions; elements, `elements_of` attn_mask.
 
     Raises TypeError, ValueError and NotImplementedError, each naming the argument.
     """
     shape = *query.shape[:3], key.shape[2]
     if attn_mask is None and block_mask is None:
         return None, None
-    elements = None if attn_mask is None else _checked(attn_mask, shape, key.device)
     if 0 in shape:
         return None, None
     padding = elements is not None and is_key_padding(elements)
@@ -108,8 +107,11 @@ def _keys(keys: Tensor, shape: tuple[int, ...], padding: Tensor | None = None) -
     return keys.expand(shape[0], shape[3]).contiguous()
 
 
-def _checked(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The mask in four dimensions, with one of what is expanded."""
+def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """An attn_mask in four dimensions, with one of what is expanded. Raises TypeError and ValueError."""
+    if mask is None:
+        return None
+    shape, device = (*query.shape[:3], key.shape[2]), key.device
     if _is_block_mask(mask) or isinstance(mask, Mask):
         raise TypeError("attn_mask: expected a tensor or None, got a BlockMask; pass it as block_mask=")
     if not isinstance(mask, Tensor):
@@ -126,11 +128,6 @@ def _checked(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tens
         )
     if mask.device != device:
         raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "attn_mask: gradients of an additive mask are not supported; pass attn_mask.detach() if it needs none, or "
-            "use torch.nn.functional.scaled_dot_product_attention"
-        )
     mask = mask[(None,) * (4 - mask.dim())]
     expanded = tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride())
     return mask[expanded]

@@ -59,7 +59,7 @@ def kept(monkeypatch, recipe: str, head_dim: int) -> Kept:
     )  # fmt: skip
     config._attn_implementation = "sdpa" if recipe == "sdpa" else integration.NAME
     config.sagebwd = {"recipe": recipe}
-    monkeypatch.setattr(dispatch, "choose", lambda ask: dispatch.named(Recipe.parse(recipe), "hopper/hopper"))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.parse(recipe), "hopper/hopper"))
     with FakeTensorMode():
         module, rotary = Qwen3Attention(config, 0), Qwen3RotaryEmbedding(config)
         x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)

@@ -30,6 +30,8 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
+import sagebwd
+from sagebwd.auto import counts
 from sagebwd.integrations import transformers as integration
 from sagebwd.meaning.metrics import cosine, relative_l2
 
@@ -49,8 +51,8 @@ def build(name, recipe="sdpa", **changes):
     config_class, model_class = MODELS[name]
     config = config_class(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0, **changes,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        **{"head_dim": 16, **changes},
     )  # fmt: skip
     torch.manual_seed(0)
     if recipe == "sdpa":
@@ -222,6 +224,28 @@ def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
             with pytest.warns(UserWarning, match="decoding with a KV cache"):
                 outcomes.append(model.generate(ids, **arguments))
     assert torch.equal(*outcomes)
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_heads_that_torch_alone_takes_run_on_torch(side):
+    """Gemma 4's global layers have 512 channels a head."""
+    ids, mask = padded_batch(side) if side != "none" else (tokens(2, 100), torch.ones(2, 100, dtype=torch.long))
+    expected, actual = (run(build("qwen3", choice, head_dim=264), ids, mask) for choice in ("sdpa", "auto"))
+    for a, e in zip(actual, expected):
+        assert relative_l2(a, e) < 1e-5
+    with pytest.raises(ValueError, match="head_dim 264 is not supported"):
+        run(build("qwen3", "token", head_dim=264), ids, mask)
+
+
+def test_calls_are_counted_by_where_they_ran():
+    counts.counts.clear()
+    model = build("qwen3", "token").eval()
+    with pytest.warns(UserWarning, match="decoding with a KV cache"):
+        model.generate(tokens(1, 20), max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0)
+    assert sagebwd.summary() == (
+        "sagebwd: calls of attention outside of torch.compile: 4 full precision on torch with a KV cache, "
+        "2 token on reference"
+    )
 
 
 def test_settings_survive_saving_and_override_by_layer(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sagebwd
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.meaning.metrics import cosine, relative_l2
-from tests.stories import leaves, on_each_device, randn
+from tests.stories import leaves, low_precision, on_each_device, randn
 
 
 @on_each_device
@@ -27,7 +27,7 @@ def test_story_1_kernel_swap_with_real_gradients(device, dtype, head_dim):
         for is_causal in (False, True):
             inputs = [randn(1, 2, tokens, head_dim, seed=n, dtype=dtype, device=device) for n in range(4)]
             q, k, v = leaves(*inputs[:3])
-            o = sage_attention(q, k, v, is_causal=is_causal)
+            o = sage_attention(q, k, v, is_causal=is_causal, recipe=low_precision(device))
             assert o.grad_fn
             o.backward(inputs[3])
             exact = leaves(*(x.float() for x in inputs[:3]))
@@ -45,7 +45,7 @@ def test_story_1_kernel_swap_with_real_gradients(device, dtype, head_dim):
 def test_story_1_with_a_single_token(device):
     """“L in {1, 17, 1000, 4096}”: one key leaves nothing to choose, so o is v and no gradient reaches q and k."""
     q, k, v = leaves(*(randn(1, 2, 1, 64, seed=n, dtype=torch.bfloat16, device=device) for n in range(3)))
-    o = sage_attention(q, k, v)
+    o = sage_attention(q, k, v, recipe=low_precision(device))
     o.sum().backward()
     torch.testing.assert_close(o, v, rtol=0.02, atol=0.02)
     torch.testing.assert_close(v.grad, torch.ones_like(v), rtol=0.02, atol=0.02)
@@ -99,9 +99,10 @@ def test_story_8_compile_and_opcheck(device):
     30 different seqlens with dynamic=True: <= 2 recompiles”."""
     torch._dynamo.reset()
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    recipe = low_precision(device)
 
     def block(q, k, v):
-        return torch.tanh(sage_attention(1.5 * q, k, v, is_causal=True)).square().sum()
+        return torch.tanh(sage_attention(1.5 * q, k, v, is_causal=True, recipe=recipe)).square().sum()
 
     def inputs(tokens):
         return leaves(*(randn(1, 2, tokens, 64, seed=n, dtype=dtype, device=device) for n in range(3)))
@@ -173,7 +174,7 @@ def test_story_8_steps_of_other_lengths_take_no_longer():
         inputs = leaves(q, k, v)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        sage_attention(*inputs, is_causal=True).backward(do)
+        sage_attention(*inputs, is_causal=True, recipe=low_precision("cuda")).backward(do)
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - start)
 
@@ -204,7 +205,7 @@ def test_story_9_robust_numerics(device, case):
     """“no NaN/Inf in o, dq, dk, dv”."""
     drawn = [randn(1, 2, 200, 64, seed=n, dtype=torch.bfloat16, device=device) for n in range(3)]
     inputs = leaves(*(x.bfloat16() for x in HARD[case](*drawn)))
-    o = sage_attention(*inputs, is_causal=True)
+    o = sage_attention(*inputs, is_causal=True, recipe=low_precision(device))
     o.float().square().sum().backward()
     assert all(x.isfinite().all() for x in (o, *(x.grad for x in inputs)))
 
@@ -229,7 +230,7 @@ def test_story_9_a_sequence_without_keys(device):
     inputs = leaves(*(randn(100, 2, 64, seed=n, dtype=torch.bfloat16, device=device) for n in range(3)))
     offsets_q = torch.tensor([0, 60, 100], dtype=torch.int32, device=device)
     offsets_k = torch.tensor([0, 100, 100], dtype=torch.int32, device=device)
-    o = sage_attention_varlen(*inputs, offsets_q, offsets_k, 60, 100)
+    o = sage_attention_varlen(*inputs, offsets_q, offsets_k, 60, 100, recipe=low_precision(device))
     o.float().square().sum().backward()
     assert all(x.isfinite().all() for x in (o, *(x.grad for x in inputs)))
     assert not o[60:].any()

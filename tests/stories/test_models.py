@@ -17,18 +17,19 @@ import sagebwd
 from sagebwd import sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.meaning.metrics import cosine
-from tests.stories import on_each_device, randn
+from tests.stories import low_precision, on_each_device, randn
 
 pytestmark = pytest.mark.rounding
 
 
-def qwen3(attention, dtype=torch.float32, device="cpu"):
+def qwen3(attention, dtype=torch.float32, device="cpu", recipe="auto"):
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256, use_cache=False, bos_token_id=None,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     register()
+    config.sagebwd = {"recipe": recipe}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).to(device)
 
@@ -103,7 +104,7 @@ def test_story_3_hf_padded_batch(device, side):
     ids, mask = document(2 * 60, seed=1).view(2, 60).to(device), torch.ones(2, 60, dtype=torch.long, device=device)
     mask[1, slice(0, 25) if side == "left" else slice(35, 60)] = 0
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    models = [qwen3(name, dtype, device) for name in ("sdpa", "sagebwd")]
+    models = [qwen3(name, dtype, device, low_precision(device)) for name in ("sdpa", "sagebwd")]
     assert "sagebwd" in AttentionMaskInterface._global_mapping
     with torch.no_grad():
         theirs, ours = (model(input_ids=ids, attention_mask=mask).logits[mask == 1] for model in models)
@@ -119,7 +120,8 @@ def test_story_4_hf_packing_isolates_documents(device, given):
     """“per-doc logits equal the unpacked runs (cos >= 0.999), also with only position_ids; perturbing A leaves B's
     logits and grads bit-identical”."""
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=given == "cu_seq_lens", return_tensors="pt")
-    model = qwen3("sagebwd", torch.float32 if device == "cpu" else torch.bfloat16, device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = qwen3("sagebwd", dtype, device, low_precision(device))
     second, outcomes = document(50, seed=2), []
     for first in (document(30, seed=1), document(30, seed=3)):
         batch = collate([{"input_ids": x.tolist()} for x in (first, second)])

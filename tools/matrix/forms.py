@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask
@@ -129,8 +130,8 @@ class Cell(Case):
         """The same with the recipe that "auto" stands for."""
         if self.recipe != AUTO:
             return self
-        dims, masked = (self.head_dim, self.value_dim), self.layout == "masked"
-        choice = dispatch.choose(Ask(AUTO, *dims, self.dtype, torch.device(device), masked, impl))
+        dims, kind = (self.head_dim, self.value_dim), MASK if self.layout == "masked" else FULL
+        choice = dispatch.choose(Ask(AUTO, *dims, self.dtype, torch.device(device), kind, impl))
         return replace(self, recipe=str(choice.recipe))
 
     def inputs(self, device: str) -> list[Tensor]:

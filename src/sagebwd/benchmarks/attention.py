@@ -101,13 +101,14 @@ def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float
 
 
 def time_interleaved(
-    runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS
-) -> dict[str, tuple[float, float]]:
+    runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS, round_ms: float = ROUND_MS,
+    lead_ms: float = LEAD_MS,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about."""
-    measure, lead = _stopwatch(device), LEAD_MS / ROUND_MS if device.startswith("cuda") else 0.0
+    measure, lead = _stopwatch(device), lead_ms / round_ms if device.startswith("cuda") else 0.0
     for run in runs.values():
         measure(run, 2)
-    repeats = {name: max(1, round(ROUND_MS / max(measure(run, 2)[0], 1e-3))) for name, run in runs.items()}
+    repeats = {name: max(1, round(round_ms / max(measure(run, 2)[0], 1e-3))) for name, run in runs.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

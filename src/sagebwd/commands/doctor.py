@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sagebwd import dispatch
-from sagebwd.attention import ask_of, sage_attention
+from sagebwd.attention import sage_attention
+from sagebwd.auto.asked import ask_of
 from sagebwd.hardware import peak_rates
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe

@@ -184,6 +184,11 @@ def doctor(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time this GPU, for a few minutes: from which length auto is faster.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
     """What runs here and why, and a self-test. Exit code 1 where no kernel runs."""
     import torch
@@ -196,6 +201,11 @@ def doctor(
         raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if measure:
+        from sagebwd.commands import crossings
+
+        crossings.measure(device, output, commit)
+        return
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
     parsed = examination.recipe_of(device, getattr(torch, dtype), head_dim, recipe)
@@ -205,6 +215,10 @@ def doctor(
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
+    if device.startswith("cuda") and recipe == AUTO:
+        from sagebwd.commands import crossings
+
+        crossings.show(device)
     if any(answer.chosen for answer in found):
         error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
         passed = error < 0.03

@@ -26,6 +26,7 @@ from diffusers.utils import constants
 from torch import Tensor
 
 from sagebwd.attention import sage_attention
+from sagebwd.auto import counts
 from sagebwd.dispatch import check_known
 from sagebwd.recipe import AUTO, Recipe
 
@@ -55,6 +56,7 @@ def register(recipe: str | Recipe = AUTO, impl: str | None = None) -> None:
     registry = dispatch._AttentionBackendRegistry
     member = _enum_member(dispatch.AttentionBackendName)
     registry.register(member)(_backend(parsed, impl))
+    counts.log_at_exit()
     if from_environment:
         registry.set_active_backend(member)
 

@@ -28,14 +28,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sagebwd import dispatch
-from sagebwd.attention import (
-    REFERENCE_DTYPES,
-    _autocast,
-    ask_of,
-    sage_attention,
-)
+from sagebwd.attention import sage_attention
+from sagebwd.auto.asked import autocast, choice_of
+from sagebwd.checks import REFERENCE_DTYPES
 from sagebwd.kernels import table
-from sagebwd.mask_argument import in_four_dimensions, is_key_padding
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
@@ -43,7 +39,8 @@ if TYPE_CHECKING:
 
 _LEFT = "after the context was left"
 _SHORT = "fewer keys than min_tokens"
-_ASKED_FOR = (_LEFT, _SHORT)
+_FASTER = "faster in full precision"
+_ASKED_FOR = (_LEFT, _SHORT, _FASTER)
 """Reasons that send a call to the original whatever ``unsupported`` says."""
 
 _lock = threading.RLock()
@@ -200,10 +197,9 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         arguments = query, key, value
         reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
-            arguments = _autocast(*arguments)
-            reason = _reason_in_implementation(
-                *arguments, _is_more_than_keys(attn_mask, query, enable_gqa), replacement
-            )
+            arguments = autocast(*arguments)
+            options = attn_mask, 0.0, is_causal, scale, enable_gqa
+            reason = _reason_in_implementation(*arguments, *options, window, replacement)
         if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
             _refuse(reason, replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         # a graph cannot hold the side effect of counting
@@ -215,10 +211,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             return replacement._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return sage_attention(
-            *arguments, attn_mask, 0.0, is_causal, scale, enable_gqa,
-            window=window, recipe=replacement.recipe, impl=replacement.impl,
-        )  # fmt: skip
+        return sage_attention(*arguments, *options, window=window, recipe=replacement.recipe, impl=replacement.impl)
 
     return scaled_dot_product_attention
 
@@ -266,7 +259,7 @@ def _refuse(
     if checked:
         sage_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            recipe=settings.recipe, impl=settings.impl,
+            recipe="token" if settings.recipe == AUTO else settings.recipe, impl=settings.impl,
         )  # fmt: skip
     raise NotImplementedError(
         f"scaled_dot_product_attention: {reason}: not supported under replace_sdpa(unsupported='raise'); make this "
@@ -371,17 +364,22 @@ def _reason_in_mask(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     return None if fits else "attn_mask does not broadcast"
 
 
-def _is_more_than_keys(mask: Tensor | None, query: Tensor, enable_gqa: bool) -> bool:
-    return mask is not None and not is_key_padding(in_four_dimensions(mask, query, enable_gqa))
-
-
 def _is_finite_number(scale: object) -> bool:
     numbers = (int, float, torch.SymFloat, torch.SymInt)
     return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
 def _reason_in_implementation(
-    query: Tensor, key: Tensor, value: Tensor, masked: bool, settings: SdpaReplacement
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    window: tuple[int, int] | None,
+    settings: SdpaReplacement,
 ) -> str | None:
     """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them."""
     if not query.dtype == key.dtype == value.dtype:
@@ -393,7 +391,11 @@ def _reason_in_implementation(
         if torch.compiler.is_compiling():
             dispatch.check_traced(settings.impl, query.device, query.dtype)
         else:
-            dispatch.choose(ask_of(query, value, settings.recipe, settings.impl, masked))
+            choice, _ = choice_of(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                window=window, recipe=settings.recipe, impl=settings.impl,
+            )  # fmt: skip
+            return _FASTER if choice is dispatch.IN_TORCH else None
     except TypeError:
         return f"dtype {dtype}"
     except NotImplementedError:

@@ -34,9 +34,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
-from sagebwd.attention import autocast_dtype, sage_attention, sage_attention_varlen
+from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.auto import counts
+from sagebwd.auto.asked import autocast_dtype
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
+from sagebwd.kernels.table import MAX_HEAD_DIM
 
 _UNSUPPORTED = {
     "softcap": "soft-capped logits",
@@ -61,6 +64,7 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    counts.log_at_exit()
     original = PreTrainedModel.get_correct_attn_implementation
     if hasattr(original, "__wrapped__"):
         return
@@ -206,7 +210,8 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys
     itself = visible.is_banded
-    if not has_values(query) or (shared["window"] is not None and mask.has_holes):
+    wide = max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM  # which torch alone takes, and not packed
+    if wide or not has_values(query) or (shared["window"] is not None and mask.has_holes):
         return _masked(query, key, value, mask.padding, itself, shared), None
     return _unpadded(query, key, value, mask, itself, shared), None
 
@@ -310,6 +315,8 @@ def _warn_of_decoding() -> None:
 def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
     """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
     _warn_of_decoding()
+    if not torch.compiler.is_compiling():
+        counts.counts[f"{counts.TORCH} with a KV cache"] += 1
     grouped = query.shape[1] != key.shape[1]
     visible = None if visible is None else visible.to(query.device)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)

@@ -15,6 +15,8 @@ from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 FORWARD, BACKWARD = "forward", "backward"
 # What ``impl`` may name.
 IMPLEMENTATIONS = ("reference", "triton", "hopper")
+# Who else may run a call of "auto", by functions of its own.
+TORCH = "torch"
 # The widest that any kernel takes, and what the public functions refuse over.
 MAX_HEAD_DIM = 256
 KERNEL_DTYPES = ("bfloat16", "float16")
@@ -99,6 +101,8 @@ ROWS = (
     Row(
         BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True,
     ),
+    Row(FORWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True),
+    Row(BACKWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any", masks=True),
 )  # fmt: skip
 
 _OF = {(row.direction, row.impl): row for row in ROWS}

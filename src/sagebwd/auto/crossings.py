@@ -1,0 +1,93 @@
+"""From how many tokens low precision is faster than torch's own attention: what was measured, by card.
+
+Imports neither torch nor triton, as `sagebwd.kernels.table`. ``crossings.json`` beside this file has what was measured
+on the cards of this project, each row with the results file that says so; `python -m tools.crossings` writes it.
+`sagebwd doctor --measure` keeps what it measures on a machine in the cache folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from sagebwd.environment import cache_folder
+from sagebwd.version import __version__
+
+# Of a call whose inputs need no gradient, and of forward and backward together.
+FORWARD, TRAINING = "forward", "training"
+DIRECTIONS = (FORWARD, TRAINING)
+# What hides keys: nothing; the future; a window, causal or not; padding of keys; bounds of packed sequences, causal or
+# not; anything else that a mask of elements says.
+KINDS = ("full", "causal", "window", "padding", "packed", "mask")
+FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
+
+
+class Crossing(NamedTuple):
+    """What was measured at one pair of widths: low precision is faster from ``tokens`` tokens on.
+
+    elements: batch x heads x tokens x value_dim of the calls that were timed. tokens: None where it never was faster.
+    recipe, impl: what ran in low precision, and on whose kernels (`sagebwd.dispatch.Choice.name`). source: the file
+    that says so.
+    """
+
+    head_dim: int
+    value_dim: int
+    direction: str
+    kind: str
+    elements: int
+    tokens: int | None
+    recipe: str
+    impl: str
+    source: str
+
+
+def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
+    """The crossings of the rows of a results file (`sagebwd.benchmarks.crossings.Timing`)."""
+    groups: dict[tuple, list[Mapping]] = {}
+    for row in rows:
+        size = round(math.log2(row["elements"]))
+        key = row["head_dim"], row["value_dim"], row["direction"], row["kind"], size, row["recipe"], row["impl"]
+        groups.setdefault(key, []).append(row)
+    found = []
+    for (head_dim, value_dim, direction, kind, _, *runs), timed in groups.items():
+        elements = min(row["elements"] for row in timed)
+        found.append(Crossing(head_dim, value_dim, direction, kind, elements, least(timed), *runs, source))
+    return found
+
+
+def least(rows: Iterable[Mapping]) -> int | None:
+    """The least number of tokens from which on low precision was faster, of rows of one kind; None of none."""
+    tokens = None
+    for row in sorted(rows, key=lambda row: row["tokens"], reverse=True):
+        if not wins(row["ms"], row["torch_ms"]):
+            break
+        tokens = row["tokens"]
+    return tokens
+
+
+def wins(ms: float | None, torch_ms: float | None) -> bool:
+    """Whether low precision is faster; None is what did not run."""
+    return ms is not None and (torch_ms is None or ms <= torch_ms)
+
+
+@cache
+def of_card(card: str, torch_version: str) -> tuple[Crossing, ...]:
+    """What is known of a card, as CUDA names it: measured on this machine, or else by this project."""
+    path = kept_at(card, torch_version)
+    if path.exists():
+        return tuple(of_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], str(path)))
+    return tuple(Crossing(**row) for row in _of_this_project().get(card, ()))
+
+
+def kept_at(card: str, torch_version: str) -> Path:
+    """Where what was measured on this machine is kept, by the card and the versions of torch and sagebwd."""
+    name = card.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return cache_folder() / "crossings" / f"{name}_torch-{torch_version}_sagebwd-{__version__}.json"
+
+
+def _of_this_project() -> dict[str, list[dict]]:
+    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

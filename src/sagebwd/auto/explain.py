@@ -1,0 +1,115 @@
+"""What a call would run, and why, without running it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd import dispatch
+from sagebwd.auto import crossings
+from sagebwd.auto.asked import choice_of, packed_choice_of
+from sagebwd.auto.crossings import DIRECTIONS, Crossing
+from sagebwd.call import Ask, Size
+from sagebwd.dispatch import Choice
+from sagebwd.recipe import AUTO
+
+
+class Explanation(NamedTuple):
+    """Who runs a call.
+
+    recipe: its text. forward, backward: "torch", "reference", "triton" or "hopper". form: the (head_dim, value's
+    head_dim) that each direction is filled up to. why: one sentence.
+    """
+
+    recipe: str
+    forward: str
+    backward: str
+    form: tuple[tuple[int, int], tuple[int, int]]
+    why: str
+
+    def __str__(self) -> str:
+        """One line."""
+        impls = self.forward, self.backward
+        pairs = [f"{impl} at head_dim {_widths(*form)}" for impl, form in zip(impls, self.form)]
+        runs = pairs[0] if pairs[0] == pairs[1] else f"{pairs[0]}, backward on {pairs[1]}"
+        return f"{self.recipe} on {runs}: {self.why}"
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
+    """What `sage_attention` would run for the same arguments, and why; nothing runs.
+
+    A call counts as one of training where an input requires a gradient and gradients are enabled. Raises what
+    `sage_attention` raises for the arguments.
+    """
+    choice, asked = choice_of(query, key, value, *arguments, **options)
+    return explained(choice, asked.ask, asked.size, options.get("recipe", AUTO))
+
+
+def explain_varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
+    """The same of `sage_attention_varlen`."""
+    choice, ask, size = packed_choice_of(query, key, value, *arguments, **options)[:3]
+    return explained(choice, ask, size, options.get("recipe", AUTO))
+
+
+def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object) -> Explanation:
+    """An answer of `sagebwd.dispatch.choose`, with its reason; recipe: as it was asked for."""
+    if choice is dispatch.IN_TORCH:
+        why = _why_torch(ask, size)
+    else:
+        why = _why_kernels(choice, ask, size, recipe)
+    forms = choice.forms(ask.head_dim, ask.value_dim)
+    return Explanation(str(choice.recipe), choice.forward.impl, choice.backward.impl, forms, why)
+
+
+def _why_torch(ask: Ask, size: Size) -> str:
+    if ask.only_torch is not None:
+        return f"torch's own attention alone takes {ask.only_torch}"
+    card = dispatch.card_of(ask.device)
+    if not crossings.of_card(card, torch.__version__):
+        return (
+            f"nobody has timed low precision on {card} with torch {torch.__version__} and this sagebwd; "
+            "`sagebwd doctor --measure` does, in a few minutes"
+        )
+    found = dispatch.crossings_of(ask)
+    if not found:
+        return f"low precision was not timed on {card} for {_call(ask)}; `sagebwd doctor --measure` may time it"
+    row = _row(found, size)
+    if row is None:
+        least = found[-1].elements
+        return f"the call is smaller than those that were timed, of {least:,} batch x heads x tokens x head_dim"
+    until = "at all lengths that were timed" if row.tokens is None else f"up to {row.tokens} tokens"
+    return f"{_tokens(size)} tokens, {_call(ask)}: full precision is faster {until}, {row.source}"
+
+
+def _why_kernels(choice: Choice, ask: Ask, size: Size | None, recipe: object) -> str:
+    if recipe != AUTO:
+        return f"recipe={str(recipe)!r} was asked for"
+    if ask.impl is not None:
+        return f"impl={ask.impl!r} was asked for"
+    if ask.recipe != AUTO:
+        return "a switch is on, under which recipe='auto' is one of 'token'"
+    if ask.device.type != "cuda":
+        return f"the reference runs calls on {ask.device.type}"
+    if size is None:
+        return "torch has nothing that computes the same, or the switch deterministic is on"
+    row = _row(dispatch.crossings_of(ask), size)
+    return f"{_tokens(size)} tokens, {_call(ask)}: {choice.recipe} is faster from {row.tokens} tokens on, {row.source}"
+
+
+def _row(found: tuple[Crossing, ...], size: Size) -> Crossing | None:
+    return next((row for row in found if size.elements >= row.elements), None)
+
+
+def _call(ask: Ask) -> str:
+    direction = DIRECTIONS[ask.training]
+    return f"mask {ask.kind} at head_dim {_widths(ask.head_dim, ask.value_dim)}, {direction}"
+
+
+def _tokens(size: Size) -> str:
+    return str(size.queries) if size.queries == size.keys else f"{size.queries} on {size.keys}"
+
+
+def _widths(head_dim: int, value_dim: int) -> str:
+    return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"

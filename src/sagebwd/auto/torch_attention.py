@@ -1,0 +1,137 @@
+"""A call in full precision by torch's own attention, where "auto" hands it over: what torch takes, and the call.
+
+Torch's function is called itself, so that its autograd, autocast and choice of a backend are its own. It has no
+windows, and its causal mask is not the same on all backends where lengths differ. There it gets fewer keys, or a
+mask of elements.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.auto.crossings import CAUSAL, FULL, WINDOW
+from sagebwd.auto.traced import asked_once
+from sagebwd.masks.band import Band
+
+# F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
+_sdpa = torch._C._nn.scaled_dot_product_attention
+# Elements of a mask that is made for a call: a megabyte.
+MOST_ELEMENTS = 1 << 20
+# The widest of torch's packed attention, whose kernels take multiples of 8.
+_PACKED_WIDTH, _PACKED_STEP = 256, 8
+
+
+class Way(NamedTuple):
+    """How torch takes a dense call beside its tensors.
+
+    keys: how many of them count, None for all. band: what a mask has to be made for, of so many ``elements``; None
+    for nothing.
+    """
+
+    kind: str
+    dropout_p: float
+    is_causal: bool = False
+    keys: int | None = None
+    band: Band | None = None
+    elements: int = 0
+
+
+def way_of(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: tuple[int, int], masked_as: str | None,
+    dropout_p: float,
+) -> Way | None:  # fmt: skip
+    """How torch takes a call; mask in four dimensions, of the kind ``masked_as``, None where there is none.
+
+    None where a query sees no key by position alone: torch does not say what that gives.
+    """
+    tokens_q, tokens_k = query.shape[2], key.shape[2]
+    left, right = window
+    left = -1 if left >= tokens_q - 1 else left
+    right = -1 if right >= tokens_k - 1 or is_causal else right
+    if right == 0:
+        is_causal, right = True, -1
+    band = Band.of(is_causal, left, right)
+    if band.lower is None and band.upper is None:
+        return Way(masked_as or FULL, dropout_p)
+    if band.lower is not None and tokens_q - left > tokens_k:
+        return None
+    causal = mask is None and band.lower is None and band.upper == 0
+    if causal and tokens_q <= tokens_k:
+        return Way(CAUSAL, dropout_p, True, None if tokens_q == tokens_k else tokens_q)
+    elements = tokens_q * tokens_k * (1 if mask is None else mask.shape[0] * mask.shape[1])
+    return Way(masked_as or (CAUSAL if causal else WINDOW), dropout_p, band=band, elements=elements)
+
+
+def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The output; mask (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), boolean or additive."""
+    if way.keys is not None:
+        key, value = key[:, :, : way.keys], value[:, :, : way.keys]
+    if way.band is not None:
+        mask = _banded(way.band, query, key, mask)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}  # in a trace a symbol is no flag
+    return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, **grouped)
+
+
+def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """A band as a mask, with what another hides."""
+    visible = band.mask(*(torch.arange(x.shape[2], device=query.device) for x in (query, key)))
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+
+
+def settled(way: Way, query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Callable[..., Tensor]:
+    """`dense` of (query, key, value, mask) for calls that are equal to one in all but what tensors hold.
+
+    A window's mask is made once, unless a CUDA graph is being captured, whose memory is the graph's.
+    """
+    if way.keys is not None or (way.band is not None and mask is not None):
+        return lambda query, key, value, mask: dense(way, query, key, value, mask, scale)
+    made = None if way.band is None else _banded(way.band, query, key, None)
+    grouped, is_plain = query.shape[1] != key.shape[1], mask is None or mask.dtype in (torch.bool, query.dtype)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        mask = made if mask is None else mask if is_plain else mask.to(query.dtype)
+        return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
+
+    return run
+
+
+@asked_once
+def takes_packed(head_dim: int, value_dim: int, grouped: bool) -> bool:
+    """Whether this torch has an attention over packed sequences that takes such a call on a GPU."""
+    widths = head_dim == value_dim <= _PACKED_WIDTH and head_dim % _PACKED_STEP == 0
+    return widths and {"scale", "window_size"} | ({"enable_gqa"} if grouped else set()) <= _packed_arguments()
+
+
+@cache
+def _packed_arguments() -> frozenset[str]:
+    """What `varlen_attn` of this torch takes: it is new, and gained arguments from version to version."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], longest: tuple[int, int],
+    is_causal: bool, window: tuple[int, int], scale: float,
+) -> Tensor:  # fmt: skip
+    """The output of packed sequences, where `takes_packed`; arguments as of `sagebwd.sage_attention_varlen`.
+
+    Its causal masks and windows are aligned bottom right, as ours.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    seen = (window[0], 0 if is_causal else window[1])
+    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=seen, **grouped)

@@ -1,0 +1,163 @@
+"""Checks of the public functions' arguments, each of which raises an error that names the argument and the way out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sagebwd.kernels import table
+
+REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
+_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+
+
+def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tuple[float, tuple[int, int]]:
+    """The scale as a float, and the window as two integers."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale={scale!r} must be a number or None")
+    if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced
+        raise ValueError(f"scale={scale} must be finite")
+    return float(scale), _window(window)
+
+
+def _window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
+    for side in window:
+        if isinstance(side, bool) or not isinstance(side, int) or side < -1:
+            raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
+    return window[0], window[1]
+
+
+def kind(*tensors: Tensor) -> None:
+    """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
+    for name, tensor in zip(("query", "key", "value"), tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
+                f"{_SDPA}"
+            )
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
+    if forward_ad._current_level >= 0:
+        for name, tensor in zip(("query", "key", "value"), tensors):
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
+                raise NotImplementedError(
+                    f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
+                    f"backward, or {_SDPA}"
+                )
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
+        raise NotImplementedError(
+            f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
+        )
+
+
+def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
+    """Raises unless dimensions, dtypes, devices and sizes go together; layout: what the dimensions are."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in REFERENCE_DTYPES:
+            raise TypeError(
+                f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(table.REFERENCE_DTYPES)}"
+            )
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
+        if tensor.shape[-1] == 0:
+            _refuse_head_dim(name, tensor)
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: head_dim {key.shape[-1]} differs from query's {query.shape[-1]}; they must be equal")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"value: shape {tuple(value.shape)} differs from key's {tuple(key.shape)}; they must be equal"
+        )
+
+
+def _refuse_head_dim(name: str, tensor: Tensor) -> None:
+    raise ValueError(
+        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {table.MAX_HEAD_DIM}. Leave recipe and "
+        f"impl out, or keep {_SDPA} for this layer"
+    )
+
+
+def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+    """What of a call torch's own attention alone computes, or None. Raises for a dropout_p that is no probability."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"dropout_p={dropout_p!r} must be a number")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
+    for tensor in (query, value):
+        if tensor.shape[-1] > table.MAX_HEAD_DIM:
+            return f"head_dim {tensor.shape[-1]}, over {table.MAX_HEAD_DIM}"
+    if dropout_p != 0:
+        return "dropout_p"
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return "the gradient of an attn_mask"
+    return None
+
+
+def refuse_only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> None:
+    """Raises where `only_torch` names something: of calls that torch's own attention is not to run, or cannot."""
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[-1] > table.MAX_HEAD_DIM:
+            _refuse_head_dim(name, tensor)
+    if dropout_p != 0:
+        raise NotImplementedError(
+            f"dropout_p={dropout_p} is not supported, only 0: each kernel would draw the same random numbers again; "
+            f"apply dropout to the output, leave recipe and impl out, or call {_SDPA}"
+        )
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "attn_mask: gradients of an additive mask are not supported; pass attn_mask.detach() if it needs none, "
+            f"leave recipe and impl out, or use {_SDPA}"
+        )
+
+
+def heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Raises ValueError unless query heads share key heads evenly, and are allowed to."""
+    if heads == kv_heads:
+        return
+    if not enable_gqa:
+        raise ValueError(f"key: {kv_heads} heads for query's {heads}; pass enable_gqa=True to share key heads")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}")
+
+
+def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], device: torch.device) -> None:
+    """Raises unless the offsets and longest lengths of packed sequences are what they should be, values aside."""
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_offsets(name, offsets, device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k name {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1} "
+            "sequences; they must name as many"
+        )
+    for name, tokens in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
+            raise ValueError(f"{name}={tokens!r} must be an integer, at least 0")
+
+
+def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(offsets).__name__}")
+    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 2:
+        raise ValueError(
+            f"{name}: expected int32 of shape (sequences + 1,), got {offsets.dtype} of shape {tuple(offsets.shape)}"
+        )
+    if offsets.device != device:
+        raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")

@@ -1,0 +1,93 @@
+"""What `sagebwd doctor --measure` does and prints, and what `sagebwd doctor` says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows
+from sagebwd.benchmarks import crossings as benchmark
+from sagebwd.benchmarks.results import environment, save
+from sagebwd.commands.terminal import console, progress
+
+
+def measure(device: str, output: Path | None, commit: str | None) -> None:
+    """Time this machine and keep what was found where "auto" reads it; with ``output`` also as a results file there.
+
+    Both are written anew with every kind of call: what is cut off keeps what it measured.
+    """
+    facts = environment(device, commit)
+    kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
+    with progress() as tell:
+        for timed in benchmark.measure(device, benchmark.cases(), tell=tell):
+            rows += timed
+            _keep(rows, facts, kept)
+            path = kept if output is None else save(rows, facts, output, "crossings")
+            for line in _lines(timed):
+                console.print(line, highlight=False)
+    console.print(table(of_rows(map(asdict, rows), str(path))))
+    console.print(f"wrote {path}" if path == kept else f"wrote {kept} and {path}", soft_wrap=True)
+
+
+def show(device: str) -> None:
+    """Print from how many tokens on "auto" runs in low precision on a GPU."""
+    card = torch.cuda.get_device_properties(device).name
+    known = of_card(card, torch.__version__)
+    if not known:
+        console.print(
+            f"auto: nobody has timed {card} with these versions, so calls of recipe auto run in full precision, by "
+            "torch. `sagebwd doctor --measure` times it, in a few minutes.",
+            markup=False,
+        )
+        return
+    console.print(table(known))
+    for source in sorted({row.source for row in known}):
+        console.print(f"measured: {source}", soft_wrap=True, markup=False)
+
+
+def _keep(rows: list[benchmark.Timing], facts: dict[str, object], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:
+    """A line a direction: torch's time over ours at each length."""
+    for direction in DIRECTIONS:
+        rows = sorted((row for row in timed if row.direction == direction), key=lambda row: row.tokens)
+        if rows:
+            width = f"{rows[0].head_dim}/{rows[0].value_dim}"
+            cells = ", ".join(f"{row.tokens} {_ratio(row)}" for row in rows)
+            yield f"{rows[0].kind} {width} {rows[0].elements} {direction}, {rows[0].recipe} over torch: {cells}"
+
+
+def _ratio(row: benchmark.Timing) -> str:
+    if row.ms is None or row.torch_ms is None:
+        return "does not run" if row.ms is None else "torch does not run"
+    return f"{row.torch_ms / row.ms:.2f}"
+
+
+def table(crossings: Iterable[Crossing]) -> Table:
+    """From how many tokens low precision is faster, a line a kind of mask and pair of widths."""
+    found: dict[tuple, dict[str, Crossing]] = {}
+    for crossing in crossings:
+        key = crossing.kind, crossing.head_dim, crossing.value_dim, crossing.elements, crossing.recipe
+        found.setdefault(key, {})[crossing.direction] = crossing
+    shown = Table(title="Low precision is faster than torch from so many tokens on", title_justify="left", box=None)
+    for heading in ("mask", "head_dim", "batch x heads x tokens x width", "recipe", *DIRECTIONS):
+        shown.add_column(heading, justify="left" if heading in ("mask", "recipe") else "right")
+    for (kind, head_dim, value_dim, elements, recipe), of in found.items():
+        width = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
+        cells = [_tokens(of[direction]) if direction in of else "" for direction in DIRECTIONS]
+        shown.add_row(kind, width, f"{elements:,}", recipe, *cells)
+    return shown
+
+
+def _tokens(crossing: Crossing) -> str:
+    return "never" if crossing.tokens is None else str(crossing.tokens)

@@ -1,0 +1,112 @@
+"""Where recipe "auto" hands a call to torch's own attention: what decides it, and what it is decided by."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import sagebwd
+from sagebwd import dispatch
+from sagebwd.auto import crossings
+from sagebwd.auto.crossings import FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW, Crossing
+from sagebwd.call import Size
+from tests.auto.calls import ASK, LARGE, crossing
+from tools.crossings import ROOT, TABLE, of_file, text_of
+
+CPU = torch.device("cpu")
+
+
+def size(tokens, keys=None, elements=LARGE):
+    return Size(tokens, tokens if keys is None else keys, elements)
+
+
+def runs(ask=ASK, of=None):
+    return dispatch.choose(ask, of or size(2048)).name
+
+
+def test_calls_shorter_than_the_crossing_are_torchs(measured):
+    measured += [crossing(2048), crossing(1024, direction=TRAINING)]
+    assert [runs(of=size(n)) for n in (2047, 2048)] == ["torch/torch", "hopper/hopper"]
+    assert [runs(ASK._replace(training=True), size(n)) for n in (1023, 1024)] == ["torch/torch", "hopper/hopper"]
+    assert dispatch.choose(ASK, size(1)) is dispatch.IN_TORCH
+    assert str(dispatch.IN_TORCH.recipe) == "full"
+    assert dispatch.IN_TORCH.impl == "torch"
+
+
+def test_sequences_that_differ_in_length_count_as_their_harmonic_mean(measured):
+    measured.append(crossing(1000))
+    assert [runs(of=size(32760, keys)) for keys in (507, 508)] == ["torch/torch", "hopper/hopper"]
+    assert runs(of=size(1, 10**6)) == "torch/torch"
+
+
+def test_small_calls_cross_where_small_ones_were_timed(measured):
+    measured += [crossing(1024), crossing(4096, elements=LARGE // 8)]
+    assert runs(of=size(2048)) == "hopper/hopper"
+    assert runs(of=size(2048, elements=LARGE - 1)) == "torch/torch"
+    assert runs(of=size(4096, elements=LARGE - 1)) == "hopper/hopper"
+    assert runs(of=size(8192, elements=LARGE // 8 - 1)) == "torch/torch"  # smaller than any that was timed
+
+
+def test_what_was_never_faster_and_what_was_not_timed_is_torchs(measured):
+    assert runs(of=size(1 << 20)) == "torch/torch"
+    measured += [crossing(None), crossing(256, kind=WINDOW), crossing(256, dims=(256, 256))]
+    assert runs(of=size(1 << 20)) == "torch/torch"
+    assert runs(ASK._replace(kind=FULL)) == "torch/torch"
+    assert runs(ASK._replace(kind=WINDOW)) == "hopper/hopper"
+
+
+def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
+    measured += [crossing(2048, dims=(80, 80)), crossing(512, dims=(96, 96)), crossing(256, dims=(64, 64))]
+    found = {d: runs(ASK._replace(head_dim=d, value_dim=d), size(1024)) for d in (64, 72, 80, 88, 96)}
+    assert found == {
+        64: "hopper/hopper", 72: "torch/torch", 80: "torch/torch", 88: "torch/torch", 96: "hopper/hopper",
+    }  # fmt: skip
+    assert runs(ASK._replace(head_dim=88, value_dim=88), size(2048)) == "hopper/hopper"
+    assert runs(ASK._replace(head_dim=72, value_dim=72), size(1 << 20)) == "torch/torch"
+
+
+def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
+    measured += [crossing(256), crossing(512, kind=MASK, impl="triton/triton")]
+    assert runs(ASK._replace(kind=MASK)) == "triton/triton"
+    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    dispatch._choose.cache_clear()
+    dispatch.crossings_of.cache_clear()
+    assert runs() == "torch/torch"
+
+
+def test_what_was_named_is_never_handed_over(measured):
+    for change in ({"recipe": sagebwd.Recipe.named("mixed")}, {"impl": "hopper"}, {"impl": dispatch.FASTEST}):
+        assert runs(ASK._replace(**change), size(16)) == "hopper/hopper"
+    assert dispatch.choose(ASK, None).name == "hopper/hopper"
+    with pytest.raises(TypeError, match="dtype float32"):
+        runs(ASK._replace(dtype=torch.float32), size(16))
+    assert runs(ASK._replace(device=CPU), size(16)) == "reference/reference"
+    assert runs(ASK._replace(only_torch="dropout_p", device=CPU), size(16)) == "torch/torch"
+
+
+def test_the_table_of_this_project():
+    table = crossings._of_this_project()
+    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} <= set(table)
+    for rows in table.values():
+        for row in (Crossing(**row) for row in rows):
+            assert row.kind in KINDS
+            assert row.direction in (FORWARD, TRAINING)
+    assert crossings.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert len(crossings.of_card("NVIDIA H200", "0")) == len(table["NVIDIA H200"])
+
+
+def test_packed_calls_are_as_long_as_their_mean(measured):
+    measured.append(crossing(1000, kind=PACKED))
+    ask = ASK._replace(kind=PACKED)
+    assert [runs(ask, size(n)) for n in (999, 1000)] == ["torch/torch", "hopper/hopper"]
+
+
+def test_the_table_is_what_its_files_say():
+    table = {}
+    for rows in json.loads(TABLE.read_text(encoding="utf-8")).values():
+        for source in {row["source"] for row in rows}:
+            card, found = of_file(ROOT / source)
+            table[card] = [row._asdict() for row in found]
+    assert TABLE.read_text(encoding="utf-8") == text_of(table)

@@ -1,0 +1,72 @@
+"""Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
+
+Each file is of one card, whose rows it replaces: ``crossings_*.json``, which `sagebwd doctor --measure --output
+benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is compared with the faster of
+cuDNN and FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from sagebwd.auto import crossings
+from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, TRAINING, Crossing, of_rows
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(crossings.__file__).with_suffix(".json")
+_DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": TRAINING}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    for path in parser.parse_args().files:
+        card, found = of_file(path)
+        table[card] = [row._asdict() for row in found]
+        print(f"{card}: {len(found)} crossings")
+    TABLE.write_text(text_of(table), encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(ROOT)}")
+
+
+def of_file(path: Path) -> tuple[str, list[Crossing]]:
+    """The card of a results file, and what it says of it. Raises ValueError for one of another kind."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows, source = content["rows"], str(path.resolve().relative_to(ROOT))
+    if path.name.startswith("attention_"):
+        rows = list(_of_bench(rows))
+    elif not path.name.startswith("crossings_"):
+        raise ValueError(f"{path}: expected crossings_*.json or attention_*.json")
+    return content["gpu"], sorted(of_rows(rows, source), key=lambda row: row[:5])
+
+
+def text_of(table: dict[str, list[dict]]) -> str:
+    """The table as JSON, a line a row."""
+    cards = []
+    for card, rows in sorted(table.items()):
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        cards.append(f" {json.dumps(card)}: [\n{lines}\n ]")
+    return "{\n" + ",\n".join(cards) + "\n}\n"
+
+
+def _of_bench(rows: list[dict]) -> Iterator[dict]:
+    """Rows of `sagebwd bench` as those of `sagebwd.benchmarks.crossings`."""
+    for row in rows:
+        peers = [ms for ms in (row["cudnn_ms"], row["fa2_ms"]) if ms is not None]
+        direction = _DIRECTIONS.get(row["direction"])
+        if (row["recipe"], row["gate"]) != ("mixed", "ok") or direction is None or row["heads"] != row["kv_heads"]:
+            continue
+        yield {
+            "kind": CAUSAL if row["causal"] else FULL, "head_dim": row["head_dim"],
+            "value_dim": row.get("value_dim", row["head_dim"]), "tokens": row["tokens"], "direction": direction,
+            "elements": row["batch"] * row["heads"] * row["tokens"] * row.get("value_dim", row["head_dim"]),
+            "recipe": "mixed", "impl": "hopper/hopper", "ms": row["ms"], "torch_ms": min(peers, default=None),
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
