@@ -41,9 +41,9 @@ def sage_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
-            ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one is
-            not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the first
-            is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
+            ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one
+            is not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the
+            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
             where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
             the greater.
