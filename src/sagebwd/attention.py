@@ -41,9 +41,9 @@ def sage_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
-            ``impl="reference"``. head_dim up to 256. Any strides; kernels copy a view whose last one is not 1 or that
-            begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the first is heads
-            with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
+            ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one
+            is not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the
+            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
             where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
             the greater.
@@ -51,7 +51,7 @@ def sage_attention(
             True where a query sees a key, or floating point, added to the scaled scores; a number of at most -1.6e38,
             of fp16 -32752, hides as -inf does. ``is_causal`` and ``window`` hold beside it. Keys that no query sees
             do not count at all, NaN in them neither; of the others K's mean and V's scales are taken over all.
-        dropout_p: 0.
+        dropout_p: 0, under "auto" any probability.
         is_causal: query i sees keys up to i (aligned top left, also where the lengths differ).
         scale: softmax scale; 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
@@ -59,8 +59,10 @@ def sage_attention(
             which torch.compile needs; attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
         recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
-            "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" is "mixed" on compute
-            capability 9.0 where Hopper's kernels take the call, else "token".
+            "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" without an ``impl``
+            hands the call to torch's own attention, in full precision, where low precision was not measured to be
+            faster on this card, and where torch alone takes it (docs/auto.md); `sagebwd.explain` says so. Else it is
+            "mixed" on compute capability 9.0 where Hopper's kernels take the call, and "token" where they do not.
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
             that lacks the call raises. Where "hopper" lacks one direction of a recipe, Triton's kernels run that, to
@@ -71,13 +73,14 @@ def sage_attention(
         The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
         ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. The output lies in
         memory as query does: with the heads of a token side by side where query is such a view. Both are
-        differentiable. A query that sees no key gives zeros, lse -inf and zero gradients.
+        differentiable. A query that sees no key gives zeros, lse -inf and zero gradients. What torch runs lies in
+        memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
-        NotImplementedError: dropout, an additive mask that needs a gradient, a recipe that the implementation lacks
-            (FP8 gradients under a mask that is more than key padding), nested tensors, torch.func's transforms and
-            forward mode, torch.jit.trace; in backward, a second derivative.
+        NotImplementedError: dropout and an additive mask that needs a gradient, but under "auto"; a recipe that the
+            implementation lacks (FP8 gradients under a mask that is more than key padding), nested tensors,
+            torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
     """
     given = query, key, value, attn_mask, None, None
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa

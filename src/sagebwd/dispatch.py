@@ -92,15 +92,19 @@ def hands_over(ask: Ask, size: Size | None) -> bool:
         return True
     if ask.device.type != "cuda":
         return False
-    for elements, tokens in _thresholds(ask):
+    for elements, tokens in _thresholds(*ask):
         if size.elements >= elements:
             return tokens is None or 2 * size.queries * size.keys < tokens * (size.queries + size.keys)
     return True
 
 
 @asked_once
-def _thresholds(ask: Ask) -> tuple[tuple[int, int | None], ...]:
-    """(elements, tokens) of `crossings_of` a call; without any, of what the dtype alone refuses."""
+def _thresholds(*asked: object) -> tuple[tuple[int, int | None], ...]:
+    """(elements, tokens) of `crossings_of` an `Ask`, of which a trace hands on the parts alone.
+
+    A dtype that no kernel takes is not handed over either: that is for its error to say.
+    """
+    ask = Ask(*asked)
     if str(ask.dtype).removeprefix("torch.") not in KERNEL_DTYPES:
         return ((0, 0),)
     return tuple((found.elements, found.tokens) for found in crossings_of(ask))

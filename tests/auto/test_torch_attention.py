@@ -14,6 +14,7 @@ from sagebwd import dispatch, eager, replace_sdpa, sage_attention, sage_attentio
 from sagebwd.auto import asked, counts, torch_attention
 from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.auto.traced import asked_once
+from sagebwd.call import Ask
 from sagebwd.meaning.metrics import relative_l2
 
 CARD = torch.device("cuda", 0)
@@ -121,14 +122,15 @@ def test_torch_computes_packed_calls_on_a_gpu(heads, options, handed):
     drawn = [torch.randn(100, count, 64, device="cuda", dtype=torch.bfloat16) for count in (4, heads, heads)]
     tensors = [x.requires_grad_() for x in drawn]
     offsets = torch.tensor([0, 17, 70, 100], dtype=torch.int32, device="cuda")
-    outcomes = []
-    for recipe in ("full", "auto"):
+    torch._dynamo.reset()
+    compiled, outcomes = torch.compile(sage_attention_varlen, fullgraph=True, backend="aot_eager"), []
+    for attention, recipe in ((sage_attention_varlen, "full"), (sage_attention_varlen, "auto"), (compiled, "auto")):
         counts.counts.clear()
-        out = sage_attention_varlen(*tensors, offsets, offsets, 53, 53, recipe=recipe, **options)
+        out = attention(*tensors, offsets, offsets, 53, 53, recipe=recipe, **options)
         outcomes.append((out, *torch.autograd.grad(out.sin().sum(), tensors)))
-    assert counts.counts == {counts.TORCH: 1}
-    for exact, actual in zip(*outcomes):
-        assert relative_l2(actual, exact) < 0.02
+        assert counts.counts[counts.TORCH] == (attention is not compiled and recipe == "auto")
+    for exact, *found in zip(*outcomes):
+        assert max(relative_l2(actual, exact) for actual in found) < 0.02
 
 
 def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
@@ -173,6 +175,28 @@ def test_what_torch_alone_takes_runs_on_any_device():
     for options in ({"return_lse": True}, {"recipe": "full"}):
         with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
             sage_attention(x, x, x, dropout_p=0.5, **options)
+    for name in ("disabled", "backward_16bit", "deterministic"):
+        with switches(**{name: True}), pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
+            sage_attention(x, x, x, dropout_p=0.5)
+
+
+def test_a_trace_knows_whether_a_call_trains(monkeypatch):
+    TRACED.clear()
+    monkeypatch.setattr(dispatch, "_thresholds", never_faster)
+    monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def layer(x):
+        return sage_attention(x @ weight, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 20, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True))
+    compiled(x).sum().backward()
+    with torch.no_grad():
+        compiled(x)
+    assert TRACED == [True, False]
 
 
 def test_a_bias_gets_its_gradient_in_later_calls_too():
@@ -237,8 +261,18 @@ def test_a_trace_compiles_once_a_side_of_the_crossing(monkeypatch):
         assert counter.frame_count == graphs
 
 
+TRACED = []
+
+
 @asked_once
-def crossing_of_100(ask):
+def never_faster(*asked):
+    TRACED.append(Ask(*asked).training)
+    return ((0, None),)
+
+
+@asked_once
+def crossing_of_100(*asked):
+    assert Ask(*asked).device == CARD
     return ((0, 100),)
 
 

@@ -84,17 +84,16 @@ def asked_of(
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
     only_torch = checks.only_torch(query, value, elements, dropout_p)
+    ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
+    ask = ask._replace(training=_trains(query, key, value, elements), only_torch=only_torch)
     way = size = None
-    if block_mask is None and _may_hand_over(query, key, recipe, impl, return_lse):
+    if block_mask is None and _may_hand_over(ask, query, key, return_lse):
         way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
     if way is not None and (only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS):
         batch, heads, tokens, _ = query.shape
-        size = Size(tokens, key.shape[2], batch * heads * tokens * value.shape[-1])
+        ask, size = ask._replace(kind=way.kind), Size(tokens, key.shape[2], batch * heads * tokens * ask.value_dim)
     elif only_torch is not None:
         checks.refuse_only_torch(query, value, elements, dropout_p)
-    kind = MASK if block_mask is not None else masked_as or (FULL if way is None else way.kind)
-    ask = ask_of(query, value, recipe, impl, kind)
-    ask = ask._replace(training=_trains(query, key, value, elements), only_torch=only_torch)
     return Asked(query, key, value, elements, scale, window, ask, size, way)
 
 
@@ -114,7 +113,7 @@ def asked_of_packed(
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value))
     size, count = None, offsets[0].shape[0] - 1
     rows = all(x.stride(-1) == 1 for x in (query, key, value))
-    if query.is_cuda and rows and _may_hand_over(query, key, recipe, impl, return_lse):
+    if query.is_cuda and rows and _may_hand_over(ask, query, key, return_lse):
         grouped = query.shape[1] != key.shape[1]
         if torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped):
             elements = query.shape[0] * query.shape[1] * ask.value_dim
@@ -122,12 +121,12 @@ def asked_of_packed(
     return query, key, value, scale, window, ask, size
 
 
-def _may_hand_over(query: Tensor, key: Tensor, recipe: str | Recipe, impl: str | None, return_lse: bool) -> bool:
+def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, return_lse: bool) -> bool:
     """Whether a call is one of "auto" that asks for nothing but an output, of tokens that there are.
 
     The switch ``deterministic`` is a promise that torch's kernels do not give.
     """
-    if not isinstance(recipe, str) or recipe != AUTO or impl is not None or return_lse:
+    if ask.recipe != AUTO or ask.impl is not None or return_lse:
         return False
     return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
 
