@@ -25,8 +25,6 @@ STRANGERS = [
     (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
 ]
-# Triton compiles anew for the numbers in a tuple, and these differ from call to call.
-MOST_PARAMETERS = {"backward_kernel": 60, "key_query_kernel": 52}
 ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.crossings")
 
 
@@ -104,7 +102,7 @@ def test_functions_are_of_a_size_that_can_be_read(module):
         if isinstance(node, ast.FunctionDef):
             taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
             assert node.end_lineno - node.lineno < 200, node.name
-            assert taken <= MOST_PARAMETERS.get(node.name, 40), node.name
+            assert taken <= 40, node.name
 
 
 def test_no_kernel_of_hoppers_branches_on_a_width():

@@ -58,8 +58,8 @@ def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: 
 
 @gluon.jit
 def counter_rank_and_count(
-    row, block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    row, block, first_k, block_0, blocks_q, place, queries, added, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Where this warpgroup's half of a block of dQ^T is counted, how many blocks of keys come before first_k's, and
     how many have added: asked for here, there when it is needed."""
@@ -68,8 +68,9 @@ def counter_rank_and_count(
     else:
         SPAN: gl.constexpr = CONSUMERS * ROWS
         _, _, _, end = block_range(
-            (block - 1) * BLOCK_Q, length_k, lower, upper, BLOCK_Q, SPAN, HAS_LOWER, HAS_UPPER, False
-        )
+            (block - 1) * BLOCK_Q, place.length, queries.lower, queries.upper, BLOCK_Q, SPAN, KIND.HAS_LOWER,
+            KIND.HAS_UPPER, False,
+        )  # fmt: skip
         counter = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
         return counter, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(counter, 0), volatile=True)
 

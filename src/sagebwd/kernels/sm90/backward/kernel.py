@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
     add_dq,
@@ -28,26 +29,40 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     store_dq,
 )
 from sagebwd.kernels.sm90.backward.epilogue import store_gradients
-from sagebwd.kernels.sm90.backward.key_blocks import head_and_number, heads_and_band, key_block, keys_of
-from sagebwd.kernels.sm90.backward.loads import load
+from sagebwd.kernels.sm90.backward.key_blocks import (
+    edges_of,
+    head_and_number,
+    heads_of,
+    key_block,
+    place_of,
+    queries_met,
+    queries_of,
+)
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, load, origin_of_keys
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
-from sagebwd.kernels.sm90.backward.scores import difference, ds_operand, probabilities, same_of_pairs, scores
+from sagebwd.kernels.sm90.backward.scores import (
+    difference,
+    ds_operand,
+    keys_and_scales,
+    probabilities,
+    same_of_pairs,
+    scores,
+)
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
     LOG2_E,
+    REGISTERS,
     ROWS,
     anew,
     barrier,
-    block_range,
     delta_parts_weight,
     operand_float8,
     padded_block,
     program_number,
     result,
     ring,
-    sequence,
     store_transposed,
 )
 
@@ -57,21 +72,23 @@ SLOTS = gl.constexpr(2)
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, IN_TURN: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, BY_CHANNEL: gl.constexpr,
-    HOLDS_KEYS: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    WIDTHS: gl.constexpr,
+    memory, own_memory, barriers, tensors, descriptors, turns, sizes, factors, CONSUMER: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of 64 keys, half of dQ^T, or of dQ, of every block of queries."""
-    memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, descriptors, turns, call, strides, scales = (
-        shared
-    )
+    k_t_memory, ds_memory, dq_memory, ones = own_memory
     dq_desc, dk_desc, dv_desc = descriptors
-    scale, sum_scale = scales
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory = memory
-    PIECE: gl.constexpr = k_memory.shape[2]
-    PIECES: gl.constexpr = WIDTHS[0] // PIECE
-    VALUE_PIECES: gl.constexpr = WIDTHS[1] // PIECE
+    full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
+    added, key_mask, blocks_q, group = tensors.added, tensors.key_mask, sizes.blocks_q, sizes.group
+    TILE: gl.constexpr = WIDTH.backward
+    BLOCK_Q: gl.constexpr = TILE.queries
+    STAGES: gl.constexpr = TILE.stages
+    IN_ORDER: gl.constexpr = added is not None
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER
+    PIECE: gl.constexpr = memory.k.shape[2]
+    PIECES: gl.constexpr = WIDTH.head_dim // PIECE
+    VALUE_PIECES: gl.constexpr = WIDTH.value_dim // PIECE
     IN_PIECES: gl.constexpr = PIECES > 1
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -79,18 +96,11 @@ def accumulate(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     # its half of dQ^T: 64 channels, or 64 queries
-    CHANNEL: gl.constexpr = CONSUMER * ROWS if BY_CHANNEL and not IN_PIECES else 0
-    QUERY: gl.constexpr = 0 if BY_CHANNEL else CONSUMER * ROWS
+    CHANNEL: gl.constexpr = CONSUMER * ROWS if TILE.by_channel and not IN_PIECES else 0
+    QUERY: gl.constexpr = 0 if TILE.by_channel else CONSUMER * ROWS
     # rows of dQ^T a head, by which blocks are counted; or heads are, and dQ has rows of its own
-    HEAD: gl.constexpr = 1 if IN_PIECES else WIDTHS[0]
+    HEAD: gl.constexpr = 1 if IN_PIECES else WIDTH.head_dim
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    keys_full, keys_empty, full, empty, ds_full, ds_empty = barriers
-    k_scale, largest, key_mask, outputs, added, blocks_q = pointers
-    IN_ORDER: gl.constexpr = added is not None
-    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
-    SPAN: gl.constexpr = CONSUMERS * ROWS
-    # a loop of its own for blocks that no mask cuts: what masks need would take registers that it has not
-    PARTS: gl.constexpr = 2 if HAS_UPPER and not HAS_LOWER and not GROUPED else 1
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
@@ -100,26 +110,20 @@ def accumulate(
     begun = 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
-        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
-        start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-        z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-        begin, whole_from, _, end = block_range(
-            first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
-        )
-        edges = (begin, whole_from, end) if PARTS == 2 else (begin, end)
-        first_k += CONSUMER * ROWS
-        keys = first_k + gl.arange(0, ROWS, ROW)
-        keep_key = keys < length_k
-        key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
-        if key_mask is not None:
-            keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
+        place = place_of(program_number(turn), turn, tensors, sizes)
+        queries = queries_of(place, tensors, sizes)
+        z_q, z_k = heads_of(place, sizes, VARLEN)
+        begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
+        edges = edges_of(begin, whole_from, end, KIND)
+        first_k = place.first + CONSUMER * ROWS
+        keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
         dk_acc, dv_acc = repeated(no_sums, PIECES), repeated(no_sums, VALUE_PIECES)
-        mbarrier.wait(keys_full, turn & 1)
-        k = pieces_of(k_memory, CONSUMER, PIECES)
+        mbarrier.wait(barriers.keys_full, turn & 1)
+        k = pieces_of(memory.k, CONSUMER, PIECES)
         # nobody reads the copy of the turn before: keys were loaded since
-        copy_keys(k_t_memory, CONSUMER, k, key_scale, largest + batch * heads_k + head_k)
-        key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
+        copy_keys(k_t_memory, CONSUMER, k, key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
+        key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
@@ -130,54 +134,55 @@ def accumulate(
         # what registers are left for, tensor cores need not read from shared memory again and again
         if not IN_PIECES:
             k_t = k_t_memory.index(0).slice(CHANNEL, ROWS, 0), k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-            if not BY_CHANNEL and not IN_ORDER:
+            if not TILE.by_channel and not IN_ORDER:
                 mbarrier.wait(ds_full.index(slot), phase)
                 k_t = loaded(k_t, gl.DotOperandLayout(0, DQ_LAYOUT, 4))
-        if HOLDS_KEYS:
+        if TILE.holds_keys:
             k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
-        last_row = (z_q + head_k * group) * HEAD + CHANNEL
+        first_head = z_q + place.head * group
+        last_row = first_head * HEAD + CHANNEL
         # blocks of dQ^T are counted from the one before a sequence's first
-        block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
+        block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1
         column = block_0 * BLOCK_Q + QUERY
         counter_before = -1
-        s = scores(k, q_memory, full, begun, begin < end, no_scores, False, STAGES)
+        s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
-        heads = group if GROUPED else 1
+        heads = group if KIND.GROUPED else 1
         for head in range(heads):
-            row = (z_q + head_k * group + head) * HEAD + CHANNEL
+            row = (first_head + head) * HEAD + CHANNEL
             ahead = begun - begin
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(len(edges) - 1):
                 for i in range(edges[part], edges[part + 1]):
                     step = i + ahead
                     block = step + turn
                     stage, phase = ring(step, STAGES)
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
-                    rows, copy_scales = rows_memory.index(stage), scales_memory.index(stage)
+                    rows, copy_scales = memory.rows.index(stage), memory.scales.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
                     to_row, to_block = row, gl.maximum(i, 1)
-                    if GROUPED:
+                    if KIND.GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
-                        to_row, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
-                        HAS_LOWER, HAS_UPPER, BLOCK_Q, HEAD,
+                        to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
+                        HEAD,
                     )  # fmt: skip
                     counter = gl.where(step == 0, -1, counter)
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
                     dp = difference(
-                        ones, delta_memory, v_memory, CONSUMER, do_memory, stage, no_dp, IN_HALVES and IN_ORDER
+                        ones, memory.delta, memory.v, CONSUMER, memory.do, stage, no_dp, TILE.in_halves and IN_ORDER
                     )
                     p, whole = probabilities(
-                        s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
-                        key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
+                        s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries, key_mask,
+                        KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, RAGGED, S_LAYOUT, OPERAND)
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -187,44 +192,46 @@ def accumulate(
                     more = (i + 1 < end) | (head + 1 < heads)
                     if IN_PIECES:
                         dv_acc, dk_acc, dq, dq_half = add_in_pieces(
-                            dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                            dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
                             k_t_memory, ds_memory, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
                         )  # fmt: skip
-                        store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
-                        if not HOLDS_KEYS:
+                        store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
+                        if not TILE.holds_keys:
                             # descriptors of before the loop would be kept in registers
-                            k = pieces_of(k_memory, anew(CONSUMER), PIECES)
-                        s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
+                            k = pieces_of(memory.k, anew(CONSUMER), PIECES)
+                        s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         dq = warpgroup_mma_wait(PIECES, deps=[dq])
-                    elif IN_HALVES:
+                    elif TILE.in_halves:
                         never = step < 0
                         dv_acc, dk_acc, dq, free = add_in_halves(
-                            dv_acc, dk_acc, p_codes, ds_codes, do_t_memory.index(stage), q_t_memory.index(stage),
+                            dv_acc, dk_acc, p_codes, ds_codes, memory.do_t.index(stage), memory.q_t.index(stage),
                             copy_scales, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
                         )  # fmt: skip
                         free = free.to(gl.int32, bitcast=True)
-                        s = scores(k, q_memory, full, step + 1, more, free, never, STAGES)
+                        s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
                         dv_acc, dk_acc, dq = add_whole(
-                            dv_acc, dk_acc, (p_codes, ds_codes), (do_t_memory, q_t_memory), stage, copy_scales,
+                            dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
                             k_t, ds_memory, before, ds_full, phase_before, no_sums, no_dq, QUERY, BLOCK_Q, OUT_LAYOUT,
                         )  # fmt: skip
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
                     if IN_PIECES:
                         to_row = to_row * pitch + column + to_block * BLOCK_Q
-                        add_dq_rows(dq_desc, dq_memory, dq * sum_scale, to_row, CONSUMER, added, counter, rank, count)
+                        add_dq_rows(
+                            dq_desc, dq_memory, dq * factors.sum_scale, to_row, CONSUMER, added, counter, rank, count
+                        )
                     else:
-                        store_dq(dq_part, dq * sum_scale, added, counter_before)
-                        if not IN_HALVES:
+                        store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
+                        if not TILE.in_halves:
                             # not before: dQ's registers are needed
-                            s = scores(k, q_memory, full, step + 1, more, no_scores, False, STAGES)
+                            s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
             last_row = row
             begun += end - begin
-        batch, head_k, start_k, length_k, first_k = keys_of(program_number(turn), turn, call, VARLEN, IN_ORDER)
+        place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
@@ -233,84 +240,71 @@ def accumulate(
         else:
             dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)])
         mbarrier.arrive(ds_empty.index(slot), count=1)
-        mbarrier.arrive(keys_empty, count=1)
+        mbarrier.arrive(barriers.keys_empty, count=1)
         counter, rank, count = counter_rank_and_count(
-            last_row, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
-            HAS_LOWER, HAS_UPPER, BLOCK_Q, HEAD,
+            last_row, end, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER, KIND,
+            BLOCK_Q, HEAD,
         )  # fmt: skip
         counter = gl.where(begin < end, counter, -1)
         if IN_PIECES:
-            store_dq(dq_memory[2].index(CONSUMER), dq_half * sum_scale, added, counter_before)
+            store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
             last_row = last_row * pitch + column + gl.maximum(end, 1) * BLOCK_Q
-            add_dq_rows(dq_desc, dq_memory, dq * sum_scale, last_row, CONSUMER, added, counter, rank, count)
+            add_dq_rows(dq_desc, dq_memory, dq * factors.sum_scale, last_row, CONSUMER, added, counter, rank, count)
         else:
-            store_dq(dq_part, dq * sum_scale, added, counter_before)
+            store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
             add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
 
         store_gradients(
-            scaled(dk_acc, scale), dv_acc, outputs, (dk_desc, dv_desc), v_memory.index(CONSUMER * VALUE_PIECES),
-            dq_part, strides, batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, IN_TURN,
-            RAGGED, OUT_LAYOUT,
+            scaled(dk_acc, factors.scale), dv_acc, tensors, (dk_desc, dv_desc),
+            memory.v.index(CONSUMER * VALUE_PIECES), dq_part, place, place.first + CONSUMER * ROWS, sizes, IN_TURN,
+            KIND.RAGGED, OUT_LAYOUT,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "turns", "heads_at_once",
-        "heads_in_all", "lower", "upper",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*steps_of("q", "k", "v", "do"), *Sizes._fields, "turns"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, scales_desc, delta_desc, dq_desc, dk_desc,
-    dv_desc, k_scale, largest, key_mask, dk, dv, added, cu_seqlens_q, cu_seqlens_k, strides, q_b, q_h, q_column, k_b,
-    k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k, blocks_q,
-    grid, turns, heads_at_once, heads_in_all, lower, upper, scale, sum_scale, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, IN_TURN: gl.constexpr,
-    BY_CHANNEL: gl.constexpr, HOLDS_KEYS: gl.constexpr, IN_HALVES: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_D: gl.constexpr, VALUE_D: gl.constexpr, REGISTERS: gl.constexpr,
+    dv_desc, tensors, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k,
+    group, tokens_q, tokens_k, total_k, blocks_q, programs, turns, heads_at_once, heads_in_all, lower, upper, factors,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of one key head in each of ``turns``, with the query heads that share it; ``grid`` programs a head.
+    """128 keys of one key head in each of ``turns``, with the query heads that share it; ``programs`` a head.
 
     What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
     parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
-    a piece. dk_desc, dv_desc: dk and dv as rows. added: 2 zeros a block of queries, if blocks of keys are to add to dQ
-    in order, in one turn each; else None. strides: of dk, and of dv if they are others. q_b to do_column:
-    `descriptor.Rows.steps`. heads_k to upper differ from call to call, and are one by one as Triton compiles for the
-    numbers in a tuple; total_k: keys of one head, blocks_q: blocks of queries of one head, padded, lower and upper:
-    bounds on key - query. RAGGED: a block of either may end past its sequence. BY_CHANNEL, HOLDS_KEYS, IN_HALVES: as
-    `widths.BackwardTile` has them.
+    a piece. dk_desc, dv_desc: dk and dv as rows. tensors, heads_k to upper, KIND: `arguments`; where blocks of keys
+    add to dQ in order they have one turn each. q_b to do_column: `descriptor.Rows.steps`. WIDTH: of `widths.WIDTHS`.
     """
-    IN_ORDER: gl.constexpr = added is not None
-    BLOCK_Q: gl.constexpr = q_desc.block_shape[0]
+    IN_ORDER: gl.constexpr = tensors.added is not None
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    STAGES: gl.constexpr = WIDTH.backward.stages
     PIECE: gl.constexpr = q_desc.block_shape[1]
-    WIDTHS: gl.constexpr = (BLOCK_D, VALUE_D)
-    PIECES: gl.constexpr = BLOCK_D // PIECE
-    VALUE_PIECES: gl.constexpr = VALUE_D // PIECE
-    call = (
-        cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
-        lower, upper,
-    )  # fmt: skip
-    batch, head_k, start_k, length_k, _ = keys_of(gl.program_id(0), 0, call, VARLEN, IN_ORDER)
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
+    PIECES: gl.constexpr = WIDTH.head_dim // PIECE
+    VALUE_PIECES: gl.constexpr = WIDTH.value_dim // PIECE
+    sizes = Sizes(
+        heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
+    )
+    place = place_of(gl.program_id(0), 0, tensors, sizes)
+    queries = queries_of(place, tensors, sizes)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # no program has a turn for blocks past its sequence's end
-    count = (length_k + SPAN - 1) // SPAN
-    whole = count // grid
-    _, number = head_and_number(gl.program_id(0), call, IN_ORDER)
-    turns = gl.minimum(turns, whole + (key_block(whole, number, grid, IN_ORDER) < count).to(gl.int32))
+    count = (place.length + SPAN - 1) // SPAN
+    whole = count // programs
+    _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
+    turns = gl.minimum(turns, whole + (key_block(whole, number, programs, IN_ORDER) < count).to(gl.int32))
     if turns == 0:
         return
-    z_q, _, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    origin = (
-        batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
-        head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
+    z_q, _ = heads_of(place, sizes, VARLEN)
+    origins = (
+        origin_of_keys(place, k_b, k_h, k_column), origin_of_keys(place, v_b, v_h, v_column),
+        (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, BLOCK_Q, PIECE], q_desc.layout)
@@ -353,32 +347,24 @@ def backward_kernel(
     ones.store(weight.to(ones.dtype))
     fence_async_shared()
 
-    memory = (
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory,
-    )  # fmt: skip
-    barriers = (keys_full, keys_empty, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    pointers = (k_scale, largest, key_mask, (dk, dv), added, blocks_q)
-    shared = (
-        memory, k_t_memory, ds_memory, dq_memory, ones, barriers, pointers, (dq_desc, dk_desc, dv_desc), turns, call,
-        strides, (scale, sum_scale),
-    )  # fmt: skip
-    blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
-    heads = (head_k * group, head_k * group + group)
-    sizes = (length_q, lower, upper)
-    operands = (descriptors, memory, barriers[:4], origin, turns, number, grid, blocks, heads, sizes)
+    memory = Loaded(
+        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory
+    )
+    barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
+    descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
+    own = (k_t_memory, ds_memory, dq_memory, ones)
+    written = (dq_desc, dk_desc, dv_desc)
+    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
+    heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (
-                shared, 0, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, HOLDS_KEYS,
-                IN_HALVES, STAGES, BLOCK_Q, WIDTHS,
+            (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 1, KIND, WIDTH)),
+            (load, (
+                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER,
+                KIND, WIDTH,
             )),
-            (accumulate, (
-                shared, 1, IN_TURN, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BY_CHANNEL, HOLDS_KEYS,
-                IN_HALVES, STAGES, BLOCK_Q, WIDTHS,
-            )),
-            (load, (operands, IN_TURN, IN_ORDER, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, WIDTHS)),
         ],
         [4, 1],
         [REGISTERS, 24],

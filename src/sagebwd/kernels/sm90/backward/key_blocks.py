@@ -1,25 +1,45 @@
-"""Which keys a program of the one-kernel backward takes, whose they are, and which queries see them."""
+"""Which keys a program of the backward takes, whose they are, and which queries see them."""
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, sequence
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
+
+
+class Place(NamedTuple):
+    """Keys of a program's turn: of which sequence and key head, where that begins, how long it is, and the first."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    start: gl.tensor
+    length: gl.tensor
+    first: gl.tensor
+
+
+class Queries(NamedTuple):
+    """A sequence's queries: where it begins, how long it is, and bounds on key - query."""
+
+    start: gl.tensor
+    length: gl.tensor
+    lower: gl.tensor
+    upper: gl.tensor
 
 
 @gluon.jit
-def head_and_number(program, call, IN_ORDER: gl.constexpr):
+def head_and_number(program, sizes, IN_ORDER: gl.constexpr):
     """A program's key head, counted over all sequences, and its number among those of this head.
 
     IN_ORDER: of heads_at_once heads, each gets its first program before any gets its second.
     """
-    _, _, _, _, _, _, _, grid, heads_at_once, heads_in_all, _, _ = call
     if IN_ORDER:
-        first = program // (grid * heads_at_once) * heads_at_once
-        heads = gl.minimum(heads_at_once, heads_in_all - first)
-        program = program - first * grid
+        first = program // (sizes.programs * sizes.heads_at_once) * sizes.heads_at_once
+        heads = gl.minimum(sizes.heads_at_once, sizes.heads_in_all - first)
+        program = program - first * sizes.programs
         return first + program % heads, program // heads
     else:
-        return program // grid, program % grid
+        return program // sizes.programs, program % sizes.programs
 
 
 @gluon.jit
@@ -32,24 +52,57 @@ def key_block(turn, number, programs, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def keys_of(program, turn, call, VARLEN: gl.constexpr, IN_ORDER: gl.constexpr, BY_TURNS: gl.constexpr = False):
-    """batch, key head, first key and number of keys of the sequence, and the first key in it of a program's turn.
+def place_of(program, turn, tensors, sizes, BY_TURNS: gl.constexpr = False):
+    """The place of a program's turn.
 
-    BY_TURNS: heads take programs by turns as IN_ORDER has them, but from the first block on where that does not hold.
+    BY_TURNS: heads take programs by turns where blocks do not add to dQ in order too, but from the first block on.
     """
-    _, cu_seqlens_k, heads_k, _, _, tokens_k, _, grid, _, _, _, _ = call
-    head, number = head_and_number(program, call, IN_ORDER or BY_TURNS)
-    batch = head // heads_k
-    start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
-    first_k = key_block(turn, number, grid, IN_ORDER) * (CONSUMERS * ROWS)
-    return batch, head % heads_k, start_k, length_k, first_k
+    IN_ORDER: gl.constexpr = tensors.added is not None
+    head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
+    batch = head // sizes.heads_k
+    start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
+    first = key_block(turn, number, sizes.programs, IN_ORDER) * (CONSUMERS * ROWS)
+    return Place(batch, head % sizes.heads_k, start, length, first)
 
 
 @gluon.jit
-def heads_and_band(batch, head_k, length_q, length_k, call, VARLEN: gl.constexpr):
-    """The first query head of a batch and a key head among those of per-token values, and lower and upper."""
-    _, _, heads_k, group, _, _, _, _, _, _, lower, upper = call
+def queries_of(place, tensors, sizes):
+    """The queries of a place's sequence."""
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    start, length = sequence(tensors.cu_seqlens_q, place.batch, sizes.tokens_q, VARLEN)
     if VARLEN:
-        return 0, head_k, lower + (length_k - length_q), upper + (length_k - length_q)
+        apart = place.length - length
+        return Queries(start, length, sizes.lower + apart, sizes.upper + apart)
     else:
-        return batch * heads_k * group, batch * heads_k + head_k, lower, upper
+        return Queries(start, length, sizes.lower, sizes.upper)
+
+
+@gluon.jit
+def heads_of(place, sizes, VARLEN: gl.constexpr):
+    """Among those of per-token values the first query head of a place's sequence, and its key head."""
+    if VARLEN:
+        return 0, place.head
+    else:
+        return place.batch * sizes.heads_k * sizes.group, place.batch * sizes.heads_k + place.head
+
+
+@gluon.jit
+def queries_met(first_k, queries, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end."""
+    begin, whole_from, _, end = block_range(
+        first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
+        KIND.HAS_LOWER, False,
+    )  # fmt: skip
+    return begin, whole_from, end
+
+
+@gluon.jit
+def edges_of(begin, whole_from, end, KIND: gl.constexpr):
+    """Where loops over blocks of queries begin, and the last one ends: one, or first one of those that a mask cuts.
+
+    What masks need would take registers that the other has not.
+    """
+    if KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED:
+        return begin, whole_from, end
+    else:
+        return begin, end

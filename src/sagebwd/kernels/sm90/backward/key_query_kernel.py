@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
 from sagebwd.kernels.sm90.backward.dq_sums import (
     add_dq,
@@ -26,8 +27,9 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import store_pieces
 from sagebwd.kernels.sm90.backward.kernel import SLOTS
-from sagebwd.kernels.sm90.backward.key_blocks import heads_and_band, keys_of
-from sagebwd.kernels.sm90.backward.loads import load_keys
+from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, load_keys, origin_of_keys
+from sagebwd.kernels.sm90.backward.pieces import scaled
 from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import (
     ds_operand,
@@ -40,16 +42,15 @@ from sagebwd.kernels.sm90.backward.scores import (
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
+    REGISTERS,
     ROWS,
     anew,
     barrier,
-    block_range,
     load_tile,
     padded_block,
     program_number,
     result,
     ring,
-    sequence,
     store_transposed,
 )
 
@@ -59,23 +60,18 @@ OF_Q, OF_DO, OF_Q_T, OPERANDS = (gl.constexpr(number) for number in (0, 1, 2, 3)
 
 @gluon.jit
 def load(
-    operands, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr
-):  # fmt: skip
+    descriptors, memory, barriers, origins, first_k, blocks, heads, queries, KIND: gl.constexpr, WIDTH: gl.constexpr
+):
     """The loading warp: K and V once, then each operand of a block of queries once its place is free."""
-    descriptors, memory, barriers, origin, first_k, blocks, heads, sizes = operands
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, rows_desc, scales_desc = descriptors
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, rows_memory, scales_memory = memory
-    keys_full, full, empty = barriers
-    row_k, column_k, row_v, column_v, row_q, row_q_h, column_q, row_do, row_do_h, column_do = origin
+    origin_k, origin_v, origin_q, origin_do = origins
+    row_q, row_q_h, column_q = origin_q
+    row_do, row_do_h, column_do = origin_do
     blocks_q, z_q, block_0 = blocks
-    length_q, lower, upper = sizes
-    load_keys(
-        (k_desc, v_desc), (k_memory, v_memory), keys_full, (row_k, column_k, row_v, column_v), first_k,
-        (BLOCK_D, BLOCK_D),
-    )  # fmt: skip
-    begin, _, _, end = block_range(
-        first_k, length_q, -upper, -lower, CONSUMERS * ROWS, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
-    )
+    full, empty = barriers.full, barriers.empty
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
+    begin, _, end = queries_met(first_k, queries, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     for head in range(heads[0], heads[1]):
         z = z_q + head
@@ -86,57 +82,49 @@ def load(
             ready = full.index(OF_Q)
             mbarrier.wait(empty.index(OF_Q), free)
             mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
-            load_tile(q_desc, [row_q + head * row_q_h + first, head * column_q], ready, q_memory.index(0))
+            load_tile(descriptors.q, [row_q + head * row_q_h + first, head * column_q], ready, memory.q.index(0))
             do_ready = full.index(OF_DO)
             mbarrier.wait(empty.index(OF_DO), free)
-            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + rows_memory.shape[2] * 4)
-            load_tile(rows_desc, [padded, 0], do_ready, rows_memory.index(0))
-            load_tile(do_desc, [row_do + head * row_do_h + first, head * column_do], do_ready, do_memory.index(0))
+            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + memory.rows.shape[2] * 4)
+            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(0))
+            row = row_do + head * row_do_h + first
+            load_tile(descriptors.do, [row, head * column_do], do_ready, memory.do.index(0))
             copy_ready = full.index(OF_Q_T)
             mbarrier.wait(empty.index(OF_Q_T), free)
-            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + scales_memory.shape[2] * 4)
-            load_tile(scales_desc, [padded, 0], copy_ready, scales_memory.index(0))
-            load_tile(q_t_desc, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, q_t_memory.index(0))
+            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
+            load_tile(descriptors.q_t, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, memory.q_t.index(0))
             step += 1
 
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    VARLEN: gl.constexpr, RAGGED: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    memory, own_memory, barriers, tensors, descriptors, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK of 64 keys, half of the channels of dQ of every block of queries."""
-    memory, k_t_memory, ds_memory, dq_memory, barriers, pointers, descriptors, call, strides, scales = shared
-    q_memory, k_memory, v_memory, do_memory, q_t_memory, rows_memory, scales_memory = memory
-    keys_full, full, empty, ds_full, ds_empty = barriers
-    k_scale, largest, key_mask, dk, added, blocks_q = pointers
+    k_t_memory, ds_memory, dq_memory = own_memory
     dq_desc, dk_desc = descriptors
-    scale, sum_scale = scales
-    IN_ORDER: gl.constexpr = added is not None
-    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
+    full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
+    added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     DP_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     # 64 channels of dK or dQ are a piece
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PIECE, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    SPAN: gl.constexpr = CONSUMERS * ROWS
-    gl.static_assert(BLOCK_D == 4 * ROWS and BLOCK_Q == ROWS)
+    gl.static_assert(memory.k.shape[2] == 4 * ROWS and BLOCK_Q == ROWS)
     # its half of dQ, in two pieces
     CHANNEL: gl.constexpr = CONSUMER * 2 * ROWS
-    # a loop of its own for blocks that no mask cuts
-    PARTS: gl.constexpr = 2 if HAS_UPPER and not HAS_LOWER and not GROUPED else 1
-    batch, head_k, start_k, length_k, first_k = keys_of(gl.program_id(0), 0, call, VARLEN, IN_ORDER, True)
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    z_q, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    begin, whole_from, _, end = block_range(
-        first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
-    )
-    edges = (begin, whole_from, end) if PARTS == 2 else (begin, end)
-    first_k += CONSUMER * ROWS
-    keys, keep_key, key_scale = keys_and_scales(
-        k_scale, key_mask, batch, z_k, start_k, length_k, first_k, tokens_k, total_k, ROW
-    )  # fmt: skip
+    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
+    queries = queries_of(place, tensors, sizes)
+    z_q, z_k = heads_of(place, sizes, VARLEN)
+    begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
+    edges = edges_of(begin, whole_from, end, KIND)
+    first_k = place.first + CONSUMER * ROWS
+    keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
@@ -146,27 +134,27 @@ def accumulate(
     dk_2 = none
     dk_3 = none
     dq_part = dq_memory.index(CONSUMER)
-    mbarrier.wait(keys_full, 0)
-    k = k_memory.index(CONSUMER)
-    copy_keys(k_t_memory, CONSUMER, (k,), key_scale, largest + batch * heads_k + head_k)
-    key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
+    mbarrier.wait(barriers.keys_full, 0)
+    k = memory.k.index(CONSUMER)
+    copy_keys(k_t_memory, CONSUMER, (k,), key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
+    key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     # a block of zeros goes before the first: every step has one to compute dQ of
     ds_memory.index(CONSUMER).store(no_codes)
     fence_async_shared()
     barrier()
     mbarrier.arrive(ds_full.index(0), count=1)
-    first_head = z_q + head_k * group
+    first_head = z_q + place.head * sizes.group
     last_head = first_head
     # blocks of dQ are counted from the one before a sequence's first
-    block_0 = padded_block(start_q, batch, BLOCK_Q, VARLEN) - 1
+    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1
     counter_before = -1
     begun = 0
-    s = scores((k,), q_memory, full, begun, begin < end, no_scores, False, 1)
+    s = scores((k,), memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
-    heads = group if GROUPED else 1
+    heads = sizes.group if KIND.GROUPED else 1
     for head in range(heads):
         ahead = begun - begin
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(len(edges) - 1):
             for i in range(edges[part], edges[part + 1]):
                 step = i + ahead
                 phase = step & 1
@@ -176,32 +164,31 @@ def accumulate(
                 # this sequence, never to the one before
                 to_head = first_head + head
                 to_block = gl.maximum(i, 1)
-                if GROUPED:
+                if KIND.GROUPED:
                     to_head = gl.where(i == begin, last_head, to_head)
                     to_block = gl.where(i == begin, end, i)
                 counter, rank, count = counter_rank_and_count(
-                    to_head, to_block, first_k, block_0, blocks_q, length_k, lower, upper, added, CONSUMER, HAS_LOWER,
-                    HAS_UPPER, BLOCK_Q, 1,
-                )  # fmt: skip
+                    to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1
+                )
                 counter = gl.where(step == 0, -1, counter)
                 to_row = (to_head * blocks_q + block_0 + to_block) * BLOCK_Q
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(empty.index(OF_Q), count=1)
                 mbarrier.wait(full.index(OF_DO), phase)
-                rows = rows_memory.index(0)
+                rows = memory.rows.index(0)
                 # dP - delta
                 delta = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), no_dp)[0]
                 # addresses of what never moves would all be kept through the loop, and spill
-                v = v_memory.index(anew(CONSUMER))
-                dp = warpgroup_mma(v, do_memory.index(anew(0)).permute((1, 0)), delta, is_async=True)
+                v = memory.v.index(anew(CONSUMER))
+                dp = warpgroup_mma(v, memory.do.index(anew(0)).permute((1, 0)), delta, is_async=True)
                 p, whole = probabilities(
-                    s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k, lower, upper,
-                    key_mask, HAS_LOWER, HAS_UPPER and part == 0, RAGGED, BLOCK_Q, S_LAYOUT,
+                    s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries, key_mask,
+                    KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO), count=1)
-                codes = ds_operand(p, dp, whole, keep_key, key_mask, RAGGED, S_LAYOUT, OPERAND)
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
@@ -213,9 +200,9 @@ def accumulate(
                 mbarrier.wait(ds_full.index(before), phase_before)
                 dq = dq_rows_product(k_t_memory, ds_memory, before, none, anew(0), CHANNEL)
                 mbarrier.wait(full.index(OF_Q_T), phase)
-                q_t = q_t_memory.index(0)
+                q_t = memory.q_t.index(0)
                 second = new_product(codes, q_t.slice(0, ROWS, 0), none)
-                dk_scale = plane(scales_memory.index(0), 1, 1, PIECE)
+                dk_scale = plane(memory.scales.index(0), 1, 1, PIECE)
                 dq = warpgroup_mma_wait(1, deps=[dq])
                 store_dq(dq_part, dq * sum_scale, added, counter_before)
                 first = new_product(codes, q_t.slice(ROWS, ROWS, 0), dq, never)
@@ -235,8 +222,8 @@ def accumulate(
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = first.to(gl.int32, bitcast=True)
                 mbarrier.wait(full.index(OF_Q), phase ^ 1, pred=more)
-                k = k_memory.index(anew(CONSUMER))
-                s = warpgroup_mma(k, q_memory.index(anew(0)).permute((1, 0)), free, use_acc=never, is_async=True)
+                k = memory.k.index(anew(CONSUMER))
+                s = warpgroup_mma(k, memory.q.index(anew(0)).permute((1, 0)), free, use_acc=never, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 # its turn to add has come with the first piece
@@ -245,13 +232,13 @@ def accumulate(
                 counter_before = counter
         last_head = first_head + head
         begun += end - begin
-    batch, head_k, start_k, length_k, first_k = keys_of(program_number(0), 0, call, VARLEN, IN_ORDER, True)
+    place = place_of(program_number(0), 0, tensors, sizes, True)
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
     mbarrier.wait(ds_full.index(slot), phase)
     counter, rank, count = counter_rank_and_count(
-        last_head, end, first_k + CONSUMER * ROWS, block_0, blocks_q, length_k, lower, upper, added, CONSUMER,
-        HAS_LOWER, HAS_UPPER, BLOCK_Q, 1,
+        last_head, end, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
+        KIND, BLOCK_Q, 1,
     )  # fmt: skip
     counter = gl.where(begin < end, counter, -1)
     to_row = (last_head * blocks_q + block_0 + gl.maximum(end, 1)) * BLOCK_Q
@@ -268,47 +255,39 @@ def accumulate(
 
     # over this warpgroup's V
     store_pieces(
-        (dk_0 * scale, dk_1 * scale, dk_2 * scale, dk_3 * scale), dk, dk_desc, v_memory.index(CONSUMER), strides,
-        batch, head_k, start_k, length_k, first_k + CONSUMER * ROWS, heads_k, tokens_k, RAGGED, 4, PIECE,
+        scaled((dk_0, dk_1, dk_2, dk_3), factors.scale), tensors.dk, tensors.strides, dk_desc,
+        memory.v.index(CONSUMER), place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, 4, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "v_b", "v_h", "v_column", "do_b", "do_h", "do_column",
-        "heads_k", "group", "tokens_q", "tokens_k", "total_k", "blocks_q", "grid", "heads_at_once", "heads_in_all",
-        "lower", "upper",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*steps_of("q", "k", "v", "do"), *Sizes._fields])
 def key_query_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_t_desc, rows_desc, scales_desc, dq_desc, dk_desc, k_scale, largest, key_mask,
-    dk, added, cu_seqlens_q, cu_seqlens_k, strides, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b,
-    do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid, heads_at_once, heads_in_all, lower,
-    upper, scale, sum_scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, VARLEN: gl.constexpr,
-    RAGGED: gl.constexpr, GROUPED: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, rows_desc, scales_desc, dq_desc, dk_desc, tensors, q_b, q_h, q_column,
+    k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k,
+    blocks_q, programs, heads_at_once, heads_in_all, lower, upper, factors, KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """dK of 128 keys of one key head, and what they add to dQ; arguments as `backward_kernel`'s.
 
     rows_desc: three planes, the third -delta, and zeros. dq_desc: (heads * padded queries, D) FP16. dk_desc: 64
-    channels at a time. strides: of dk. heads_at_once: of so many heads every one gets its first program before any
-    gets its second; ``added`` or not.
+    channels at a time. heads_at_once: of so many heads every one gets its first program before any gets its second,
+    whether blocks add to dQ in order or not.
     """
-    IN_ORDER: gl.constexpr = added is not None
-    call = (
-        cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
-        lower, upper,
-    )  # fmt: skip
-    batch, head_k, start_k, length_k, first_k = keys_of(gl.program_id(0), 0, call, VARLEN, IN_ORDER, True)
-    if first_k >= length_k:
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    sizes = Sizes(
+        heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
+    )
+    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
+    if place.first >= place.length:
         return
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    z_q, _, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    origin = (
-        batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * v_b + head_k * v_h + start_k,
-        head_k * v_column, batch * q_b + start_q, q_h, q_column, batch * do_b + start_q, do_h, do_column,
+    queries = queries_of(place, tensors, sizes)
+    z_q, _ = heads_of(place, sizes, VARLEN)
+    origins = (
+        origin_of_keys(place, k_b, k_h, k_column), origin_of_keys(place, v_b, v_h, v_column),
+        (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
     q_memory = gl.allocate_shared_memory(gl.int8, [1, BLOCK_Q, BLOCK_D], q_desc.layout)
@@ -338,23 +317,18 @@ def key_query_kernel(
         mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
 
-    memory = (q_memory, k_memory, v_memory, do_memory, q_t_memory, rows_memory, scales_memory)
-    barriers = (keys_full, full, empty, ds_full, ds_empty)
-    descriptors = (q_desc, k_desc, v_desc, do_desc, q_t_desc, rows_desc, scales_desc)
-    pointers = (k_scale, largest, key_mask, dk, added, blocks_q)
-    shared = (
-        memory, k_t_memory, ds_memory, dq_memory, barriers, pointers, (dq_desc, dk_desc), call, strides,
-        (scale, sum_scale),
-    )  # fmt: skip
-    blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
-    heads = (head_k * group, head_k * group + group)
-    operands = (descriptors, memory, barriers[:3], origin, first_k, blocks, heads, (length_q, lower, upper))
+    memory = Loaded(q_memory, k_memory, v_memory, do_memory, q_t_memory, None, rows_memory, None, scales_memory)
+    barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
+    descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
+    own = (k_t_memory, ds_memory, dq_memory)
+    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
+    heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BLOCK_Q, BLOCK_D)),
-            (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, BLOCK_Q, BLOCK_D)),
-            (load, (operands, HAS_LOWER, HAS_UPPER, BLOCK_Q, BLOCK_D)),
+            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 1, KIND, WIDTH)),
+            (load, (descriptors, memory, barriers, origins, place.first, blocks, heads, queries, KIND, WIDTH)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -11,6 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
@@ -22,8 +23,8 @@ from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32
-# Registers of a thread that computes, and of any at launch; the loading warp's 128 threads keep 24 each.
-LAUNCH = {"REGISTERS": 240, "maxnreg": 168, "num_warps": 4}
+# Registers of any thread at launch; see `tile.REGISTERS`.
+LAUNCH = {"maxnreg": 168, "num_warps": 4}
 
 
 # Rows narrower than the form are read as they are.
@@ -73,7 +74,8 @@ def backward(
     """
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    tile = widths.width(call.head_dim, call.value_dim).backward
+    width = widths.width(call.head_dim, call.value_dim)
+    tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, added, v_maxima = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
@@ -85,6 +87,11 @@ def backward(
     launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned, by_head)
     values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
     operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
+    tensors = Tensors(
+        k_scale, largest, call.key_mask, dk, dv, added, queries.cu_seqlens, keys.cu_seqlens,
+        gradient_strides(call, dk, dv),
+    )  # fmt: skip
+    factors = Factors(call.scale, dq_sum_scale(call))
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
@@ -92,7 +99,7 @@ def backward(
         turns = backward_turns(call, span, block_q, device.num_sms(do.device))
     if tile.in_two:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
-        launch_in_two(call, tile, operands, values, scales, k_scale, largest, added, dk, dv, heads_at_once, **LAUNCH)
+        launch_in_two(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
     grid = -(-keys.grid(span) // turns)
@@ -111,42 +118,13 @@ def backward(
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),
-        k_scale,
-        largest,
-        call.key_mask,
-        dk,
-        dv,
-        added,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        gradient_strides(call, dk, dv),
+        tensors,
         *operands.steps,
-        keys.heads,
-        call.group,
-        queries.tokens,
-        keys.tokens,
-        keys.total,
-        queries.blocks(block_q),
-        grid,
-        turns,
-        heads_at_once,
-        keys.batch * keys.heads,
-        call.band["lower"],
-        call.band["upper"],
-        scale=call.scale,
-        sum_scale=dq_sum_scale(call),
-        VARLEN=call.packed,
-        RAGGED=call.packed or queries.tokens % block_q != 0 or keys.tokens % span != 0,
-        GROUPED=call.group > 1,
-        IN_TURN=tile.in_turn and not deterministic,
-        BY_CHANNEL=tile.by_channel,
-        HOLDS_KEYS=tile.holds_keys,
-        IN_HALVES=tile.in_halves,
-        STAGES=tile.stages,
-        BLOCK_D=head_dim,
-        VALUE_D=call.value_dim,
-        HAS_LOWER=call.band["HAS_LOWER"],
-        HAS_UPPER=call.band["HAS_UPPER"],
+        **Sizes.of(call, block_q, grid, heads_at_once)._asdict(),
+        turns=turns,
+        factors=factors,
+        KIND=Kind.of(call, block_q, span),
+        WIDTH=width,
         **LAUNCH,
     )
     launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)

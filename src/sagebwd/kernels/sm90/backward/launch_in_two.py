@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors
 from sagebwd.kernels.sm90.backward.descriptor import gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
-from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale
 from sagebwd.kernels.sm90.operands.fp8_rows import RowValues
-from sagebwd.kernels.sm90.widths import BackwardTile
+from sagebwd.kernels.sm90.widths import Width
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,23 +21,18 @@ if TYPE_CHECKING:
 
 
 def launch_in_two(
-    call: Call, tile: BackwardTile, operands: Operands, values: RowValues, scales: TensorDescriptor,
-    k_scale: Tensor, largest: Tensor, added: Tensor | None, dk: Tensor, dv: Tensor, heads_at_once: int,
-    **options: int,
+    call: Call, width: Width, operands: Operands, values: RowValues, scales: TensorDescriptor, tensors: Tensors,
+    factors: Factors, heads_at_once: int, **options: int,
 ) -> None:  # fmt: skip
-    """Write dk and dv, and add to dQ's sums of ``values``.
+    """Write dk and dv of ``tensors``, and add to dQ's sums of ``values``.
 
-    heads_at_once: with ``added``; without, all of them. options: of both launches.
+    heads_at_once: where blocks of keys add to dQ in order; else all of them. options: of both launches.
     """
-    queries, keys, head_dim, block_q, rows = call.queries, call.keys, call.head_dim, tile.queries, ROWS.value
+    keys, head_dim, block_q, rows = call.keys, call.head_dim, width.backward.queries, ROWS.value
     q, k = operands.q.blocks(block_q, head_dim), operands.k.blocks(rows, head_dim)
     span = CONSUMERS.value * rows
     grid, heads = keys.grid(span), keys.batch * keys.heads
-    sizes = (keys.heads, call.group, queries.tokens, keys.tokens, keys.total, queries.blocks(block_q), grid)
-    options = {
-        "scale": call.scale, "VARLEN": call.packed, "GROUPED": call.group > 1, "BLOCK_Q": block_q, "BLOCK_D": head_dim,
-        "RAGGED": call.packed or queries.tokens % block_q != 0 or keys.tokens % span != 0, **call.band, **options,
-    }  # fmt: skip
+    options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}
     launch(
         value_kernel,
         (grid * heads,),
@@ -48,19 +41,12 @@ def launch_in_two(
         transposed(values.do_t, head_dim, head_dim, block_q),
         vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
-        matrix(dv, dv.shape[-1], (rows, rows)),
-        k_scale,
-        call.key_mask,
-        dv,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        gradient_strides(call, dv),
+        matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
+        tensors._replace(largest=None, dk=None, added=None, strides=gradient_strides(call, tensors.dv)),
         *operands.q.steps,
         *operands.k.steps,
-        *sizes,
-        heads,
-        heads,
-        STAGES=tile.stages,
+        *Sizes.of(call, block_q, grid, heads),
+        Factors(call.scale),
         **options,
     )
     launch(
@@ -74,19 +60,10 @@ def launch_in_two(
         vectors(values.planes, 3 * block_q, 4 * block_q),
         scales,
         matrix(values.dq_sums, head_dim, (block_q, rows)),
-        matrix(dk, dk.shape[-1], (rows, rows)),
-        k_scale,
-        largest,
-        call.key_mask,
-        dk,
-        added,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        gradient_strides(call, dk),
+        matrix(tensors.dk, tensors.dk.shape[-1], (rows, rows)),
+        tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk)),
         *operands.steps,
-        *sizes,
-        heads if added is None else heads_at_once,
-        heads,
-        sum_scale=dq_sum_scale(call),
+        *Sizes.of(call, block_q, grid, heads if tensors.added is None else heads_at_once),
+        factors,
         **options,
     )

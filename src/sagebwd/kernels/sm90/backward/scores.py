@@ -24,15 +24,15 @@ def plane(rows, index: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def keys_and_scales(
-    k_scale, key_mask, batch, z_k, start_k, length_k, first_k, tokens_k, total_k, LAYOUT: gl.constexpr
-):  # fmt: skip
+def keys_and_scales(tensors, place, z_k, first_k, sizes, LAYOUT: gl.constexpr):
     """64 keys of a sequence from ``first_k`` on, which of them count, and K's scales."""
     keys = first_k + gl.arange(0, ROWS, LAYOUT)
-    keep_key = keys < length_k
-    key_scale = gl.load(k_scale + z_k.to(gl.int64) * total_k + start_k + keys, mask=keep_key, other=0)
-    if key_mask is not None:
-        keep_key = gl.load(key_mask + batch.to(gl.int64) * tokens_k + keys, mask=keep_key, other=0) != 0
+    keep_key = keys < place.length
+    scales = tensors.k_scale + z_k.to(gl.int64) * sizes.total_k + place.start
+    key_scale = gl.load(scales + keys, mask=keep_key, other=0)
+    if tensors.key_mask is not None:
+        mask = tensors.key_mask + place.batch.to(gl.int64) * sizes.tokens_k
+        keep_key = gl.load(mask + keys, mask=keep_key, other=0) != 0
     return keys, keep_key, key_scale
 
 
@@ -59,9 +59,8 @@ def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, rows, key_scale, keys, keep_key, first_q, first_k, length_q, length_k, lower, upper, key_mask,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P^T, 0 where masked, and whether the block is whole: no mask cuts it, no end.
 
@@ -71,15 +70,15 @@ def probabilities(
     x = s.to(gl.float32) * (plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1))
     # masked afterwards: a branch before them would let ptxas put off all exponentials until dP is there
     p = exp2(x - plane(rows, 0, BLOCK_Q, LAYOUT))
-    whole = first_q + BLOCK_Q <= length_q
+    whole = first_q + BLOCK_Q <= queries.length
     if KEYS_END:
-        whole = whole & (first_k + ROWS <= length_k)
-    whole = whole & inside_band(first_q, first_k, lower, upper, BLOCK_Q, ROWS, HAS_LOWER, HAS_UPPER)
+        whole = whole & (first_k + ROWS <= place.length)
+    whole = whole & inside_band(first_q, first_k, queries.lower, queries.upper, BLOCK_Q, ROWS, HAS_LOWER, HAS_UPPER)
     if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
         if not whole:
-            queries = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
-            distance = gl.expand_dims(keys, 1) - gl.expand_dims(queries, 0)
-            p = gl.where(visible(distance, lower, upper, HAS_LOWER, HAS_UPPER), p, 0.0)
+            rows_q = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
+            distance = gl.expand_dims(keys, 1) - gl.expand_dims(rows_q, 0)
+            p = gl.where(visible(distance, queries.lower, queries.upper, HAS_LOWER, HAS_UPPER), p, 0.0)
     if key_mask is not None:
         p = gl.where(gl.expand_dims(keep_key, 1), p, 0.0)
     elif KEYS_END:  # noqa: SIM102 (one is of compile time)

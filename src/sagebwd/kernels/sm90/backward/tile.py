@@ -24,8 +24,10 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 rename
 LOG2_E = gl.constexpr(tile.LOG2_E.value)
 # Rows of a warpgroup's product.
 ROWS = gl.constexpr(64)
-# Computing warpgroups of a program, where it is no parameter.
+# Computing warpgroups of a program.
 CONSUMERS = gl.constexpr(2)
+# Registers of a thread that computes; the loading warp's 128 threads keep 24 each.
+REGISTERS = gl.constexpr(240)
 
 
 PACKED_FLOAT8 = gl.constexpr(

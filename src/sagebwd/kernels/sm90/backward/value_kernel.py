@@ -15,57 +15,58 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import store_pieces
-from sagebwd.kernels.sm90.backward.key_blocks import heads_and_band, keys_of
+from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, origin_of_keys
 from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
+    REGISTERS,
     ROWS,
-    block_range,
     load_tile,
     operand_float8,
     padded_block,
     program_number,
     ring,
-    sequence,
 )
 
 
 @gluon.jit
 def load(
-    operands, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):  # fmt: skip
+    descriptors, memory, barriers, origins, first_k, blocks, heads, queries, KIND: gl.constexpr, WIDTH: gl.constexpr
+):
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
-    descriptors, memory, barriers, origin, first_k, blocks, heads, sizes = operands
-    q_desc, k_desc, do_t_desc, rows_desc, scales_desc = descriptors
-    q_memory, k_memory, do_t_memory, rows_memory, scales_memory = memory
-    keys_full, full, empty = barriers
-    row_k, column_k, row_q, row_q_h, column_q = origin
+    row_k, column_k = origins[0]
+    row_q, row_q_h, column_q = origins[1]
     blocks_q, z_q, block_0 = blocks
-    length_q, lower, upper = sizes
-    SPAN: gl.constexpr = CONSUMERS * ROWS
-    mbarrier.expect(keys_full, SPAN * BLOCK_D)
+    full = barriers.full
+    STAGES: gl.constexpr = WIDTH.backward.stages
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    mbarrier.expect(barriers.keys_full, CONSUMERS * ROWS * BLOCK_D)
     for consumer in gl.static_range(CONSUMERS):
-        load_tile(k_desc, [row_k + first_k + consumer * ROWS, column_k], keys_full, k_memory.index(consumer))
-    begin, _, _, end = block_range(first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False)
+        row = row_k + first_k + consumer * ROWS
+        load_tile(descriptors.k, [row, column_k], barriers.keys_full, memory.k.index(consumer))
+    begin, _, end = queries_met(first_k, queries, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     for head in range(heads[0], heads[1]):
         z = z_q + head
         for i in range(begin, end):
             stage, phase = ring(step, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
             ready = full.index(stage * 2)
             copy_ready = full.index(stage * 2 + 1)
             padded = z * blocks_q + block_0 + i
-            mbarrier.expect(ready, BLOCK_Q * BLOCK_D + rows_memory.shape[2] * 4)
-            load_tile(q_desc, [row_q + head * row_q_h + i * BLOCK_Q, head * column_q], ready, q_memory.index(stage))
-            load_tile(rows_desc, [padded, 0], ready, rows_memory.index(stage))
-            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + scales_memory.shape[2] * 4)
-            load_tile(scales_desc, [padded, 0], copy_ready, scales_memory.index(stage))
-            load_tile(do_t_desc, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, do_t_memory.index(stage))
+            mbarrier.expect(ready, BLOCK_Q * BLOCK_D + memory.rows.shape[2] * 4)
+            row = row_q + head * row_q_h + i * BLOCK_Q
+            load_tile(descriptors.q, [row, head * column_q], ready, memory.q.index(stage))
+            load_tile(descriptors.rows, [padded, 0], ready, memory.rows.index(stage))
+            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(stage))
+            load_tile(descriptors.do_t, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, memory.do_t.index(stage))
             step += 1
 
 
@@ -82,71 +83,64 @@ def scores(k_low, k_high, q_memory, full, step, more, none, never, STAGES: gl.co
 
 @gluon.jit
 def accumulate(
-    shared, CONSUMER: gl.constexpr, GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    VARLEN: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    memory, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dV of 64 keys."""
-    memory, barriers, pointers, dv_desc, call, strides, scale = shared
-    q_memory, k_memory, do_t_memory, rows_memory, scales_memory = memory
-    keys_full, full, empty = barriers
-    k_scale, key_mask, dv = pointers
-    cu_seqlens_q, _, heads_k, group, tokens_q, tokens_k, total_k, _, _, _, _, _ = call
+    full, empty = barriers.full, barriers.empty
+    STAGES: gl.constexpr = WIDTH.backward.stages
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     # 64 channels of dV are a piece
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PIECE, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    SPAN: gl.constexpr = CONSUMERS * ROWS
-    gl.static_assert(BLOCK_D == 4 * ROWS)
-    # a loop of its own for blocks that no mask cuts
-    PARTS: gl.constexpr = 2 if HAS_UPPER and not HAS_LOWER and not GROUPED else 1
-    batch, head_k, start_k, length_k, first_k = keys_of(gl.program_id(0), 0, call, VARLEN, False, True)
-    _, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    _, z_k, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    begin, whole_from, _, end = block_range(
-        first_k, length_q, -upper, -lower, SPAN, BLOCK_Q, HAS_UPPER, HAS_LOWER, False
-    )
-    edges = (begin, whole_from, end) if PARTS == 2 else (begin, end)
-    first_k += CONSUMER * ROWS
-    keys, keep_key, key_scale = keys_and_scales(
-        k_scale, key_mask, batch, z_k, start_k, length_k, first_k, tokens_k, total_k, ROW
-    )  # fmt: skip
-    key_scale = same_of_pairs(key_scale * (scale * LOG2_E), ROW)
+    gl.static_assert(memory.k.shape[2] == 4 * ROWS)
+    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
+    queries = queries_of(place, tensors, sizes)
+    _, z_k = heads_of(place, sizes, VARLEN)
+    begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
+    edges = edges_of(begin, whole_from, end, KIND)
+    first_k = place.first + CONSUMER * ROWS
+    keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
+    key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
     dv_0 = none
     dv_1 = none
     dv_2 = none
     dv_3 = none
-    mbarrier.wait(keys_full, 0)
-    k = k_memory.index(CONSUMER)
+    mbarrier.wait(barriers.keys_full, 0)
+    k = memory.k.index(CONSUMER)
     # as registers are left: tensor cores need not read it from shared memory again and again
     k_low = k.slice(0, BLOCK_D // 2, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4))
     k_high = k.slice(BLOCK_D // 2, BLOCK_D // 2, 1)
     begun = 0
-    s = scores(k_low, k_high, q_memory, full, begun, begin < end, no_scores, False, STAGES)
+    s = scores(k_low, k_high, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
-    heads = group if GROUPED else 1
+    heads = sizes.group if KIND.GROUPED else 1
     for head in range(heads):
         ahead = begun - begin
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(len(edges) - 1):
             for i in range(edges[part], edges[part + 1]):
                 step = i + ahead
                 stage, phase = ring(step, STAGES)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 p = probabilities(
-                    s, rows_memory.index(stage), key_scale, keys, keep_key, i * BLOCK_Q, first_k, length_q, length_k,
-                    lower, upper, key_mask, HAS_LOWER, HAS_UPPER and part == 0, False, BLOCK_Q, S_LAYOUT,
+                    s, memory.rows.index(stage), key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries,
+                    tensors.key_mask, KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, False, BLOCK_Q, S_LAYOUT,
                 )[0]  # fmt: skip
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 never = step < 0
-                copy = do_t_memory.index(stage)
+                copy = memory.do_t.index(stage)
                 # two sets of registers in turn: one's product runs while the other's is added up
                 first = new_product(codes, copy.slice(0, ROWS, 0), none)
                 second = new_product(codes, copy.slice(ROWS, ROWS, 0), none)
-                dv_scale = plane(scales_memory.index(stage), 0, 1, PIECE)
+                dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 first = warpgroup_mma_wait(1, deps=[first])
                 dv_0 = add_here(dv_0, first, dv_scale)
                 first = new_product(codes, copy.slice(2 * ROWS, ROWS, 0), first, never)
@@ -157,51 +151,47 @@ def accumulate(
                 dv_2 = add_here(dv_2, first, dv_scale)
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = first.to(gl.int32, bitcast=True)
-                s = scores(k_low, k_high, q_memory, full, step + 1, more, free, never, STAGES)
+                s = scores(k_low, k_high, memory.q, full, step + 1, more, free, never, STAGES)
                 second = warpgroup_mma_wait(2, deps=[second])  # S's are two
                 mbarrier.arrive(empty.index(stage), count=1)
                 dv_3 = add_here(dv_3, second, dv_scale)
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
-    batch, head_k, start_k, length_k, first_k = keys_of(program_number(0), 0, call, VARLEN, False, True)
+    place = place_of(program_number(0), 0, tensors, sizes, True)
     # over this warpgroup's K
     store_pieces(
-        (dv_0, dv_1, dv_2, dv_3), dv, dv_desc, k, strides, batch, head_k, start_k, length_k,
-        first_k + CONSUMER * ROWS, heads_k, tokens_k, RAGGED, 2, PIECE,
+        (dv_0, dv_1, dv_2, dv_3), tensors.dv, tensors.strides, dv_desc, k, place, place.first + CONSUMER * ROWS,
+        sizes, KIND.RAGGED, 2, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "q_b", "q_h", "q_column", "k_b", "k_h", "k_column", "heads_k", "group", "tokens_q", "tokens_k", "total_k",
-        "blocks_q", "grid", "heads_at_once", "heads_in_all", "lower", "upper",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*steps_of("q", "k"), *Sizes._fields])
 def value_kernel(
-    q_desc, k_desc, do_t_desc, rows_desc, scales_desc, dv_desc, k_scale, key_mask, dv, cu_seqlens_q, cu_seqlens_k,
-    strides, q_b, q_h, q_column, k_b, k_h, k_column, heads_k, group, tokens_q, tokens_k, total_k, blocks_q, grid,
-    heads_at_once, heads_in_all, lower, upper, scale, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    VARLEN: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_D: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, k_desc, do_t_desc, rows_desc, scales_desc, dv_desc, tensors, q_b, q_h, q_column, k_b, k_h, k_column,
+    heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper,
+    factors, KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """dV of 128 keys of one key head, summed over the query heads that share it; arguments as `backward_kernel`'s.
 
-    rows_desc: the first two planes. dv_desc: 64 channels at a time. strides: of dv. heads_at_once: of so many heads
-    every one gets its first program before any gets its second.
+    rows_desc: the first two planes. dv_desc: 64 channels at a time. heads_at_once: of so many heads every one gets its
+    first program before any gets its second.
     """
-    call = (
-        cu_seqlens_q, cu_seqlens_k, heads_k, group, tokens_q, tokens_k, total_k, grid, heads_at_once, heads_in_all,
-        lower, upper,
-    )  # fmt: skip
-    batch, head_k, start_k, length_k, first_k = keys_of(gl.program_id(0), 0, call, VARLEN, False, True)
-    if first_k >= length_k:
+    STAGES: gl.constexpr = WIDTH.backward.stages
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    sizes = Sizes(
+        heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
+    )
+    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
+    if place.first >= place.length:
         return
-    start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
-    z_q, _, lower, upper = heads_and_band(batch, head_k, length_q, length_k, call, VARLEN)
-    origin = (batch * k_b + head_k * k_h + start_k, head_k * k_column, batch * q_b + start_q, q_h, q_column)
+    queries = queries_of(place, tensors, sizes)
+    z_q, _ = heads_of(place, sizes, VARLEN)
+    origins = (origin_of_keys(place, k_b, k_h, k_column), (place.batch * q_b + queries.start, q_h, q_column))
 
     q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
     k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
@@ -219,19 +209,17 @@ def value_kernel(
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
 
-    memory = (q_memory, k_memory, do_t_memory, rows_memory, scales_memory)
-    barriers = (keys_full, full, empty)
-    descriptors = (q_desc, k_desc, do_t_desc, rows_desc, scales_desc)
-    shared = (memory, barriers, (k_scale, key_mask, dv), dv_desc, call, strides, scale)
-    blocks = (blocks_q, z_q, padded_block(start_q, batch, BLOCK_Q, VARLEN))
-    heads = (head_k * group, head_k * group + group)
-    operands = (descriptors, memory, barriers, origin, first_k, blocks, heads, (length_q, lower, upper))
+    memory = Loaded(q_memory, k_memory, None, None, None, do_t_memory, rows_memory, None, scales_memory)
+    barriers = Barriers(keys_full, None, full, empty, None, None)
+    descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
+    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
+    heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (shared, 0, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (accumulate, (shared, 1, GROUPED, HAS_LOWER, HAS_UPPER, VARLEN, RAGGED, STAGES, BLOCK_Q, BLOCK_D)),
-            (load, (operands, HAS_LOWER, HAS_UPPER, STAGES, BLOCK_Q, BLOCK_D)),
+            (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 1, KIND, WIDTH)),
+            (load, (descriptors, memory, barriers, origins, place.first, blocks, heads, queries, KIND, WIDTH)),
         ],
         [4, 1],
         [REGISTERS, 24],

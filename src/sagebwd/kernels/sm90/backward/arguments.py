@@ -1,0 +1,79 @@
+"""What the backward's kernels are launched with, by name: one argument each, but for TMA's descriptors and sizes.
+
+Triton's launchers encode no descriptor in a tuple, and compile for the numbers in one: descriptors, and sizes that
+differ from call to call, are arguments of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sagebwd.call import Call
+
+
+class Tensors(NamedTuple):
+    """What a kernel reads and writes without TMA; None is what it has no use for."""
+
+    k_scale: Tensor  # one a key
+    largest: Tensor | None  # bits of each key head's largest K
+    key_mask: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    added: Tensor | None  # zeros, CONSUMERS a block of queries, if blocks of keys are to add to dQ in order
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    strides: tuple[int, ...]  # of dk, and of dv if they are others
+
+
+class Factors(NamedTuple):
+    """What scores are multiplied by, and where a kernel adds to dQ's sums, what these are (`fp8_dq.dq_sum_scale`)."""
+
+    scale: float
+    sum_scale: float | None = None
+
+
+class Sizes(NamedTuple):
+    """What differs from call to call, and of which heads programs begin at once."""
+
+    heads_k: int
+    group: int  # query heads that a key head serves
+    tokens_q: int
+    tokens_k: int
+    total_k: int  # keys of one head
+    blocks_q: int  # blocks of queries of one head, padded
+    programs: int  # of a head
+    heads_at_once: int
+    heads_in_all: int
+    lower: int  # bounds on key - query
+    upper: int
+
+    @classmethod
+    def of(cls, call: Call, block_q: int, programs: int, heads_at_once: int) -> Sizes:
+        """Of so many programs a head."""
+        queries, keys, band = call.queries, call.keys, call.band
+        return cls(
+            keys.heads, call.group, queries.tokens, keys.tokens, keys.total, queries.blocks(block_q), programs,
+            heads_at_once, keys.batch * keys.heads, band["lower"], band["upper"],
+        )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for of a call."""
+
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    RAGGED: bool  # a block of queries or of keys may end past its sequence
+    GROUPED: bool  # query heads share a key head
+
+    @classmethod
+    def of(cls, call: Call, block_q: int, span: int) -> Kind:
+        """Of blocks of so many queries, and keys."""
+        ragged = call.packed or call.queries.tokens % block_q != 0 or call.keys.tokens % span != 0
+        return cls(call.band["HAS_LOWER"], call.band["HAS_UPPER"], ragged, call.group > 1)
+
+
+def steps_of(*names: str) -> list[str]:
+    """Parameters of a kernel that are `descriptor.Rows.steps` of operands."""
+    return [f"{name}_{step}" for name in names for step in ("b", "h", "column")]
