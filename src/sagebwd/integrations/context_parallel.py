@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagebwd.attention import _autocast, sage_attention
+from sagebwd.attention import sage_attention
+from sagebwd.auto.asked import autocast
 from sagebwd.recipe import AUTO, Recipe
 
 
@@ -84,7 +85,7 @@ def ring_attention(
         raise ValueError(
             f"query, key: {tokens} and {key.shape[-2]} tokens; under is_causal as many, and an even number: two chunks"
         )
-    query, *held = _autocast(query, key, value)
+    query, *held = autocast(query, key, value)
     options["return_lse"] = True
     o = lse = None
     for step in range(count):
