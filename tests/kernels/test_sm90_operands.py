@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagebwd.masks.band import Band
-from sagebwd.meaning.float8 import Float8Operands, e4m3, queries_a_scale
+from sagebwd.meaning.float8 import RESTORED, Float8Operands, e4m3, queries_a_scale
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.quantize import quantize_tokens
 from sagebwd.meaning.reference import Emulator
@@ -141,8 +141,10 @@ def test_operands_are_the_emulators(operands, name):
     assert (largest >= 224).all(), "the largest is within an octave of 448"
     scales = operands.values.scales.cpu().double().view(BATCH, HEADS_K * GROUP, -1, fp8_rows.SCALES.value)
     scale = scales[..., ["do", "q"].index(name)].repeat_interleave(BLOCK, 2)[:, :, :TOKENS, None]
+    scale /= torch.tensor(RESTORED).float().double()
     assert (torch.frexp(scale).mantissa == 0.5).all()
-    actual, expected = codes[:, :, :TOKENS], getattr(operands.emulated, name).flatten(1, 2) / scale
+    emulated = (getattr(operands.emulated, name) / RESTORED).float().double()
+    actual, expected = codes[:, :, :TOKENS], emulated.flatten(1, 2) / scale
     if DEVICE == "cpu":
         # triton's interpreter breaks ties upwards, loses the carry into the next power of two, and what is not normal
         normal = expected.abs() >= 2.0**-6
@@ -157,7 +159,8 @@ def test_operands_are_the_emulators(operands, name):
 def test_k_s_scale_is_the_emulators(operands):
     largest = operands.largest.cpu().view(torch.float32).view(BATCH, HEADS_K).double()
     spread = operands.values.spread.cpu().double().unflatten(1, (HEADS_K, GROUP)).unsqueeze(-1)
-    assert torch.equal(spread * unit_of(largest)[..., None, None, None], operands.emulated.dq_scale)
+    unit = unit_of(largest)[..., None, None, None]
+    torch.testing.assert_close(spread * unit * RESTORED, operands.emulated.dq_scale, rtol=1e-12, atol=0)
 
 
 def test_zeros_for_sums_of_dq(operands):
@@ -246,7 +249,7 @@ def test_finished_dq(operands, lengths, tile):
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.in_rows else summed
     fp8_dq.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
-    unit = 0.3 / fp8_dq.dq_sum_scale(call)
+    unit = 0.3 / fp8_dq.dq_sum_scale(call) * RESTORED
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
         rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)
@@ -431,7 +434,7 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, value_dim,
     parts = values.delta_parts.view(2, -1, fp8_rows.DELTA_PARTS.value)[..., :3].double()
     delta = rows(parts @ torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64))
     spread = values.spread.view(2, tokens, 1)
-    do_unit, q_unit = (rows(values.scales[..., n].repeat_interleave(block, 1)) for n in (0, 1))
+    do_unit, q_unit = (rows(values.scales[..., n].repeat_interleave(block, 1)) / RESTORED for n in (0, 1))
 
     p = torch.exp2(s - shifted).tril()
     ds = e4m3(p * (do_scaled.cpu()[0].float() @ v[0].float().mT + delta))
@@ -441,4 +444,4 @@ def test_gradients_follow_from_what_the_kernel_reads(dtype, head_dim, value_dim,
     k_unit = unit_of(largest)[:, None, None]
     dq = back(ds @ (e4m3(k_codes[0] * k_scale[0] / k_unit) * k_unit)) * spread * scale
     for actual, expected in zip((dq, dk, dv), gradients):
-        assert relative_l2(actual, expected[0].float()) < torch.finfo(dtype).eps / 2
+        assert relative_l2(actual * RESTORED, expected[0].float()) < torch.finfo(dtype).eps / 2

@@ -34,6 +34,7 @@ from sagebwd.meaning import float8
 CLEARED = tl.constexpr(1024)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 LEAST_REST = tl.constexpr(float8.LEAST_REST)
+RESTORED = tl.constexpr(float8.RESTORED)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
 # Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.
@@ -88,7 +89,7 @@ def row_values(
     key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
     it when multiplied by `delta_parts_weight`; None: it is a third plane. do_scaled: 2^-b dO, exact but for what is
     too small for FP16. do_t and q_t: e4m3 of 2^-e dO 2^g and 2^(b - e) Q 2^g, each with a g of its own a block,
-    transposed by `store_transposed`, with zeros past the end; scales, SCALES a block: 2^-g of both. spread,
+    transposed by `store_transposed`, with zeros past the end; scales, SCALES a block: `float8_scale` of both. spread,
     2^(b - e), one a token. v_maxima: the bits of the largest magnitudes of V's channels, int32. values: channels that
     dO, O and V have, of value_dim of do_t, whose others are zeros. TURNED: channels of the rotation of Q's codes,
     which q_t has turned back with R's ``signs`` (`store_signs`), or 0.
@@ -180,7 +181,7 @@ def norm_of(x, AXIS: tl.constexpr):
 
 @triton.jit
 def store_float8(pieces, copy, scale, z, block, blocks, head_dim: tl.constexpr, BLOCK: tl.constexpr):
-    """e4m3 of x 2^g, transposed, and 2^-g; pieces: x's channels."""
+    """e4m3 of x 2^g, transposed, and `float8_scale`; pieces: x's channels."""
     bits = tl.max(tl.max(pieces[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
     if len(pieces) > 1:
         bits = tl.maximum(bits, tl.max(tl.max(pieces[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
@@ -201,9 +202,9 @@ def float8_factor(bits):
 
 @triton.jit
 def float8_scale(bits):
-    """2^-g: what takes back `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
+    """2^-g RESTORED, after `float8_factor` of the same bits; NaN where the largest was not finite, as codes are."""
     exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
-    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True) * RESTORED
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
