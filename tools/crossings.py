@@ -1,8 +1,8 @@
 """Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
 
-Each file is of one card, whose rows of the file's kinds of mask it replaces: ``crossings_*.json``, which `sagebwd doctor
---measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is compared
-with the faster of cuDNN and FlashAttention-2.
+Each file is of one card, whose rows of the file's kinds of mask it replaces: ``crossings_*.json``, which `sagebwd
+doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is
+compared with the faster of cuDNN and FlashAttention-2.
 """
 
 from __future__ import annotations
