@@ -15,7 +15,6 @@ from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
 
-
 # In words, where the kind's own name is none.
 _KINDS = {kind: kind for kind in KINDS} | {
     FULL: "no mask", WINDOW: "a window", PADDING: "key padding", MASK: "a mask of elements",
