@@ -1,8 +1,8 @@
 """Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
 
-Each file is of one card, whose rows it replaces: ``crossings_*.json``, which `sagebwd doctor --measure --output
-benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is compared with the faster of
-cuDNN and FlashAttention-2.
+Each file is of one card, whose rows of the file's kinds of mask it replaces: ``crossings_*.json``, which `sagebwd
+doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is
+compared with the faster of cuDNN and FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main() -> None:
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     for path in parser.parse_args().files:
         card, found = of_file(path)
-        table[card] = [row._asdict() for row in found]
+        kinds = {row.kind for row in found}
+        others = [row for row in table.get(card, ()) if row["kind"] not in kinds]
+        table[card] = others + [row._asdict() for row in found]
         print(f"{card}: {len(found)} crossings")
     TABLE.write_text(text_of(table), encoding="utf-8")
     print(f"wrote {TABLE.relative_to(ROOT)}")
@@ -41,16 +43,20 @@ def of_file(path: Path) -> tuple[str, list[Crossing]]:
         rows = list(_of_bench(rows))
     elif not path.name.startswith("crossings_"):
         raise ValueError(f"{path}: expected crossings_*.json or attention_*.json")
-    return content["gpu"], sorted(of_rows(rows, source), key=lambda row: row[:5])
+    return content["gpu"], of_rows(rows, source)
 
 
 def text_of(table: dict[str, list[dict]]) -> str:
     """The table as JSON, a line a row."""
     cards = []
     for card, rows in sorted(table.items()):
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows, key=_place))
         cards.append(f" {json.dumps(card)}: [\n{lines}\n ]")
     return "{\n" + ",\n".join(cards) + "\n}\n"
+
+
+def _place(row: dict) -> tuple[object, ...]:
+    return Crossing(**row)[:5]
 
 
 def _of_bench(rows: list[dict]) -> Iterator[dict]:

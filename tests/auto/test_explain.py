@@ -21,14 +21,14 @@ def test_explain_says_why_torch(measured, monkeypatch):
     found = why(is_causal=True)
     assert found[:4] == ("full", "torch", "torch", ((128, 128), (128, 128)))
     assert found.why == (
-        "512 tokens, mask causal at head_dim 128, forward: full precision is faster up to 2048 tokens, a file"
+        "512 tokens, causal at head_dim 128, forward: full precision is faster up to 2048 tokens, a file"
     )
     assert str(found) == f"full on torch at head_dim 128: {found.why}"
-    assert "was not timed on a card for mask full at head_dim 128" in why().why
+    assert "was not timed on a card for no mask at head_dim 128" in why().why
     measured[0] = crossing(256, elements=1)
     dispatch.crossings_of.cache_clear()
     assert str(why(is_causal=True)) == (
-        "mixed on hopper at head_dim 128: 512 tokens, mask causal at head_dim 128, forward: mixed is faster from 256 "
+        "mixed on hopper at head_dim 128: 512 tokens, causal at head_dim 128, forward: mixed is faster from 256 "
         "tokens on, a file"
     )
     assert "torch has nothing that computes the same" in why(is_causal=True, return_lse=True).why

@@ -109,8 +109,8 @@ def test_the_command_keeps_what_it_measures(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     case = bench.Case(CAUSAL, 16, 16, 1 << 11)
     monkeypatch.setattr(bench, "LENGTHS", (64, 32))
-    monkeypatch.setattr(bench, "cases", lambda: [case])
-    command.measure("cpu", tmp_path / "results", "abc")
+    monkeypatch.setattr(bench, "cases", lambda kinds: [case])
+    command.measure("cpu", KINDS, tmp_path / "results", "abc")
     kept = json.loads(crossings.kept_at("cpu", torch.__version__).read_text())
     (path,) = (tmp_path / "results").glob("crossings_cpu_*_abc.json")
     assert json.loads(path.read_text())["rows"] == kept["rows"]

@@ -10,10 +10,15 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.auto import crossings
 from sagebwd.auto.asked import choice_of, packed_choice_of
-from sagebwd.auto.crossings import DIRECTIONS, Crossing
+from sagebwd.auto.crossings import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
+
+# In words, where the kind's own name is none.
+_KINDS = {kind: kind for kind in KINDS} | {
+    FULL: "no mask", WINDOW: "a window", PADDING: "key padding", MASK: "a mask of elements",
+}  # fmt: skip
 
 
 class Explanation(NamedTuple):
@@ -104,7 +109,7 @@ def _row(found: tuple[Crossing, ...], size: Size) -> Crossing | None:
 
 def _call(ask: Ask) -> str:
     direction = DIRECTIONS[ask.training]
-    return f"mask {ask.kind} at head_dim {_widths(ask.head_dim, ask.value_dim)}, {direction}"
+    return f"{_KINDS[ask.kind]} at head_dim {_widths(ask.head_dim, ask.value_dim)}, {direction}"
 
 
 def _tokens(size: Size) -> str:

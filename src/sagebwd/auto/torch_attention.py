@@ -21,8 +21,8 @@ from sagebwd.masks.band import Band
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention
-# Elements of a mask that is made for a call: a megabyte.
-MOST_ELEMENTS = 1 << 20
+# Elements of a mask that is made for a call: 2048 queries and keys, four megabytes.
+MOST_ELEMENTS = 1 << 22
 # The widest of torch's packed attention, whose kernels take multiples of 8.
 _PACKED_WIDTH, _PACKED_STEP = 256, 8
 

@@ -2,8 +2,8 @@
 
 Each kind of mask at each pair of widths is timed at falling lengths until low precision has lost twice in both
 directions, and then halfway between the last loss and the first gain. Both sides are timed as a user calls them:
-`sage_attention` by the recipe that "auto" takes, and torch's own function with the backend that torch picks. The other
-backends of torch are timed beside them where there are any, for the record.
+`sage_attention` by the recipe that "auto" takes, and torch's own function with the backend that torch picks. At the
+longest length the other backends of torch are timed beside them, for the record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,9 +28,13 @@ from sagebwd.auto.crossings import (
     CAUSAL,
     DIRECTIONS,
     FULL,
+    KINDS,
+    LARGE,
     MASK,
+    MIDDLE,
     PACKED,
     PADDING,
+    SMALL,
     TRAINING,
     WINDOW,
     least,
@@ -42,8 +46,6 @@ from sagebwd.call import Ask
 from sagebwd.recipe import AUTO, Recipe
 
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
-# batch x heads x tokens x value_dim: one sequence of a small model, and a training step of 16384 tokens.
-SMALL, LARGE = 1 << 22, 1 << 25
 # Widths that have kernels of their own, and two that are filled up.
 OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "96"), ("80", "192")
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
@@ -60,12 +62,14 @@ class Timing:
     """One row of the results file; times in ms of a call, forward alone or forward and backward.
 
     ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
-    torch picks, its backend ``picked``; None where torch has nothing. others: ms of torch's other backends.
+    torch picks, its backend ``picked``; None where torch has nothing. others: ms of torch's other backends. size: of
+    `sagebwd.auto.crossings.SIZES`, about what ``elements`` is.
     """
 
     kind: str
     head_dim: int
     value_dim: int
+    size: int
     batch: int
     heads: int
     tokens: int
@@ -92,7 +96,7 @@ class Case:
 
     def __str__(self) -> str:
         width = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
-        return f"{self.kind}, head_dim {width}, {'small' if self.size == SMALL else 'large'}"
+        return f"{self.kind}, head_dim {width}, size 2^{self.size.bit_length() - 1}"
 
     def batch_and_heads(self, tokens: int) -> tuple[int, int]:
         """As many as the size has room for, heads first."""
@@ -111,13 +115,17 @@ class Case:
         )
 
 
-def cases() -> list[Case]:
-    """All that is measured, what is called most first."""
+def cases(kinds: Iterable[str] = KINDS) -> list[Case]:
+    """What is measured of kinds of mask, what is called most first. Raises ValueError for a kind that there is not."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     own, filled = ([WIDTHS[name] for name in names] for names in (OWN_WIDTHS, FILLED_WIDTHS))
-    found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, SMALL) for pair in own]
+    found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, MIDDLE, SMALL) for pair in own]
     found += [Case(PACKED, *pair, size) for size in (LARGE, SMALL) for pair in own]
     found += [Case(kind, *pair, LARGE) for kind in (CAUSAL, FULL) for pair in filled]
-    return found + [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
+    found += [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
+    return [case for case in found if case.kind in kinds]
 
 
 def measure(
@@ -159,8 +167,11 @@ def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[T
     *tensors, do = case.inputs(tokens, device)
     choice = _choice(case, tensors)
     attentions = attentions_of(case, tokens, tensors)
+    if tokens < LENGTHS[0]:
+        attentions = {name: run for name, run in attentions.items() if name in ("ours", "torch")}
     batch, heads = case.batch_and_heads(tokens)
-    shape = case.kind, case.head_dim, case.value_dim, batch, heads, tokens, batch * heads * tokens * case.value_dim
+    elements = batch * heads * tokens * case.value_dim
+    shape = case.kind, case.head_dim, case.value_dim, case.size, batch, heads, tokens, elements
     rows = []
     for direction in DIRECTIONS:
         picked = _picked(case, tensors, direction)

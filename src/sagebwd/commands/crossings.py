@@ -16,17 +16,19 @@ from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
 
 
-def measure(device: str, output: Path | None, commit: str | None) -> None:
+def measure(device: str, kinds: tuple[str, ...], output: Path | None, commit: str | None) -> None:
     """Time this machine and keep what was found where "auto" reads it; with ``output`` also as a results file there.
 
-    Both are written anew with every kind of call: what is cut off keeps what it measured.
+    Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
+    than ``kinds`` stays.
     """
-    facts = environment(device, commit)
+    facts, cases = environment(device, commit), benchmark.cases(kinds)
     kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
+    before = [row for row in _rows_of(kept) if row["kind"] not in kinds]
     with progress() as tell:
-        for timed in benchmark.measure(device, benchmark.cases(), tell=tell):
+        for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
-            _keep(rows, facts, kept)
+            _keep(before + [asdict(row) for row in rows], facts, kept)
             path = kept if output is None else save(rows, facts, output, "crossings")
             for line in _lines(timed):
                 console.print(line, highlight=False)
@@ -50,10 +52,14 @@ def show(device: str) -> None:
         console.print(f"measured: {source}", soft_wrap=True, markup=False)
 
 
-def _keep(rows: list[benchmark.Timing], facts: dict[str, object], path: Path) -> None:
+def _rows_of(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def _keep(rows: list[dict], facts: dict[str, object], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps({**facts, "rows": rows}) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

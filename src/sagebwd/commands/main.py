@@ -187,6 +187,9 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure", help="Time this GPU, for a few minutes: from which length auto is faster.")
     ] = False,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
@@ -202,9 +205,10 @@ def doctor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if measure:
+        from sagebwd.auto.crossings import KINDS
         from sagebwd.commands import crossings
 
-        crossings.measure(device, output, commit)
+        crossings.measure(device, tuple(kind or KINDS), output, commit)
         return
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
