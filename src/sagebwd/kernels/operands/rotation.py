@@ -96,22 +96,19 @@ def _of_piece(dtype: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def load_pieces(x, rows, stride, tokens, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_rows` of all channels, by pieces of them."""
-    if BLOCK_D <= PIECE:
-        return (load_rows(x, rows, tl.arange(0, BLOCK_D), stride, tokens, head_dim, False, head_dim == BLOCK_D),)
-    else:
-        columns = tl.arange(0, PIECE)
-        low = load_rows(x, rows, columns, stride, tokens, PIECE, False, True)
-        high = load_rows(x + PIECE, rows, columns, stride, tokens, head_dim - PIECE, False, head_dim == BLOCK_D)
-        return (low, high)
+    WIDTH: tl.constexpr = min(PIECE, BLOCK_D)
+    columns = tl.arange(0, WIDTH)
+    pieces = ()
+    for first in tl.static_range(0, BLOCK_D, WIDTH):
+        left = head_dim - first
+        pieces += (load_rows(x + first, rows, columns, stride, tokens, left, False, left >= WIDTH),)
+    return pieces
 
 
 @triton.jit
 def floats(pieces):
     """Pieces in FP32."""
-    if len(pieces) == 1:
-        return (pieces[0].to(tl.float32),)
-    else:
-        return (pieces[0].to(tl.float32), pieces[1].to(tl.float32))
+    return [piece.to(tl.float32) for piece in pieces]
 
 
 @triton.jit
@@ -125,13 +122,14 @@ def store_signs(signs, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def turned(pieces, rotation):
     """A tile R in FP32, of 16 bits, whose products with signs are exact; rotation: `signs_and_factors`."""
-    if len(pieces) == 1:
-        return (_product(pieces[0], rotation[0]),)
-    elif len(rotation) == 1:
+    if len(rotation) < len(pieces):
         low, high = _product(pieces[0], rotation[0]), _product(pieces[1], rotation[0])
         return (low + high, low - high)
     else:
-        return (_product(pieces[0], rotation[0]), _product(pieces[1], rotation[1]))
+        products = ()
+        for piece in tl.static_range(len(pieces)):
+            products += (_product(pieces[piece], rotation[piece]),)
+        return products
 
 
 @triton.jit
