@@ -72,9 +72,9 @@ def _factors(columns, TURNED: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.constexpr_function
-def piece_width(columns, piece):
-    """Channels of a piece of a tile of so many, a power of two: the first PIECE, then the others."""
-    rest = max(int(columns) - int(piece) * PIECE.value, 1)
+def piece_width(columns, first):
+    """Channels from ``first`` on in a piece of a tile of so many, a power of two: PIECE, or what is left."""
+    rest = max(int(columns) - int(first), 1)
     return min(PIECE.value, max(32, 1 << (rest - 1).bit_length()))
 
 
@@ -91,7 +91,7 @@ def signs_and_factors(dtype: tl.constexpr, TURNED: tl.constexpr, COLUMNS: tl.con
         return ((signs, tl.full(factors.shape, TURNED**-0.5, tl.float32)),)
     else:
         low = _of_piece(dtype, min(TURNED, PIECE), PIECE)
-        return (low, _of_piece(dtype, max(TURNED - PIECE, 0), piece_width(COLUMNS, 1)))
+        return (low, _of_piece(dtype, max(TURNED - PIECE, 0), piece_width(COLUMNS, PIECE)))
 
 
 @triton.jit
@@ -104,23 +104,18 @@ def _of_piece(dtype: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def load_pieces(x, rows, stride, tokens, head_dim: tl.constexpr, COLUMNS: tl.constexpr):
     """`load_rows` by pieces of channels: the first ``head_dim`` that are in memory, then zeros up to COLUMNS."""
-    LOW: tl.constexpr = piece_width(COLUMNS, 0)
-    low = load_rows(x, rows, tl.arange(0, LOW), stride, tokens, head_dim, False, head_dim >= LOW)
-    if COLUMNS <= PIECE:
-        return (low,)
-    else:
-        HIGH: tl.constexpr = piece_width(COLUMNS, 1)
-        rest: tl.constexpr = head_dim - PIECE
-        return (low, load_rows(x + PIECE, rows, tl.arange(0, HIGH), stride, tokens, rest, False, rest == HIGH))
+    pieces = ()
+    for first in tl.static_range(0, COLUMNS, PIECE):
+        columns = tl.arange(0, piece_width(COLUMNS, first))
+        left = head_dim - first
+        pieces += (load_rows(x + first, rows, columns, stride, tokens, left, False, left >= columns.shape[0]),)
+    return pieces
 
 
 @triton.jit
 def floats(pieces):
     """Pieces in FP32."""
-    if len(pieces) == 1:
-        return (pieces[0].to(tl.float32),)
-    else:
-        return (pieces[0].to(tl.float32), pieces[1].to(tl.float32))
+    return [piece.to(tl.float32) for piece in pieces]
 
 
 @triton.jit
@@ -134,13 +129,14 @@ def store_signs(signs, TURNED: tl.constexpr, PITCH: tl.constexpr):
 @triton.jit
 def turned(pieces, rotation):
     """A tile R in FP32, of 16 bits, whose products with signs are exact; rotation: `signs_and_factors`."""
-    if len(pieces) == 1:
-        return (_product(pieces[0], rotation[0]),)
-    elif len(rotation) == 1:
+    if len(rotation) < len(pieces):
         low, high = _product(pieces[0], rotation[0]), _product(pieces[1], rotation[0])
         return (low + high, low - high)
     else:
-        return (_product(pieces[0], rotation[0]), _product(pieces[1], rotation[1]))
+        products = ()
+        for piece in tl.static_range(len(pieces)):
+            products += (_product(pieces[piece], rotation[piece]),)
+        return products
 
 
 @triton.jit
@@ -182,7 +178,7 @@ def turned_codes(pieces, signs, TURNED: tl.constexpr, COLUMNS: tl.constexpr, PIT
         high = _sums_of_codes(pieces[1], signs, columns, PITCH)
         return ((low + high).to(tl.float32) * TURNED**-0.5, (low - high).to(tl.float32) * TURNED**-0.5)
     else:
-        rest = tl.arange(0, piece_width(COLUMNS, 1))
+        rest = tl.arange(0, piece_width(COLUMNS, PIECE))
         high = _sums_of_codes(pieces[1], signs + PIECE * (PITCH + 1), rest, PITCH)
         low_factors = _factors(columns, min(TURNED, PIECE), TURNED >= PIECE)
         high_factors = _factors(rest, max(TURNED - PIECE, 0), rest.shape[0] == TURNED - PIECE)

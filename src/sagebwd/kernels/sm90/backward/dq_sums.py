@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
@@ -16,6 +16,34 @@ from sagebwd.kernels.sm90.backward.tile import (
     store_transposed,
     writes_done,
 )
+
+# Blocks of dS that may wait for their dQ.
+SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def allocate_k_t(PIECES: gl.constexpr, WIDTH: gl.constexpr):
+    """Shared memory for `copy_keys`, by pieces of so many channels."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    return gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS * PIECES, WIDTH, ROWS], LAYOUT)
+
+
+@gluon.jit
+def allocate_ds(BLOCK_Q: gl.constexpr):
+    """Shared memory for dS^T of both warpgroups, in slots."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    return gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], LAYOUT)
+
+
+@gluon.jit
+def ds_barriers():
+    """Of each slot one that is full when both warpgroups have stored, and one that is empty when both have read."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=CONSUMERS)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return full, empty
 
 
 @gluon.jit

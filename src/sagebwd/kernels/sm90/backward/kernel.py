@@ -21,11 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
+    SLOTS,
     add_dq,
+    allocate_ds,
+    allocate_k_t,
     copy_keys,
     count_added,
     counter_rank_and_count,
     dq_product,
+    ds_barriers,
     store_dq,
 )
 from sagebwd.kernels.sm90.backward.epilogue import store_gradients
@@ -38,7 +42,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, load, origin_of_keys
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
 from sagebwd.kernels.sm90.backward.scores import (
@@ -65,9 +69,6 @@ from sagebwd.kernels.sm90.backward.tile import (
     ring,
     store_transposed,
 )
-
-# Blocks of dS that may wait for their dQ.
-SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -307,52 +308,32 @@ def backward_kernel(
         (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
-    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, BLOCK_Q, PIECE], q_desc.layout)
-    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS * PIECES, ROWS, PIECE], k_desc.layout)
-    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS * VALUE_PIECES, ROWS, PIECE], v_desc.layout)
-    do_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES * VALUE_PIECES, BLOCK_Q, PIECE], do_desc.layout)
-    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [STAGES * PIECES, PIECE, BLOCK_Q], q_t_desc.layout)
-    COPY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS * PIECES, PIECE, ROWS], COPY)
-    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES * VALUE_PIECES, PIECE, BLOCK_Q], do_t_desc.layout)
-    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q * 2], rows_desc.layout)
-    scales_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_desc.block_shape[1]], scales_desc.layout)
-    delta_memory = gl.allocate_shared_memory(do_desc.dtype, [STAGES, BLOCK_Q, DELTA_CHANNELS], delta_desc.layout)
+    q, k = buffers(q_desc, STAGES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
+    v, do = buffers(v_desc, CONSUMERS * VALUE_PIECES), buffers(do_desc, STAGES * VALUE_PIECES)
+    q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
+    do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
+    scales, delta = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES)
     ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-    ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
-    dq_memory = ()
+    ds = allocate_ds(BLOCK_Q)
+    dq = ()
     for _ in gl.static_range(BOXES if PIECES > 1 else 1):
-        box = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, ROWS, dq_desc.block_shape[1]], dq_desc.layout)
-        dq_memory += (box,)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES * 3, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+        dq += (buffers(dq_desc, CONSUMERS),)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     mbarrier.init(keys_empty, count=CONSUMERS)
-    for stage in gl.static_range(STAGES):
-        for part in gl.static_range(3):
-            mbarrier.init(full.index(stage * 3 + part), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ds_full.index(slot), count=CONSUMERS)
-        mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
+    full, empty = ring_barriers(STAGES, 3)
+    ds_full, ds_empty = ds_barriers()
     CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
     weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
     weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
     ones.store(weight.to(ones.dtype))
     fence_async_shared()
 
-    memory = Loaded(
-        q_memory, k_memory, v_memory, do_memory, q_t_memory, do_t_memory, rows_memory, delta_memory, scales_memory
-    )
+    memory = Loaded(q, k, v, do, q_t, do_t, rows, delta, scales)
     barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    own = (k_t_memory, ds_memory, dq_memory, ones)
+    own = (k_t, ds, dq, ones)
     written = (dq_desc, dk_desc, dv_desc)
     blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
     heads = (place.head * group, place.head * group + group)

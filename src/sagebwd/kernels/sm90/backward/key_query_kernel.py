@@ -19,18 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
 from sagebwd.kernels.sm90.backward.dq_sums import (
+    SLOTS,
     add_dq,
+    allocate_ds,
+    allocate_k_t,
     copy_keys,
     count_added,
     counter_rank_and_count,
+    ds_barriers,
     store_dq,
 )
 from sagebwd.kernels.sm90.backward.epilogue import store_pieces
-from sagebwd.kernels.sm90.backward.kernel import SLOTS
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
-from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, load_keys, origin_of_keys
-from sagebwd.kernels.sm90.backward.pieces import scaled
-from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
+from sagebwd.kernels.sm90.backward.pieces import repeated, scaled
+from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import (
     ds_operand,
     keys_and_scales,
@@ -129,10 +132,7 @@ def accumulate(
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
     no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-    dk_0 = none
-    dk_1 = none
-    dk_2 = none
-    dk_3 = none
+    dk = repeated(none, 4)
     dq_part = dq_memory.index(CONSUMER)
     mbarrier.wait(barriers.keys_full, 0)
     k = memory.k.index(CONSUMER)
@@ -195,32 +195,25 @@ def accumulate(
                 barrier()
                 mbarrier.arrive(ds_full.index(slot), count=1)
 
-                # two sets of registers in turn: one's product runs while the other's is added up
                 never = step < 0
                 mbarrier.wait(ds_full.index(before), phase_before)
                 dq = dq_rows_product(k_t_memory, ds_memory, before, none, anew(0), CHANNEL)
                 mbarrier.wait(full.index(OF_Q_T), phase)
                 q_t = memory.q_t.index(0)
-                second = new_product(codes, q_t.slice(0, ROWS, 0), none)
+                first = new_product(codes, q_t.slice(0, ROWS, 0), none)
                 dk_scale = plane(memory.scales.index(0), 1, 1, PIECE)
                 dq = warpgroup_mma_wait(1, deps=[dq])
                 store_dq(dq_part, dq * sum_scale, added, counter_before)
-                first = new_product(codes, q_t.slice(ROWS, ROWS, 0), dq, never)
+                second = new_product(codes, q_t.slice(ROWS, ROWS, 0), dq, never)
                 add_dq(dq_desc, dq_part, to_row, CHANNEL, added, counter, rank, count)
-                second = warpgroup_mma_wait(1, deps=[second])
-                dk_0 = add_here(dk_0, second, dk_scale)
-                second = new_product(codes, q_t.slice(2 * ROWS, ROWS, 0), second, never)
-                first = warpgroup_mma_wait(1, deps=[first])
-                dk_1 = add_here(dk_1, first, dk_scale)
-                first = new_product(codes, q_t.slice(3 * ROWS, ROWS, 0), first, never)
-                second = warpgroup_mma_wait(1, deps=[second])
-                dk_2 = add_here(dk_2, second, dk_scale)
-                dq = dq_rows_product(k_t_memory, ds_memory, before, second, anew(0), CHANNEL + ROWS, never)
-                first = warpgroup_mma_wait(2, deps=[first])  # dQ's are two
+                dk_added, free, last = add_by_turns(dk, (first, second), codes, q_t, dk_scale, never)
+                dq = dq_rows_product(k_t_memory, ds_memory, before, free, anew(0), CHANNEL + ROWS, never)
+                last = warpgroup_mma_wait(2, deps=[last])  # dQ's are two
                 mbarrier.arrive(empty.index(OF_Q_T), count=1)
-                dk_3 = add_here(dk_3, first, dk_scale)
+                dk_added += (add_here(dk[3], last, dk_scale),)
+                dk = dk_added
                 more = (i + 1 < end) | (head + 1 < heads)
-                free = first.to(gl.int32, bitcast=True)
+                free = last.to(gl.int32, bitcast=True)
                 mbarrier.wait(full.index(OF_Q), phase ^ 1, pred=more)
                 k = memory.k.index(anew(CONSUMER))
                 s = warpgroup_mma(k, memory.q.index(anew(0)).permute((1, 0)), free, use_acc=never, is_async=True)
@@ -255,7 +248,7 @@ def accumulate(
 
     # over this warpgroup's V
     store_pieces(
-        scaled((dk_0, dk_1, dk_2, dk_3), factors.scale), tensors.dk, tensors.strides, dk_desc,
+        scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
         memory.v.index(CONSUMER), place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, 4, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
@@ -290,37 +283,21 @@ def key_query_kernel(
         (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
-    q_memory = gl.allocate_shared_memory(gl.int8, [1, BLOCK_Q, BLOCK_D], q_desc.layout)
-    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
-    v_memory = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], v_desc.layout)
-    do_memory = gl.allocate_shared_memory(do_desc.dtype, [1, BLOCK_Q, BLOCK_D], do_desc.layout)
-    q_t_memory = gl.allocate_shared_memory(q_t_desc.dtype, [1, BLOCK_D, BLOCK_Q], q_t_desc.layout)
-    COPY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    k_t_memory = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_D, ROWS], COPY)
-    rows_memory = gl.allocate_shared_memory(gl.float32, [1, 1, rows_desc.block_shape[1]], rows_desc.layout)
-    scales_memory = gl.allocate_shared_memory(gl.float32, [1, 1, scales_desc.block_shape[1]], scales_desc.layout)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-    ds_memory = gl.allocate_shared_memory(gl.int16, [SLOTS * CONSUMERS, BLOCK_Q, ROWS // 2], PAIRS)
-    dq_memory = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, BLOCK_Q, ROWS], dq_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [OPERANDS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [OPERANDS, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    q, k = buffers(q_desc, 1), buffers(k_desc, CONSUMERS)
+    v, do = buffers(v_desc, CONSUMERS), buffers(do_desc, 1)
+    q_t, k_t = buffers(q_t_desc, 1), allocate_k_t(1, BLOCK_D)
+    rows, scales = buffers(rows_desc, 1), buffers(scales_desc, 1)
+    ds, dq = allocate_ds(BLOCK_Q), buffers(dq_desc, CONSUMERS)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
-    for operand in gl.static_range(OPERANDS):
-        mbarrier.init(full.index(operand), count=1)
-        mbarrier.init(empty.index(operand), count=CONSUMERS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ds_full.index(slot), count=CONSUMERS)
-        mbarrier.init(ds_empty.index(slot), count=CONSUMERS)
+    full, empty = ring_barriers(OPERANDS, 1)
+    ds_full, ds_empty = ds_barriers()
     fence_async_shared()
 
-    memory = Loaded(q_memory, k_memory, v_memory, do_memory, q_t_memory, None, rows_memory, None, scales_memory)
+    memory = Loaded(q, k, v, do, q_t, None, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
-    own = (k_t_memory, ds_memory, dq_memory)
+    own = (k_t, ds, dq)
     blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
     heads = (place.head * group, place.head * group + group)
     # fmt: off

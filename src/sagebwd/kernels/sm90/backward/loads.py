@@ -42,6 +42,24 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
+def buffers(desc, COUNT: gl.constexpr):
+    """Shared memory for so many of a descriptor's blocks."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
+
+
+@gluon.jit
+def ring_barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Of each stage PARTS that are full when something is loaded, and one that is empty when all have read it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        for part in gl.static_range(PARTS):
+            mbarrier.init(full.index(stage * PARTS + part), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return full, empty
+
+
+@gluon.jit
 def origin_of_keys(place, of_batch, of_head, of_column):
     """Row and column of a sequence's first key, from `descriptor.Rows.steps`."""
     return place.batch * of_batch + place.head * of_head + place.start, place.head * of_column

@@ -32,10 +32,7 @@ def pieces_of(memory, place, PIECES: gl.constexpr):
 @gluon.jit
 def loaded(pieces, LAYOUT: gl.constexpr):
     """Pieces in registers."""
-    out = ()
-    for piece in gl.static_range(len(pieces)):
-        out += (pieces[piece].load(LAYOUT),)
-    return out
+    return [piece.load(LAYOUT) for piece in pieces]
 
 
 @gluon.jit
@@ -50,10 +47,7 @@ def repeated(x, COUNT: gl.constexpr):
 @gluon.jit
 def scaled(pieces, factor):
     """Each piece times a number."""
-    out = ()
-    for piece in gl.static_range(len(pieces)):
-        out += (pieces[piece] * factor,)
-    return out
+    return [piece * factor for piece in pieces]
 
 
 @gluon.jit

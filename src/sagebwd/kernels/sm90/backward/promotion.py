@@ -93,6 +93,23 @@ def add_in_halves(
 
 
 @gluon.jit
+def add_by_turns(sums, sets, codes, copy, scale, never):
+    """Sums of 64 channels each with a step's products, but for the last's, which is in flight.
+
+    One of two sets of registers runs while the other is added up. sets: the first two products, in flight. Returns
+    sums, the set that is free, and the last product.
+    """
+    added = ()
+    for piece in gl.static_range(len(sums) - 1):
+        free = warpgroup_mma_wait(1, deps=[sets[0]])
+        added += (add_here(sums[piece], free, scale),)
+        if piece + 2 < len(sums):
+            free = new_product(codes, copy.slice((piece + 2) * ROWS, ROWS, 0), free, never)
+        sets = (sets[1], free)
+    return added, free, sets[0]
+
+
+@gluon.jit
 def product_of_piece(piece: gl.constexpr, codes, copies, stage, free, never, PIECES: gl.constexpr):
     """The product with a piece of dV's channels, or with those of dK's that follow them; in flight.
 

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import store_pieces
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
-from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, origin_of_keys
-from sagebwd.kernels.sm90.backward.promotion import add_here, new_product
+from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
+from sagebwd.kernels.sm90.backward.pieces import repeated
+from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
@@ -108,10 +109,7 @@ def accumulate(
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
-    dv_0 = none
-    dv_1 = none
-    dv_2 = none
-    dv_3 = none
+    dv = repeated(none, 4)
     mbarrier.wait(barriers.keys_full, 0)
     k = memory.k.index(CONSUMER)
     # as registers are left: tensor cores need not read it from shared memory again and again
@@ -137,31 +135,24 @@ def accumulate(
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 never = step < 0
                 copy = memory.do_t.index(stage)
-                # two sets of registers in turn: one's product runs while the other's is added up
                 first = new_product(codes, copy.slice(0, ROWS, 0), none)
                 second = new_product(codes, copy.slice(ROWS, ROWS, 0), none)
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
-                first = warpgroup_mma_wait(1, deps=[first])
-                dv_0 = add_here(dv_0, first, dv_scale)
-                first = new_product(codes, copy.slice(2 * ROWS, ROWS, 0), first, never)
-                second = warpgroup_mma_wait(1, deps=[second])
-                dv_1 = add_here(dv_1, second, dv_scale)
-                second = new_product(codes, copy.slice(3 * ROWS, ROWS, 0), second, never)
-                first = warpgroup_mma_wait(1, deps=[first])
-                dv_2 = add_here(dv_2, first, dv_scale)
+                added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
                 more = (i + 1 < end) | (head + 1 < heads)
-                free = first.to(gl.int32, bitcast=True)
+                free = free.to(gl.int32, bitcast=True)
                 s = scores(k_low, k_high, memory.q, full, step + 1, more, free, never, STAGES)
-                second = warpgroup_mma_wait(2, deps=[second])  # S's are two
+                last = warpgroup_mma_wait(2, deps=[last])  # S's are two
                 mbarrier.arrive(empty.index(stage), count=1)
-                dv_3 = add_here(dv_3, second, dv_scale)
+                added += (add_here(dv[3], last, dv_scale),)
+                dv = added
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
     place = place_of(program_number(0), 0, tensors, sizes, True)
     # over this warpgroup's K
     store_pieces(
-        (dv_0, dv_1, dv_2, dv_3), tensors.dv, tensors.strides, dv_desc, k, place, place.first + CONSUMER * ROWS,
+        dv, tensors.dv, tensors.strides, dv_desc, k, place, place.first + CONSUMER * ROWS,
         sizes, KIND.RAGGED, 2, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
@@ -182,7 +173,6 @@ def value_kernel(
     STAGES: gl.constexpr = WIDTH.backward.stages
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
-    BLOCK_D: gl.constexpr = WIDTH.head_dim
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
@@ -193,23 +183,14 @@ def value_kernel(
     z_q, _ = heads_of(place, sizes, VARLEN)
     origins = (origin_of_keys(place, k_b, k_h, k_column), (place.batch * q_b + queries.start, q_h, q_column))
 
-    q_memory = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, BLOCK_D], q_desc.layout)
-    k_memory = gl.allocate_shared_memory(gl.int8, [CONSUMERS, ROWS, BLOCK_D], k_desc.layout)
-    do_t_memory = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES, BLOCK_D, BLOCK_Q], do_t_desc.layout)
-    rows_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, rows_desc.block_shape[1]], rows_desc.layout)
-    scales_memory = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_desc.block_shape[1]], scales_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q, k, do_t = buffers(q_desc, STAGES), buffers(k_desc, CONSUMERS), buffers(do_t_desc, STAGES)
+    rows, scales = buffers(rows_desc, STAGES), buffers(scales_desc, STAGES)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
-    for stage in gl.static_range(STAGES):
-        for part in gl.static_range(2):
-            mbarrier.init(full.index(stage * 2 + part), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    full, empty = ring_barriers(STAGES, 2)
     fence_async_shared()
 
-    memory = Loaded(q_memory, k_memory, None, None, None, do_t_memory, rows_memory, None, scales_memory)
+    memory = Loaded(q, k, None, None, None, do_t, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
     blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))

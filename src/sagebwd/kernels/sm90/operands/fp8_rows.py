@@ -164,10 +164,7 @@ def row_values(
 @triton.jit
 def times(pieces, factor):
     """Pieces of a tile times a factor a row."""
-    if len(pieces) == 1:
-        return (pieces[0] * factor[:, None],)
-    else:
-        return (pieces[0] * factor[:, None], pieces[1] * factor[:, None])
+    return [piece * factor[:, None] for piece in pieces]
 
 
 @triton.jit

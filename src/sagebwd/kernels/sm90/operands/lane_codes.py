@@ -105,7 +105,7 @@ def sum_piece(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program of `sum_keys_kernel`."""
-    WIDTH: tl.constexpr = piece_width(head_dim, piece)
+    WIDTH: tl.constexpr = piece_width(head_dim, piece * PIECE)
     batch_head = number // chunks
     part = number % chunks
     batch = batch_head // heads
@@ -188,11 +188,10 @@ def key_codes_kernel(
 @triton.jit
 def means(sums, at, count, there, head_dim: tl.constexpr, COLUMNS: tl.constexpr):
     """A head's mean from its chunks' sums, by pieces of channels; at: the head of each chunk that is ``there``."""
-    low = mean_of(sums, at, count, there, 0, head_dim, piece_width(COLUMNS, 0))
-    if COLUMNS <= PIECE:
-        return (low,)
-    else:
-        return (low, mean_of(sums, at, count, there, PIECE, head_dim, piece_width(COLUMNS, 1)))
+    pieces = ()
+    for first in tl.static_range(0, COLUMNS, PIECE):
+        pieces += (mean_of(sums, at, count, there, first, head_dim, piece_width(COLUMNS, first)),)
+    return pieces
 
 
 @triton.jit
@@ -253,11 +252,10 @@ def store_codes(
 @triton.jit
 def centred(pieces, mu, keep):
     """Pieces of a tile less those of the mean, 0 where a key does not count."""
-    low = tl.where(keep[:, None], pieces[0] - mu[0][None, :], 0.0)
-    if len(pieces) == 1:
-        return (low,)
-    else:
-        return (low, tl.where(keep[:, None], pieces[1] - mu[1][None, :], 0.0))
+    found = ()
+    for piece in tl.static_range(len(pieces)):
+        found += (tl.where(keep[:, None], pieces[piece] - mu[piece][None, :], 0.0),)
+    return found
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "chunk", "chunks"])
