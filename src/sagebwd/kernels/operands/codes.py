@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.replay import launch
+from sagebwd.call import Packing
 from sagebwd.kernels.operands.rotation import load_turned
 from sagebwd.kernels.operands.strided import Strided, row_of, tile_of
 from sagebwd.kernels.operands.tile import (
@@ -28,7 +27,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, launch_pass, store_transposed
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -225,9 +224,11 @@ def launch_quantize(
         out.turned_mean = torch.empty_like(out.block_mean)
     if first_row:
         out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
-    launch(
+    launch_pass(
         quantize_kernel,
-        (packing.grid(block) * packing.batch * packing.heads,),
+        packing,
+        head_dim,
+        block,
         Strided.of(x, packing),
         mean,
         sequence_scale,
@@ -243,17 +244,7 @@ def launch_quantize(
         out.column_sum,
         Strided.of(out.smoothed, packing) if smoothed else None,
         out.first_row,
-        packing.heads,
-        packing.tokens,
-        packing.total,
-        packing.blocks(block),
-        packing.grid(block),
-        head_dim=head_dim,
         TURNED=turned,
         GROUP=group,
-        VARLEN=packing.cu_seqlens is not None,
-        BLOCK=block,
-        BLOCK_D=padded_head_dim(head_dim),
-        num_warps=pass_warps(block, head_dim),
     )
     return out

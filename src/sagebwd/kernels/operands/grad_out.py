@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.strided import Strided, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
@@ -21,7 +20,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, pass_warps, store_transposed, transpose
+from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, launch_pass, store_transposed, transpose
 from sagebwd.recipe import INT8
 
 
@@ -126,9 +125,11 @@ def launch_grad_out(
     q_transposed = None
     if q_int8 is not None:
         q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    launch(
+    launch_pass(
         grad_out_kernel,
-        (queries.grid(block) * queries.batch * queries.heads, 1 if q_int8 is None else 2),
+        queries,
+        call.head_dim,
+        block,
         Strided.of(do, queries),
         Strided.of(o, queries),
         lse,
@@ -140,16 +141,7 @@ def launch_grad_out(
         row_values,
         None if q_int8 is None else Strided.of(q_int8, queries),
         q_transposed,
-        queries.heads,
-        queries.tokens,
-        queries.total,
-        queries.blocks(block),
-        queries.grid(block),
-        head_dim=call.head_dim,
+        planes=1 if q_int8 is None else 2,
         GROUP=recipe.do_scale,
-        VARLEN=call.packed,
-        BLOCK=block,
-        BLOCK_D=call.block_d,
-        num_warps=pass_warps(block, call.head_dim),
     )
     return row_values, scale, transposed, q_transposed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,28 @@ NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
 def pass_warps(block: int, head_dim: int) -> int:
     """Warps of a pass over blocks of tokens: 64 elements a thread."""
     return max(4, block * padded_head_dim(head_dim) // 2048)
+
+
+def launch_pass(
+    kernel: Any, packing: Packing, head_dim: int, block: int, *given: Any, planes: int = 1, **constants: Any
+) -> None:
+    """Launch a pass over blocks of tokens, a program each, on what is ``given`` and the sizes of `NO_SPECIALIZE`."""
+    launch(
+        kernel,
+        (packing.grid(block) * packing.batch * packing.heads, planes),
+        *given,
+        packing.heads,
+        packing.tokens,
+        packing.total,
+        packing.blocks(block),
+        packing.grid(block),
+        head_dim=head_dim,
+        VARLEN=packing.cu_seqlens is not None,
+        BLOCK=block,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=pass_warps(block, head_dim),
+        **constants,
+    )
 
 
 @triton.jit
@@ -70,21 +94,6 @@ def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
     """The transposed copy of saved codes."""
     head_dim = codes.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
-    launch(
-        transpose_kernel,
-        (packing.grid(block) * packing.batch * packing.heads,),
-        Strided.of(codes, packing),
-        packing.cu_seqlens,
-        transposed,
-        packing.heads,
-        packing.tokens,
-        packing.total,
-        packing.blocks(block),
-        packing.grid(block),
-        head_dim=head_dim,
-        VARLEN=packing.cu_seqlens is not None,
-        BLOCK=block,
-        BLOCK_D=padded_head_dim(head_dim),
-        num_warps=pass_warps(block, head_dim),
-    )
+    given = Strided.of(codes, packing), packing.cu_seqlens, transposed
+    launch_pass(transpose_kernel, packing, head_dim, block, *given)
     return transposed

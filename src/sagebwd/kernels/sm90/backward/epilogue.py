@@ -38,44 +38,23 @@ def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_gradients(
-    dk_sums, dv_sums, tensors, descriptors, v_part, dq_part, place, first_k, sizes, IN_TURN: gl.constexpr,
-    RAGGED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of 64 keys from ``first_k`` on, by pieces of channels.
-
-    v_part, dq_part: this warpgroup's first piece of V, and of blocks of dQ.
-    """
-    dk_desc, dv_desc = descriptors
-    PIECE: gl.constexpr = dk_sums[0].shape[1]
-    if RAGGED:
-        strides = tensors.strides
-        EACH: gl.constexpr = 4 if len(strides) == 8 else 3
-        store_rows(dk_sums, tensors.dk, strides[:EACH], place, first_k, LAYOUT)
-        store_rows(dv_sums, tensors.dv, strides[-EACH:], place, first_k, LAYOUT)
-    else:
-        # over what this warpgroup alone has read: V, or where the next turn's may lie, its blocks of dQ^T
-        out = v_part
-        if IN_TURN:
-            gl.static_assert(PIECE == ROWS)
-            out = reinterpret(dq_part, dk_desc.dtype, [ROWS, PIECE], dk_desc.layout)
-        row = (place.batch * sizes.heads_k + place.head) * sizes.tokens_k + first_k
-        for piece in gl.static_range(len(dk_sums)):
-            store_block(dk_desc, out, dk_sums[piece], row, piece * PIECE)
-        for piece in gl.static_range(len(dv_sums)):
-            store_block(dv_desc, out, dv_sums[piece], row, piece * PIECE)
+def places(memory, desc, COUNT: gl.constexpr):
+    """Shared memory as so many blocks of a descriptor."""
+    return reinterpret(memory, desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
 
 
 @gluon.jit
-def store_pieces(
-    pieces, out, strides, desc, memory, place, first_k, sizes, RAGGED: gl.constexpr, PLACES: gl.constexpr,
-    LAYOUT: gl.constexpr,
+def store_gradient(
+    pieces, out, strides, desc, memory, place, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """dK or dV of 64 keys from ``first_k`` on; memory: what this warpgroup alone has read, with PLACES for a piece."""
+    """dK or dV of 64 keys from ``first_k`` on, by pieces of channels.
+
+    memory: `places` over what this warpgroup alone has read, which pieces take in turn.
+    """
     if RAGGED:
         store_rows(pieces, out, strides, place, first_k, LAYOUT)
     else:
-        memory = reinterpret(memory, desc.dtype, [PLACES, ROWS, ROWS], desc.layout)
         row = (place.batch * sizes.heads_k + place.head) * sizes.tokens_k + first_k
         for piece in gl.static_range(len(pieces)):
-            store_block(desc, memory.index(piece % PLACES), pieces[piece], row, piece * ROWS)
+            part = memory.index(piece % memory.shape[0])
+            store_block(desc, part, pieces[piece], row, piece * pieces[0].shape[1])

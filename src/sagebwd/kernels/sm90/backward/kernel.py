@@ -32,7 +32,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     ds_barriers,
     store_dq,
 )
-from sagebwd.kernels.sm90.backward.epilogue import store_gradients
+from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
     edges_of,
     head_and_number,
@@ -102,6 +102,8 @@ def accumulate(
     # rows of dQ^T a head, by which blocks are counted; or heads are, and dQ has rows of its own
     HEAD: gl.constexpr = 1 if IN_PIECES else WIDTH.head_dim
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # strides of one gradient, and how many channels are in memory if not all
+    EACH: gl.constexpr = 4 if len(tensors.strides) == 8 else 3
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
@@ -257,9 +259,15 @@ def accumulate(
         if added is not None:
             count_added(added, counter)
 
-        store_gradients(
-            scaled(dk_acc, factors.scale), dv_acc, tensors, (dk_desc, dv_desc),
-            memory.v.index(CONSUMER * VALUE_PIECES), dq_part, place, place.first + CONSUMER * ROWS, sizes, IN_TURN,
+        # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
+        out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
+        dk_acc = scaled(dk_acc, factors.scale)
+        store_gradient(
+            dk_acc, tensors.dk, tensors.strides[:EACH], dk_desc, out, place, place.first + CONSUMER * ROWS, sizes,
+            KIND.RAGGED, OUT_LAYOUT,
+        )  # fmt: skip
+        store_gradient(
+            dv_acc, tensors.dv, tensors.strides[-EACH:], dv_desc, out, place, place.first + CONSUMER * ROWS, sizes,
             KIND.RAGGED, OUT_LAYOUT,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory

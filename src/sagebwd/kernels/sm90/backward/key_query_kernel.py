@@ -29,7 +29,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     ds_barriers,
     store_dq,
 )
-from sagebwd.kernels.sm90.backward.epilogue import store_pieces
+from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated, scaled
@@ -247,9 +247,9 @@ def accumulate(
         count_added(added, counter)
 
     # over this warpgroup's V
-    store_pieces(
-        scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
-        memory.v.index(CONSUMER), place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, 4, PIECE,
+    store_gradient(
+        scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, places(memory.v.index(CONSUMER), dk_desc, 4),
+        place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)

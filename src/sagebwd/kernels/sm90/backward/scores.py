@@ -45,15 +45,25 @@ def same_of_pairs(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def queries_of_piece(q_memory, stage, piece: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """Q's channels of a piece of K, transposed: a buffer, or a part of the stage's one."""
+    if q_memory.shape[2] == WIDTH:
+        return q_memory.index(stage * PIECES + piece).permute((1, 0))
+    else:
+        return q_memory.index(stage).slice(piece * WIDTH, WIDTH, 1).permute((1, 0))
+
+
+@gluon.jit
 def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
     """S^T of a step, if there are more, once Q is there; in flight. k: by pieces of channels; none, never: as of
     `new_product`."""
     PIECES: gl.constexpr = len(k)
+    WIDTH: gl.constexpr = k[0].shape[1]
     stage, phase = ring(step, STAGES)
-    mbarrier.wait(full.index(stage * 3), phase, pred=more)
-    s = warpgroup_mma(k[0], q_memory.index(stage * PIECES).permute((1, 0)), none, use_acc=never, is_async=True)
+    mbarrier.wait(full.index(stage * (full.shape[0] // STAGES)), phase, pred=more)
+    s = warpgroup_mma(k[0], queries_of_piece(q_memory, stage, 0, WIDTH, PIECES), none, use_acc=never, is_async=True)
     for piece in gl.static_range(1, PIECES):
-        s = warpgroup_mma(k[piece], q_memory.index(stage * PIECES + piece).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(k[piece], queries_of_piece(q_memory, stage, piece, WIDTH, PIECES), s, is_async=True)
     return s
 
 

@@ -11,17 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.epilogue import store_pieces
+from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
-from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs
+from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -72,17 +71,6 @@ def load(
 
 
 @gluon.jit
-def scores(k_low, k_high, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
-    """As `scores.scores`, of the halves of K's channels: two products, one after the other."""
-    HALF: gl.constexpr = k_high.shape[1]
-    stage, phase = ring(step, STAGES)
-    mbarrier.wait(full.index(stage * 2), phase, pred=more)
-    q = q_memory.index(stage)
-    s = warpgroup_mma(k_low, q.slice(0, HALF, 1).permute((1, 0)), none, use_acc=never, is_async=True)
-    return warpgroup_mma(k_high, q.slice(HALF, HALF, 1).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
 def accumulate(
     memory, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -92,7 +80,6 @@ def accumulate(
     STAGES: gl.constexpr = WIDTH.backward.stages
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
-    BLOCK_D: gl.constexpr = WIDTH.head_dim
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
     # 64 channels of dV are a piece
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
@@ -113,10 +100,10 @@ def accumulate(
     mbarrier.wait(barriers.keys_full, 0)
     k = memory.k.index(CONSUMER)
     # as registers are left: tensor cores need not read it from shared memory again and again
-    k_low = k.slice(0, BLOCK_D // 2, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4))
-    k_high = k.slice(BLOCK_D // 2, BLOCK_D // 2, 1)
+    HALF: gl.constexpr = WIDTH.head_dim // 2
+    halves_of_k = k.slice(0, HALF, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4)), k.slice(HALF, HALF, 1)
     begun = 0
-    s = scores(k_low, k_high, memory.q, full, begun, begin < end, no_scores, False, STAGES)
+    s = scores(halves_of_k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED else 1
     for head in range(heads):
@@ -141,7 +128,7 @@ def accumulate(
                 added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
-                s = scores(k_low, k_high, memory.q, full, step + 1, more, free, never, STAGES)
+                s = scores(halves_of_k, memory.q, full, step + 1, more, free, never, STAGES)
                 last = warpgroup_mma_wait(2, deps=[last])  # S's are two
                 mbarrier.arrive(empty.index(stage), count=1)
                 added += (add_here(dv[3], last, dv_scale),)
@@ -151,9 +138,9 @@ def accumulate(
 
     place = place_of(program_number(0), 0, tensors, sizes, True)
     # over this warpgroup's K
-    store_pieces(
-        dv, tensors.dv, tensors.strides, dv_desc, k, place, place.first + CONSUMER * ROWS,
-        sizes, KIND.RAGGED, 2, PIECE,
+    store_gradient(
+        dv, tensors.dv, tensors.strides, dv_desc, places(k, dv_desc, 2), place, place.first + CONSUMER * ROWS, sizes,
+        KIND.RAGGED, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
