@@ -99,8 +99,12 @@ def test_torch_computes_the_same_call_on_a_gpu(name, handed):
     tensors, options = on_gpu(draw(*lengths, dim=64), options)
     expected = outcome(tensors, **options, recipe="full")
     first, later = (outcome(tensors, **options) for _ in range(2))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what cuBLAS makes for a stream's first product cannot be captured
+        outcome(tensors, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side):
         captured = outcome(tensors, **options)
     graph.replay()
     for found in (first, later, captured):
