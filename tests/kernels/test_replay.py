@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 replay = pytest.importorskip("sagebwd.kernels.host.replay")
+relaunch = pytest.importorskip("sagebwd.kernels.host.relaunch")
 
 
 class Kernel:
@@ -130,6 +131,11 @@ def test_tensors_in_tuples_are_found():
         assert kept() is None
     assert kernel.bound == 2 * 2
     assert kernel.blocks == [16, 32] * 4
+
+
+def test_what_is_no_tensor_in_a_tuple_stands_as_it_is():
+    given = [(relaunch.Location(0, 8), None, (3, 4), 0.5), Scaled(None, 1.0), 7]
+    assert relaunch._filler(given)([100]) == [(108, None, (3, 4), 0.5), Scaled(None, 1.0), 7]
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
