@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
+from sagebwd.auto.asked import choice_of
+from sagebwd.integrations import sdpa
 from sagebwd.meaning.metrics import relative_l2
 from tests.inputs import draw
 
@@ -379,3 +381,31 @@ def test_compile_keeps_what_eager_keeps(dynamic):
             torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-12, atol=1e-12)
     kept = {"attn_mask needs a gradient": 1, "head_dim 264": 1}
     assert sdpa.counts == {"replaced": 1, "kept": kept}
+
+
+def test_who_runs_a_call_is_asked_once_for_calls_that_are_alike(monkeypatch):
+    """Another shape, mask or demand of gradients is another kind, and other settings know nothing of these."""
+    asked = []
+
+    def noted(*arguments, **options):
+        asked.append(arguments)
+        return choice_of(*arguments, **options)
+
+    monkeypatch.setattr(sdpa, "choice_of", noted)
+    q, k, v = qkv()
+    trained = q.clone().requires_grad_()
+    calls = [
+        ((q, k, v), {}), ((q[:, :, :5], k, v), {}), ((q, k, v), {"attn_mask": padding()}),
+        ((q, k, v), {"is_causal": True}), ((trained, k, v), {}),
+    ]  # fmt: skip
+
+    def run(replacement):
+        with replacement:
+            for tensors, options in calls:
+                F.scaled_dot_product_attention(*tensors, **options)
+
+    first, second = replace_sdpa(), replace_sdpa()
+    for replacement, count in ((first, len(calls)), (first, len(calls)), (second, 2 * len(calls))):
+        run(replacement)
+        assert len(asked) == count
+    assert first.counts == {"replaced": 2 * len(calls), "kept": {}}

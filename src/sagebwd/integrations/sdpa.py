@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sagebwd import dispatch
+from sagebwd import dispatch, eager
 from sagebwd.attention import sage_attention
 from sagebwd.auto.asked import autocast, choice_of
 from sagebwd.checks import REFERENCE_DTYPES
@@ -71,6 +71,7 @@ class SdpaReplacement:
         self._function = _function_of(self)
         self._replaced = 0
         self._kept: Counter[str] = Counter()
+        self._reasons: dict[Hashable, str | None] = {}  # `_reason_in_implementation` of kinds of call
         self._count_lock = threading.Lock()
 
     @property
@@ -199,7 +200,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         if reason is None:
             arguments = autocast(*arguments)
             options = attn_mask, 0.0, is_causal, scale, enable_gqa
-            reason = _reason_in_implementation(*arguments, *options, window, replacement)
+            reason = _reason_of_kind(arguments, options, window, replacement)
         if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
             _refuse(reason, replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         # a graph cannot hold the side effect of counting
@@ -369,19 +370,30 @@ def _is_finite_number(scale: object) -> bool:
     return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
-def _reason_in_implementation(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    window: tuple[int, int] | None,
-    settings: SdpaReplacement,
+def _reason_of_kind(
+    tensors: tuple[Tensor, Tensor, Tensor], options: tuple, window: tuple[int, int] | None, settings: SdpaReplacement
 ) -> str | None:
-    """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them."""
+    """`_reason_in_implementation`, worked out once for calls that differ in what tensors hold alone."""
+    attn_mask, *numbers = options
+    kind = eager.kind_of((*tensors, attn_mask, None, None), settings.recipe, window, *numbers)
+    if kind is None:  # a trace must not look at what is remembered: dynamo would compile anew whenever there is more
+        return _reason_in_implementation(tensors, options, window, settings)
+    reasons = settings._reasons
+    if kind not in reasons:
+        if len(reasons) >= eager.MOST_KINDS:
+            reasons.clear()
+        reasons[kind] = _reason_in_implementation(tensors, options, window, settings)
+    return reasons[kind]
+
+
+def _reason_in_implementation(
+    tensors: tuple[Tensor, Tensor, Tensor], options: tuple, window: tuple[int, int] | None, settings: SdpaReplacement
+) -> str | None:
+    """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them.
+
+    options: attn_mask, dropout_p, is_causal, scale and enable_gqa.
+    """
+    query, key, value = tensors
     if not query.dtype == key.dtype == value.dtype:
         return "dtypes differ"
     dtype = str(query.dtype).removeprefix("torch.")
@@ -391,10 +403,7 @@ def _reason_in_implementation(
         if torch.compiler.is_compiling():
             dispatch.check_traced(settings.impl, query.device, query.dtype)
         else:
-            choice, _ = choice_of(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                window=window, recipe=settings.recipe, impl=settings.impl,
-            )  # fmt: skip
+            choice, _ = choice_of(*tensors, *options, window=window, recipe=settings.recipe, impl=settings.impl)
             return _FASTER if choice is dispatch.IN_TORCH else None
     except TypeError:
         return f"dtype {dtype}"
