@@ -29,6 +29,7 @@ VERSION = 1
 
 # What a backend's build says that it runs on; the kernels are compiled where they run, for 8.0 and later
 BACKENDS = {"cuda": {"type": "cuda", "archs": ["8.0+PTX"]}, "cpu": {"type": "cpu"}}
+SUFFIXES = (".py", ".json")
 LEFT_OUT = ("__main__.py", "analysis", "benchmarks", "commands", "training", "integrations")
 INTEGRATIONS = ("__init__.py", "flash_attn.py", "flash_attn_modules.py", "flash_attn_padding.py")
 
@@ -88,9 +89,9 @@ out = sagebwd.flash_attn_func(q, k, v, causal=True)  # (batch, tokens, heads, he
 """
 
 
-def modules() -> list[Path]:
-    """The files of a build, relative to the package; its __init__.py is another."""
-    found = (path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py")))
+def files() -> list[Path]:
+    """The files of a build, modules and what they read, relative to the package; its __init__.py is another."""
+    found = (path.relative_to(PACKAGE) for suffix in SUFFIXES for path in sorted(PACKAGE.rglob(f"*{suffix}")))
     kept = [path for path in found if path.parts[0] not in LEFT_OUT and path != Path("__init__.py")]
     return kept + [Path("integrations", name) for name in INTEGRATIONS]
 
@@ -139,10 +140,10 @@ def digest(folder: Path) -> dict[str, object]:
 def build(folder: Path, backend: str, commit: str) -> None:
     """Write the build of a backend into an empty folder."""
     own = f"_{NAME}_{backend}_{commit}"
-    for module in modules():
-        path = folder / module
+    for name in files():
+        path, text = folder / name, (PACKAGE / name).read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(renamed((PACKAGE / module).read_text(encoding="utf-8"), module, own), encoding="utf-8")
+        path.write_text(renamed(text, name, own) if name.suffix == ".py" else text, encoding="utf-8")
     (folder / "__init__.py").write_text(INIT.format(version=__version__), encoding="utf-8")
     metadata = {
         "name": NAME, "id": own, "version": VERSION, "license": "apache-2.0", "python-depends": [],
