@@ -49,6 +49,11 @@ class Crossing(NamedTuple):
     source: str
 
 
+def widths_text(head_dim: int, value_dim: int) -> str:
+    """A pair of widths as the command line takes it: one number where they are equal."""
+    return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
+
+
 def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
     """The crossings of the rows of a results file (`sagebwd.benchmarks.crossings.Timing`)."""
     groups: dict[tuple, list[Mapping]] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.auto import crossings
 from sagebwd.auto.asked import choice_of, packed_choice_of
-from sagebwd.auto.crossings import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing
+from sagebwd.auto.crossings import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing, widths_text
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         """One line."""
         impls = self.forward, self.backward
-        pairs = [f"{impl} at head_dim {_widths(*form)}" for impl, form in zip(impls, self.form)]
+        pairs = [f"{impl} at head_dim {widths_text(*form)}" for impl, form in zip(impls, self.form)]
         runs = pairs[0] if pairs[0] == pairs[1] else f"{pairs[0]}, backward on {pairs[1]}"
         return f"{self.recipe} on {runs}: {self.why}"
 
@@ -109,12 +109,8 @@ def _row(found: tuple[Crossing, ...], size: Size) -> Crossing | None:
 
 def _call(ask: Ask) -> str:
     direction = DIRECTIONS[ask.training]
-    return f"{_KINDS[ask.kind]} at head_dim {_widths(ask.head_dim, ask.value_dim)}, {direction}"
+    return f"{_KINDS[ask.kind]} at head_dim {widths_text(ask.head_dim, ask.value_dim)}, {direction}"
 
 
 def _tokens(size: Size) -> str:
     return str(size.queries) if size.queries == size.keys else f"{size.queries} on {size.keys}"
-
-
-def _widths(head_dim: int, value_dim: int) -> str:
-    return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"

@@ -38,6 +38,7 @@ from sagebwd.auto.crossings import (
     TRAINING,
     WINDOW,
     least,
+    widths_text,
     wins,
 )
 from sagebwd.benchmarks.attention import time_interleaved
@@ -95,7 +96,7 @@ class Case:
     size: int
 
     def __str__(self) -> str:
-        width = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        width = widths_text(self.head_dim, self.value_dim)
         return f"{self.kind}, head_dim {width}, size 2^{self.size.bit_length() - 1}"
 
     def batch_and_heads(self, tokens: int) -> tuple[int, int]:

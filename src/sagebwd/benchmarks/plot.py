@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagebwd.auto.crossings import widths_text
 from sagebwd.benchmarks.shapes import on_grid, value_dim_of
 from sagebwd.commands.figure import save
 
@@ -72,8 +73,7 @@ def plot_attention(results: Path, picture: Path | None = None, direction: str = 
             )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-        width = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
-        axis.set_title(f"head_dim {width}, {'causal' if causal else 'no mask'}")
+        axis.set_title(f"head_dim {widths_text(head_dim, value_dim)}, {'causal' if causal else 'no mask'}")
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"TFLOPS, {direction}, end to end")

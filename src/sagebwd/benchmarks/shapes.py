@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagebwd.auto.crossings import widths_text
 from sagebwd.hardware import flops
 
 WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {
@@ -41,7 +42,7 @@ class Shape:
             object.__setattr__(self, "value_dim", self.head_dim)
 
     def __str__(self) -> str:
-        width = str(self.head_dim) if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        width = widths_text(self.head_dim, self.value_dim)
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         return f"D{width} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
 

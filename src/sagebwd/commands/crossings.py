@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows
+from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows, widths_text
 from sagebwd.benchmarks import crossings as benchmark
 from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
@@ -89,9 +89,8 @@ def table(crossings: Iterable[Crossing]) -> Table:
     for heading in ("mask", "head_dim", "batch x heads x tokens x width", "recipe", *DIRECTIONS):
         shown.add_column(heading, justify="left" if heading in ("mask", "recipe") else "right")
     for (kind, head_dim, value_dim, elements, recipe), of in found.items():
-        width = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
         cells = [_tokens(of[direction]) if direction in of else "" for direction in DIRECTIONS]
-        shown.add_row(kind, width, f"{elements:,}", recipe, *cells)
+        shown.add_row(kind, widths_text(head_dim, value_dim), f"{elements:,}", recipe, *cells)
     return shown
 
 
