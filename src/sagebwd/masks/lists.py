@@ -57,12 +57,35 @@ def lists_of(
     blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
     by_key: bool = False, first_apart: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Lists of every tile[0] queries, or by_key of every tile[1] keys.
+    """Lists of every tile[0] queries, or by_key of every tile[1] keys; arguments as of `order_of`.
 
-    Args: blocks and tiles of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile,
-    queries and keys; first_apart, whether the first key that counts is left out, whose block is then in part.
+    tiles: of `sagebwd.masks.mask.Mask`.
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
+    """
+    order = order_of(blocks, key_mask, tokens, tile, band, first_apart)
+    if tiles is not None:
+        q, k = (torch.arange(n, device=blocks.device) * size // TILE for n, size in zip(order.shape[2:], tile))
+        tiles = tiles[:, :, q[:, None], k]
+    if by_key:
+        order, tiles = order.mT, None if tiles is None else tiles.mT
+    listed = torch.argsort(order, dim=-1, descending=True, stable=True)
+    found = [(order == 2).sum(-1, keepdim=True), (order == 1).sum(-1, keepdim=True), listed]
+    if tiles is not None:
+        found.append(tiles.expand_as(listed).gather(-1, listed))
+    return torch.cat(found, -1).int()
+
+
+def order_of(
+    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
+    first_apart: bool = False,
+) -> Tensor:  # fmt: skip
+    """How much of each tile of queries and keys is seen: 2 where all of it is, 1 in part, 0 nothing.
+
+    Args: blocks of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile, queries and
+    keys; first_apart, whether the first key that counts is left out, whose tile is then in part.
+
+    Returns: (B or 1, H or 1, tiles of queries, tiles of keys) int32.
     """
     shape = [-(-n // BLOCK) for n in tokens]
     blocks = blocks.expand(-1, -1, *shape)
@@ -79,17 +102,7 @@ def lists_of(
         whole = whole & (q + tile[0] <= tokens[0])[:, None]
     if first_apart:
         whole = whole & (key_mask.int().argmax(-1)[:, None, None, None] // tile[1] != k // tile[1])
-    whole = whole & visible
-    order = visible.int() + whole.int()  # of both axes' blocks: 2 whole, 1 in part, 0 skipped
-    if tiles is not None:
-        tiles = tiles[:, :, q[:, None] // TILE, k // TILE]
-    if by_key:
-        order, tiles = order.mT, None if tiles is None else tiles.mT
-    listed = torch.argsort(order, dim=-1, descending=True, stable=True)
-    found = [(order == 2).sum(-1, keepdim=True), (order == 1).sum(-1, keepdim=True), listed]
-    if tiles is not None:
-        found.append(tiles.expand_as(listed).gather(-1, listed))
-    return torch.cat(found, -1).int()
+    return visible.int() + (whole & visible).int()
 
 
 def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int) -> Tensor:

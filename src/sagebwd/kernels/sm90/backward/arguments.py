@@ -13,6 +13,25 @@ from torch import Tensor
 from sagebwd.call import Call
 
 
+class Walk(NamedTuple):
+    """A mask of elements: a `sagebwd.masks.walks.Walk` of keys, and strides of its lists, 0 where there is one for all."""
+
+    lists: Tensor
+    words: Tensor
+    batch: int
+    head: int
+    row: int
+
+    @classmethod
+    def of(cls, call: Call) -> Walk | None:
+        """None without a mask."""
+        if call.lists is None:
+            return None
+        lists, words, _ = call.lists
+        batch, head, row, _ = (0 if size == 1 else stride for size, stride in zip(lists.shape, lists.stride()))
+        return cls(lists, words, batch, head, row)
+
+
 class Tensors(NamedTuple):
     """What a kernel reads and writes without TMA; None is what it has no use for."""
 
@@ -25,6 +44,7 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     strides: tuple[int, ...]  # of dk, and of dv if they are others
+    walk: Walk | None = None
 
 
 class Factors(NamedTuple):

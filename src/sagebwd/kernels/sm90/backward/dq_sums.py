@@ -87,20 +87,22 @@ def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: 
 @gluon.jit
 def counter_rank_and_count(
     row, block, first_k, block_0, blocks_q, place, queries, added, CONSUMER: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, rank=None,
 ):  # fmt: skip
-    """Where this warpgroup's half of a block of dQ^T is counted, how many blocks of keys come before first_k's, and
-    how many have added: asked for here, there when it is needed."""
+    """Where this warpgroup's half of a block of dQ^T is counted, how many blocks of keys come before first_k's (the
+    rank, unless a list has said so), and how many have added: asked for here, there when it is needed."""
     if added is None:
         return -1, 0, 0
     else:
         SPAN: gl.constexpr = CONSUMERS * ROWS
-        _, _, _, end = block_range(
-            (block - 1) * BLOCK_Q, place.length, queries.lower, queries.upper, BLOCK_Q, SPAN, KIND.HAS_LOWER,
-            KIND.HAS_UPPER, False,
-        )  # fmt: skip
+        if rank is None:
+            _, _, _, end = block_range(
+                (block - 1) * BLOCK_Q, place.length, queries.lower, queries.upper, BLOCK_Q, SPAN, KIND.HAS_LOWER,
+                KIND.HAS_UPPER, False,
+            )  # fmt: skip
+            rank = end - 1 - first_k // SPAN
         counter = (row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS + CONSUMER
-        return counter, end - 1 - first_k // SPAN, gl.load(added + gl.maximum(counter, 0), volatile=True)
+        return counter, rank, gl.load(added + gl.maximum(counter, 0), volatile=True)
 
 
 @gluon.jit

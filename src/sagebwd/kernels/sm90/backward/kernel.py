@@ -42,6 +42,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
+from sagebwd.kernels.sm90.backward.listed import list_of, listed_of, met, pairs_seen
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
@@ -80,7 +81,10 @@ def accumulate(
     k_t_memory, ds_memory, dq_memory, ones = own_memory
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, key_mask, blocks_q, group = tensors.added, tensors.key_mask, sizes.blocks_q, sizes.group
+    added, blocks_q, group = tensors.added, sizes.blocks_q, sizes.group
+    LISTED: gl.constexpr = tensors.walk is not None
+    # of a mask of elements blocks in part alone have keys that do not count
+    key_mask = None if LISTED else tensors.key_mask
     TILE: gl.constexpr = WIDTH.backward
     BLOCK_Q: gl.constexpr = TILE.queries
     STAGES: gl.constexpr = TILE.stages
@@ -116,8 +120,9 @@ def accumulate(
         place = place_of(program_number(turn), turn, tensors, sizes)
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
-        begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
-        edges = edges_of(begin, whole_from, end, KIND)
+        blocks = list_of(listed_of(tensors, place), place.first)
+        begin, whole_from, end = queries_met(place.first, queries, blocks, KIND, BLOCK_Q)
+        edges = edges_of(begin, whole_from, end, blocks, KIND)
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
@@ -150,7 +155,11 @@ def accumulate(
         counter_before = -1
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
-        heads = group if KIND.GROUPED else 1
+        heads = group if KIND.GROUPED and not LISTED else 1
+        last_rank, last_block = None, 0
+        if LISTED:
+            last = met(blocks, 0)
+            last_row, last_block, last_rank = (first_head + last.head) * HEAD + CHANNEL, last.block, last.rank
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
             ahead = begun - begin
@@ -164,13 +173,19 @@ def accumulate(
                     rows, copy_scales = memory.rows.index(stage), memory.scales.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
-                    to_row, to_block = row, gl.maximum(i, 1)
-                    if KIND.GROUPED:
+                    to_row, to_block, known_rank, first_q = row, gl.maximum(i, 1), None, i * BLOCK_Q
+                    if LISTED:
+                        now = met(blocks, i)
+                        first_q = now.block * BLOCK_Q
+                        to_row, to_block, known_rank = last_row, last_block + 1, last_rank
+                        last_row, last_block = (first_head + now.head) * HEAD + CHANNEL, now.block
+                        last_rank = now.rank
+                    elif KIND.GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
                         to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
-                        HEAD,
+                        HEAD, known_rank,
                     )  # fmt: skip
                     counter = gl.where(step == 0, -1, counter)
                     # alone in flight across the loop's end: of two, ptxas would wait at once
@@ -180,12 +195,21 @@ def accumulate(
                         ones, memory.delta, memory.v, CONSUMER, memory.do, stage, no_dp, TILE.in_halves and IN_ORDER
                     )
                     p, whole = probabilities(
-                        s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries, key_mask,
-                        KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask,
+                        KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED,
+                        KIND.RAGGED and not LISTED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
+                    if LISTED:
+                        whole = part == 1
+                        if part == 0:
+                            seen = pairs_seen(
+                                tensors.walk.words, now.tile, first_k, keys, keep_key, first_q, queries,
+                                KIND.HAS_LOWER, KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
+                            )  # fmt: skip
+                            p = gl.where(seen, p, 0.0)
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED, S_LAYOUT, OPERAND)
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED or LISTED, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -232,8 +256,10 @@ def accumulate(
                             s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
-            last_row = row
+            if not LISTED:
+                last_row = row
             begun += end - begin
+        last_block = last_block + 1 if LISTED else end
         place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
@@ -245,17 +271,17 @@ def accumulate(
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(barriers.keys_empty, count=1)
         counter, rank, count = counter_rank_and_count(
-            last_row, end, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER, KIND,
-            BLOCK_Q, HEAD,
+            last_row, last_block, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
+            KIND, BLOCK_Q, HEAD, last_rank,
         )  # fmt: skip
         counter = gl.where(begin < end, counter, -1)
         if IN_PIECES:
             store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
-            last_row = last_row * pitch + column + gl.maximum(end, 1) * BLOCK_Q
+            last_row = last_row * pitch + column + gl.maximum(last_block, 1) * BLOCK_Q
             add_dq_rows(dq_desc, dq_memory, dq * factors.sum_scale, last_row, CONSUMER, added, counter, rank, count)
         else:
             store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
-            add_dq(dq_desc, dq_part, last_row, column + gl.maximum(end, 1) * BLOCK_Q, added, counter, rank, count)
+            add_dq(dq_desc, dq_part, last_row, column + gl.maximum(last_block, 1) * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
 
@@ -351,8 +377,8 @@ def backward_kernel(
             (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 0, KIND, WIDTH)),
             (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 1, KIND, WIDTH)),
             (load, (
-                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER,
-                KIND, WIDTH,
+                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries,
+                listed_of(tensors, place), IN_ORDER, KIND, WIDTH,
             )),
         ],
         [4, 1],

@@ -87,22 +87,29 @@ def heads_of(place, sizes, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def queries_met(first_k, queries, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end."""
-    begin, whole_from, _, end = block_range(
-        first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
-        KIND.HAS_LOWER, False,
-    )  # fmt: skip
-    return begin, whole_from, end
+def queries_met(first_k, queries, blocks, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end.
+
+    blocks: of `listed.list_of`, in which they are then counted, those of all heads; or None.
+    """
+    if blocks is not None:
+        in_part = gl.load(blocks)
+        return 0, in_part, in_part + gl.load(blocks + 1)
+    else:
+        begin, whole_from, _, end = block_range(
+            first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
+            KIND.HAS_LOWER, False,
+        )  # fmt: skip
+        return begin, whole_from, end
 
 
 @gluon.jit
-def edges_of(begin, whole_from, end, KIND: gl.constexpr):
+def edges_of(begin, whole_from, end, blocks, KIND: gl.constexpr):
     """Where loops over blocks of queries begin, and the last one ends: one, or first one of those that a mask cuts.
 
     What masks need would take registers that the other has not.
     """
-    if KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED:
+    if blocks is not None or (KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED):
         return begin, whole_from, end
     else:
         return begin, end

@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, Walk
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
@@ -20,6 +20,8 @@ from sagebwd.kernels.sm90.backward.turns import backward_heads_at_once, backward
 from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.fp8_rows import DELTA_PARTS, SCALES, launch_row_values
 from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
+from sagebwd.masks.band import Band
+from sagebwd.masks.walks import of_keys
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32
@@ -29,6 +31,16 @@ LAUNCH = {"maxnreg": 168, "num_warps": 4}
 
 # Rows narrower than the form are read as they are.
 FILLS = True
+
+
+def prepare(direction: str, call: Call) -> Call:
+    """The call with lists of its mask's blocks, where there is a mask of elements."""
+    if call.mask is None:
+        return call
+    tile = widths.width(call.head_dim, call.value_dim).backward.queries, CONSUMERS.value * ROWS.value
+    tokens = call.queries.tokens, call.keys.tokens
+    band = Band.of(call.is_causal, call.window_left, call.window_right)
+    return call._replace(lists=of_keys(call.mask, call.key_mask, tokens, band, tile, call.group))
 
 
 class Operands(NamedTuple):
@@ -89,7 +101,7 @@ def backward(
     operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
     tensors = Tensors(
         k_scale, largest, call.key_mask, dk, dv, added, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv),
+        gradient_strides(call, dk, dv), Walk.of(call),
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
     turns, heads_at_once = 1, 1

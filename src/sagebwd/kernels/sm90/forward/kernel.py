@@ -22,7 +22,7 @@ from sagebwd.kernels.sm90.forward.producer import Memory, Operands, Producer
 from sagebwd.kernels.sm90.forward.quantize import Quantizer
 from sagebwd.kernels.sm90.forward.softmax import Softmax, State
 from sagebwd.kernels.sm90.forward.tiles import Grid, Tiles
-from sagebwd.kernels.sm90.forward.variant import REGISTERS, SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.forward.variant import MASK_TILE, REGISTERS, SCALE_BLOCK, Arguments, Variant
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 ptx = cute.arch.inline_ptx
@@ -63,6 +63,10 @@ class Forward:
             strides = [cute.sym_int64(divisibility=8) for _ in shape[1:]]
             return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
 
+        def by_head(*shape):
+            strides = [cute.sym_int64() for _ in range(3)]
+            return make_fake_tensor(Int32, (batch, heads, *shape), (*strides, 1), assumed_align=4)
+
         packed = variant.varlen
         queries = (tokens_q, heads) if packed else (batch, heads, tokens_q)
         keys = (tokens_k, heads_k) if packed else (batch, heads_k, tokens_k)
@@ -79,6 +83,9 @@ class Forward:
             k_scale=compact(Float32, size(), size(), 4),
             largest_k_norm=compact(Float32, size()),
             key_mask=compact(Uint8, batch, tokens_k) if variant.key_mask else None,
+            lists=by_head(size(), size()) if variant.lists else None,
+            words=compact(Int32, size(), MASK_TILE, 4) if variant.lists else None,
+            tiles=by_head(size(), size()) if variant.lists else None,
             cu_seqlens_q=compact(Int32, size()) if packed else None,
             cu_seqlens_k=compact(Int32, size()) if packed else None,
             tiles_taken=compact(Int32, 1),
@@ -106,7 +113,8 @@ class Forward:
     def __call__(
         self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
-        largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
+        largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
+        words: cute.Tensor | None, tiles: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32,
         upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
@@ -129,13 +137,13 @@ class Forward:
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (E, N))
         blocks_q = cute.ceil_div(longest, M)
-        tiles = blocks_q * heads * batch
+        count = blocks_q * heads * batch
         self.kernel(
             k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
-            cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, tiles, blocks_q, heads,
-            heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
+            (lists, words, tiles), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
+            blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
-            grid=[cutlass.min(programs, tiles), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
+            grid=[cutlass.min(programs, count), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -144,7 +152,7 @@ class Forward:
         self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
         k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
-        key_mask: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
+        key_mask: cute.Tensor | None, mask, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
         tiles_taken: cute.Tensor, lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32,
         heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
@@ -159,7 +167,7 @@ class Forward:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         sizes = (tiles, tiles_taken, q.shape[0], k.shape[0], blocks_q, heads, group)
-        grid = Grid(*sizes, cu_seqlens_q, cu_seqlens_k, lower, upper)
+        grid = Grid(*sizes, cu_seqlens_q, cu_seqlens_k, lower, upper, *mask)
         computing, loading = REGISTERS[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(loading)
@@ -251,8 +259,12 @@ class Forward:
         N = self.N
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
-            loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
-            begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
+            if const_expr(self.variant.lists):
+                listed = self.tiles.list_of(grid, place)
+                in_part, whole = listed[0], listed[1]
+            else:
+                loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
+                begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
             q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
             q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
             # all of the warpgroup have done with the last tile's
@@ -276,37 +288,38 @@ class Forward:
             acc.fill(0)
             scales = (scale, k_scale[place.scale_head, None, thread % 4])
 
-            factors = self.factors(scales, end - 1, place)
-            stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            every = ((s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scales, rows, place, index, grid)
+            if const_expr(self.variant.lists):
+                cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+                block = memory.block[stage]
+                factors = self.factors(scales, block, place)
+            else:
+                block = end - 1
+                factors = self.factors(scales, block, place)
+                stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
+                cute.arch.mbarrier_wait(memory.k_full + stage, phase)
             self.queue_s(s_mma, s, q_part, k_part, stage)
-            bounds, words = self.tiles.bounds(end - 1, rows, place), self.tiles.words(memory.keys_kept, stage)
+            seen = self.seen(every, block, stage)
             warpgroup.wait_group(0)
-            self.softmax.maxima(s, x, state, factors, bounds, words, True, True)
+            self.softmax.maxima(s, x, state, factors, seen, True, True)
             self.softmax.exponentials(s, x, state, factors, True)
             self.release(memory.k_empty + stage)
             self.softmax.pack(x, p)
             if const_expr(self.variant.varlen):
                 cute.arch.mbarrier_wait(memory.v_full + stage, phase)
                 self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
-            every = ((s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scales, rows, place, index)
-            if const_expr(self.variant.key_mask):
+            if const_expr(self.variant.lists):
+                stage, phase = self.steps(every, 0, in_part - 1, stage, phase, True)
+                stage, phase = self.unmasked(every, 0, whole, q_norms, largest_k_norm, stage, phase)
+            elif const_expr(self.variant.key_mask):
                 stage, phase = self.steps(every, end - 2, end - 1 - begin, stage, phase, True)
             else:
                 if const_expr(self.variant.upper):
                     stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
                 last = cutlass.min(full_end, end - 1)
-                if const_expr(self.variant.bounded):
-                    safe = self.softmax.bounded(q_norms, largest_k_norm[place.sequence_head], state)
-                    safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), 5 + index])
-                    free = cute.arch.make_warp_uniform(last - full_begin if safe != 0 else Int32(0))
-                    stage, phase = self.steps(every, last - 1, free, stage, phase, False, free=True)
-                    last -= free
-                    if const_expr(self.variant.row_max):  # noqa: SIM102 (one is of compile time)
-                        if free > 0:
-                            self.softmax.note(p, state)
-                            self.softmax.noted(state)
-                stage, phase = self.steps(every, last - 1, last - full_begin, stage, phase, False)
+                stage, phase = self.unmasked(
+                    every, last, last - full_begin, q_norms, largest_k_norm, stage, phase
+                )
                 if const_expr(self.variant.lower):
                     last = cutlass.min(full_begin, end - 1)
                     stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)
@@ -316,9 +329,37 @@ class Forward:
             warpgroup.wait_group(0)
             self.release(memory.v_empty + stage)
             stage, phase = self.producer.following(stage, phase)
-            stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
+            if const_expr(not self.variant.lists):
+                stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
             self.epilogue.write(acc, state, rows, place, thread, *written)
         return stage, phase
+
+    @cute.jit
+    def unmasked(self, fixed, last: Int32, count: Int32, q_norms, largest_k_norm, stage: Int32, phase: Int32):
+        """``count`` steps from block ``last`` - 1 down, which no mask cuts."""
+        p, state, place, index = fixed[3][2], fixed[4], fixed[7], fixed[8]
+        if const_expr(self.variant.bounded):
+            safe = self.softmax.bounded(q_norms, largest_k_norm[place.sequence_head], state)
+            safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), 5 + index])
+            free = cute.arch.make_warp_uniform(count if safe != 0 else Int32(0))
+            stage, phase = self.steps(fixed, last - 1, free, stage, phase, False, free=True)
+            last, count = last - free, count - free
+            if const_expr(self.variant.row_max):  # noqa: SIM102 (one is of compile time)
+                if free > 0:
+                    self.softmax.note(p, state)
+                    self.softmax.noted(state)
+        return self.steps(fixed, last - 1, count, stage, phase, False)
+
+    @cute.jit
+    def seen(self, fixed, block: Int32, stage: Int32):
+        """What `Softmax.maxima` takes of the masks of the block in ``stage``."""
+        memory, rows, place, index, grid = fixed[1], fixed[6], fixed[7], fixed[8], fixed[9]
+        low, high = self.tiles.bounds(block, rows, place)
+        words = self.tiles.words(memory.keys_kept, stage)
+        if const_expr(self.variant.lists):
+            tiles = [memory.mask_tiles[index, part, stage] for part in range(self.variant.tiles_met)]
+            return [], self.tiles.listed_words(grid.words, tiles, words, block, rows, low, high)
+        return (low, high), words
 
     @cute.jit
     def skip(self, memory, index: Int32, count: Int32, stage: Int32, phase: Int32):
@@ -373,11 +414,19 @@ class Forward:
         free: P can hold every score relative to ``top`` as it is. Row maxima are then those of P, which is looked at
         under the products that read it.
         """
-        (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, rows, place, index = fixed
+        (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, _, place, index, _ = fixed
         stage_v, phase_v = stage, phase
         stage, phase = self.producer.following(stage, phase)
-        factors = self.factors(scales, block, place)
-        cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+        if const_expr(self.variant.lists):
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+            block = memory.block[stage]
+            factors = self.factors(scales, block, place)
+        else:
+            factors = self.factors(scales, block, place)
+            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
+        seen = ([], [])
+        if const_expr(masked and self.variant.lists):  # asked for early: they come from memory
+            seen = self.seen(fixed, block, stage)
         self.wait_turn(index)
         self.queue_s(s_mma, s, q_part, k_part, stage)
         cute.arch.mbarrier_wait(memory.v_full + stage_v, phase_v)
@@ -386,9 +435,8 @@ class Forward:
         look = const_expr(free and self.variant.row_max)
         if const_expr(look):
             self.softmax.note(p, state)
-        bounds, words = ([], []), []
-        if const_expr(masked):
-            bounds, words = self.tiles.bounds(block, rows, place), self.tiles.words(memory.keys_kept, stage)
+        if const_expr(masked and not self.variant.lists):
+            seen = self.seen(fixed, block, stage)
         warpgroup.wait_group(1)
         # which keys the mask keeps is read from the stage: that is released once the bits have been used
         held = const_expr(masked and self.variant.key_mask)
@@ -396,7 +444,7 @@ class Forward:
             self.release(memory.k_empty + stage)
         moved = Boolean(False)
         if const_expr(not free):
-            moved = self.softmax.maxima(s, x, state, factors, bounds, words, False, masked)
+            moved = self.softmax.maxima(s, x, state, factors, seen, False, masked)
         if const_expr(held):
             self.release(memory.k_empty + stage)
         parts = self.softmax.exponentials(s, x, state, factors, masked)

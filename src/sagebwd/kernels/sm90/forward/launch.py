@@ -16,10 +16,22 @@ from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
+from sagebwd.masks.band import Band
+from sagebwd.masks.walks import of_queries
 from sagebwd.recipe import FP8
 
 # Rows narrower than the form are read as they are.
 FILLS = True
+
+
+def prepare(direction: str, call: Call) -> Call:
+    """The call with lists of its mask's blocks, where there is a mask of elements."""
+    if call.mask is None:
+        return call
+    tile = widths.width(call.head_dim, call.value_dim).forward
+    tokens = call.queries.tokens, call.keys.tokens
+    band = Band.of(call.is_causal, call.window_left, call.window_right)
+    return call._replace(lists=of_queries(call.mask, call.key_mask, tokens, band, (tile.queries, tile.keys)))
 
 
 class Written(NamedTuple):
@@ -59,10 +71,11 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device), queries.per_token(device),
         queries.per_token(device), queries.per_token(device) if with_row_max else None,
     )  # fmt: skip
+    heads = queries.batch, queries.heads, -1, -1
     tile = widths.width(call.head_dim, call.value_dim).forward
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
-        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, negative=call.scale < 0,
+        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, lists=call.lists is not None, negative=call.scale < 0,
         row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
     )  # fmt: skip
     arguments = Arguments(
@@ -77,6 +90,9 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         k_scale=codes.lane_scale,
         largest_k_norm=codes.largest_norm,
         key_mask=None if call.key_mask is None else call.key_mask.view(torch.uint8),
+        lists=None if call.lists is None else call.lists.lists.expand(*heads),
+        words=None if call.lists is None else call.lists.words,
+        tiles=None if call.lists is None else call.lists.tiles.expand(*heads),
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
         tiles_taken=codes.tiles_taken,

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from sagebwd.kernels.sm90.forward.tiles import Tiles
-from sagebwd.kernels.sm90.forward.variant import Variant
+from sagebwd.kernels.sm90.forward.variant import MASK_TILE, Variant
 
 ptx = cute.arch.inline_ptx
 
@@ -30,6 +30,8 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     keys_kept: Any  # a bit each, 32 a word
+    block: Any  # of keys, of a stage, where lists say which is next
+    mask_tiles: Any  # that it meets, of each 64 queries
     q_words: Any  # q as INT32
     q_scale: Any  # of each row
     q_norm: Any  # of each row as codes, at most, if the variant is bounded
@@ -50,6 +52,11 @@ class Memory(NamedTuple):
             for kind, layout in zip((cutlass.Int8, cutlass.Int8, dtype), layouts)
         ]
         keys_kept = smem.allocate_tensor(Int32, cute.make_layout((-(-variant.tile.keys // 32), stages)), 16)
+        block, mask_tiles = None, None
+        if variant.lists:
+            block = smem.allocate_tensor(Int32, cute.make_layout(stages), 16)
+            shape = variant.tile.warpgroups, variant.tiles_met, stages
+            mask_tiles = smem.allocate_tensor(Int32, cute.make_layout(shape), 16)
         # recast_tensor would lose the swizzle
         words = cute.recast_ptr(tiles[0].iterator, layouts[0].inner, dtype=Int32)
         q_words = cute.make_tensor(words, cute.recast_layout(32, 8, tiles[0].layout))
@@ -60,7 +67,7 @@ class Memory(NamedTuple):
         tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
         barriers = smem.allocate_array(Int64, 2 + 4 * stages)
         rings = (barriers + 2 + n * stages for n in range(4))
-        return cls(*tiles, keys_kept, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1)
+        return cls(*tiles, keys_kept, block, mask_tiles, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1)
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
@@ -122,7 +129,13 @@ class Producer:
         M, N, D, E = self.M, self.N, self.variant.code_columns, self.variant.value_dim
         place = self.tiles.place(grid, program)
         if place.first_q < place.length_q:
-            begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
+            if const_expr(self.variant.lists):
+                listed = self.tiles.list_of(grid, place)
+                in_part = listed[0]
+                count = in_part + listed[1]
+            else:
+                begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
+                count = end - begin
             k = self.tiles.of_head(source.k, place.head_k, place.batch)
             v = self.tiles.of_head(source.v, place.head_k, place.batch)
             if const_expr(self.variant.varlen):
@@ -130,10 +143,15 @@ class Producer:
                 v = cute.domain_offset((0, place.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (E, N), (0, None)))
-            for step in cutlass.range(end - begin, unroll=1):
-                block = end - 1 - step
+            for step in cutlass.range(count, unroll=1):
+                if const_expr(self.variant.lists):
+                    block = listed[2 + step]
+                else:
+                    block = end - 1 - step
                 cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
-                if const_expr(self.variant.key_mask):
+                if const_expr(self.variant.lists):
+                    self.write_listed(key_mask, memory, grid, place, block, stage, step < in_part)
+                elif const_expr(self.variant.key_mask):
                     self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
@@ -170,3 +188,20 @@ class Producer:
             bits = cute.arch.vote_ballot_sync(keep != 0)
             with cute.arch.elect_one():  # the thread that arrives
                 keys_kept[word, stage] = bits
+
+    @cute.jit
+    def write_listed(self, key_mask: cute.Tensor, memory, grid, place, block: Int32, stage: Int32, masked):
+        """Which block is there, and of one that masks cut the keys kept and the mask's tiles, before K's arrival."""
+        if masked:
+            self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
+        with cute.arch.elect_one():  # the thread that arrives
+            memory.block[stage] = block
+            if masked:
+                tiles = grid.mask_tiles[place.batch, place.head, None, None]
+                for part in cutlass.range_constexpr(self.variant.tiles_met):
+                    # a step may reach past the last tile of keys, or of queries
+                    column = cutlass.min(block * self.N // MASK_TILE + part, (place.length_k - 1) // MASK_TILE)
+                    for index in cutlass.range_constexpr(self.variant.tile.warpgroups):
+                        row = (place.first_q + index * 64) // MASK_TILE
+                        row = cutlass.min(row, (place.length_q - 1) // MASK_TILE)
+                        memory.mask_tiles[index, part, stage] = tiles[row, column]

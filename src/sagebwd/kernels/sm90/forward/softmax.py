@@ -39,6 +39,11 @@ def log2(x):
     return ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def bit(place: int) -> Int32:
+    """A word of one bit."""
+    return Int32((1 << place) - (1 << 32 if place == 31 else 0))
+
+
 def row_of(size: int, r: int) -> list[int]:
     """Registers of a tile of ``size`` that are of row ``r``."""
     return [i for i in range(size) if i // 2 % 2 == r]
@@ -67,26 +72,30 @@ class Softmax:
 
     @cute.jit
     def maxima(
-        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, bounds, words,
+        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, kept,
         first: cutlass.Constexpr, masked: cutlass.Constexpr,
     ):  # fmt: skip
         """Bring the state up to new scores, INT32, which ``factors`` scale, of each part; whether O must be rescaled.
 
-        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``bounds`` or not in
-        ``words`` (see `masks`).
+        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``kept``, bounds and words
+        of `Tiles`; of a mask of elements a word for each row.
         """
         seen, top, total, decay, _ = state
         size, negative = cute.size(scores), const_expr(self.variant.negative)
         if const_expr(masked):
             unseen = Float32.inf if negative else -Float32.inf
-            low, high = bounds
+            bounds, words = kept
             for i in cutlass.range_constexpr(size):
                 r, column = i // 2 % 2, i // 4 * 8 + i % 2
-                keep = column < high[r]
-                if const_expr(self.variant.lower):
-                    keep = keep & (column >= low[r])
-                if const_expr(self.variant.key_mask):
-                    keep = keep & ((words[column // 32] & (1 << (column % 32))) != 0)
+                if const_expr(self.variant.lists):
+                    keep = (words[r] & bit(i // 4 * 2 + i % 2)) != 0
+                else:
+                    low, high = bounds
+                    keep = column < high[r]
+                    if const_expr(self.variant.lower):
+                        keep = keep & (column >= low[r])
+                    if const_expr(self.variant.key_mask):
+                        keep = keep & ((words[column // 32] & (1 << (column % 32))) != 0)
                 x[i] = scores[i].to(Float32) if keep else unseen
         tops = []
         for r in cutlass.range_constexpr(2):

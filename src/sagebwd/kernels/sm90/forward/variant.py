@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sagebwd.kernels.sm90.widths import SCALE_BLOCK, ForwardTile
+from sagebwd.masks.mask import TILE as MASK_TILE
 
-__all__ = ["REGISTERS", "SCALE_BLOCK", "Arguments", "Variant"]
+__all__ = ["MASK_TILE", "REGISTERS", "SCALE_BLOCK", "Arguments", "Variant"]
 
 # Registers of a thread that computes and of one of the producer's, by the number of computing warpgroups.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -25,6 +26,7 @@ class Variant:
     upper: bool = False  # keys after a bound are masked: causal, a window
     varlen: bool = False
     key_mask: bool = False
+    lists: bool = False  # a mask of elements beside a key_mask: a list says which blocks of keys a tile meets
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
@@ -54,7 +56,12 @@ class Variant:
 
         BF16 has the range of FP32, in which P may grow.
         """
-        return self.dtype == "bfloat16" and not self.key_mask
+        return self.dtype == "bfloat16" and (self.lists or not self.key_mask)
+
+    @property
+    def tiles_met(self) -> int:
+        """Tiles of a mask's bits that a block of keys meets at 64 queries, at most."""
+        return 1 if MASK_TILE % self.tile.keys == 0 else 2
 
 
 class Arguments(NamedTuple):
@@ -77,6 +84,9 @@ class Arguments(NamedTuple):
     )
     largest_k_norm: Any  # FP32, (batch * key heads,): no norm of a key as codes is larger
     key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
+    lists: Any  # None, or with words and tiles a `sagebwd.masks.walks.Walk`, of tiles of queries; (B, H, ., .)
+    words: Any
+    tiles: Any  # (B, H, ., .)
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     tiles_taken: Any  # INT32, one 0, which counts up and ends at 0

@@ -1,0 +1,126 @@
+"""A mask of elements as the kernels on Hopper read it: lists of blocks, and a bit for each pair of a tile.
+
+A thread there holds columns 8j + 2t and 8j + 2t + 1 of a row of scores, t of 0 to 3. A tile of `TILE` x `TILE` pairs
+is so four words a row: word t has those of its 128 columns at bits 2j and 2j + 1. Of rows of queries the forward reads
+them, of rows of keys the backward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sagebwd.masks.band import Band
+from sagebwd.masks.lists import order_of
+from sagebwd.masks.mask import ROWS, TILE, Mask, shown
+from sagebwd.masks.remember import Memory
+
+# Where a listed block of queries has its head, of those that share a key head.
+HEAD_BIT = 20
+_memory = Memory()
+
+
+class Walk(NamedTuple):
+    """A mask as a kernel reads it.
+
+    lists: (B or 1, H or 1, programs, ...) int32, a list each: how many blocks are seen in part, how many whole, and
+    which, those in part first; the rest is never read. The forward has tiles of queries, and one block at least in
+    part. The backward has key heads and blocks of keys, and its lists are of quadruples: a count in the first, then of
+    each block of queries its number with its head above `HEAD_BIT`, its tile, and how many blocks of keys behind the
+    program's its queries see.
+    words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
+    """
+
+    lists: Tensor
+    words: Tensor
+    tiles: Tensor
+
+
+def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Walk:
+    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.masks.lists.order_of`."""
+    settings = tokens, tile, band
+
+    def make() -> Tensor:
+        order = order_of(mask.blocks, key_mask, *settings)
+        in_part, whole = _counts(order)
+        # the kernel's first step is one with masks, whose bits say that the block is whole, or that nothing is seen
+        missing = (in_part == 0).int()
+        return torch.cat([in_part + missing, (whole - missing).clamp(min=0), _in_part_first(order).int()], -1)
+
+    return Walk(_memory.get((mask.blocks, key_mask), ("queries", *settings), make), *_bits(mask, tokens, False))
+
+
+def of_keys(
+    mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], group: int
+) -> Walk:
+    """For the backward; group: query heads that a key head serves."""
+    words, tiles = _bits(mask, tokens, True)
+    settings = tokens, tile, band
+
+    def make() -> Tensor:
+        order = order_of(mask.blocks, key_mask, *settings)
+        q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
+        seen = (order > 0).int()
+        rank = seen.flip(-1).cumsum(-1).flip(-1) - seen
+        number = torch.arange(order.shape[2], device=order.device)[:, None]
+        order, of_tile, rank = (
+            _by_key(x, group) for x in torch.broadcast_tensors(order, tiles[:, :, q[:, None], k], rank)
+        )
+        entry = number + (torch.arange(group, device=order.device) << HEAD_BIT)[:, None, None]
+        entry = entry.expand(group, len(number), order.shape[2]).flatten(0, 1).mT.expand_as(order)
+        found = torch.stack([entry, of_tile, rank, torch.zeros_like(rank)], -1)
+        found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
+        lists = torch.cat([*_counts(order), torch.zeros_like(order[..., :2]), found], -1).int()
+        # strides of whole 16 numbers are one kernel's
+        return F.pad(lists, (0, -lists.shape[-1] % 16))
+
+    return Walk(_memory.get((mask.blocks, key_mask), ("keys", group, *settings), make), words, tiles)
+
+
+def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each list are seen in part, and whole."""
+    return tuple((order == state).sum(-1, keepdim=True).int() for state in (1, 2))
+
+
+def _in_part_first(order: Tensor) -> Tensor:
+    return torch.argsort(torch.where(order == 0, 3, order), dim=-1, stable=True)
+
+
+def _by_key(x: Tensor, group: int) -> Tensor:
+    """(B, H or 1, n, m) as (B, key heads or 1, m, group * n)."""
+    heads = x.shape[1]
+    x = x.expand(-1, group, -1, -1) if heads == 1 else x
+    return x.unflatten(1, (-1, group)).flatten(2, 3).mT.contiguous()
+
+
+def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
+    """Words and tiles of a mask."""
+    made_of = (mask.elements,) if mask.tiles is None else (mask.elements, mask.tiles)
+    return _memory.get(made_of, ("bits", tokens, by_key), lambda: _packed(mask, tokens, by_key))
+
+
+def _packed(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
+    if mask.tiles is not None:
+        return pack(mask.elements.mT if by_key else mask.elements), mask.tiles
+    batch, heads = mask.elements.shape[:2]
+    elements = mask.elements.expand(-1, -1, *tokens)
+    grid = [-(-n // TILE) for n in tokens]
+    words = []
+    for rows in elements.split(ROWS, 2):
+        x = F.pad(shown(rows), (0, -tokens[1] % TILE, 0, -rows.shape[2] % TILE))
+        x = x.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE)).transpose(3, 4)
+        words.append(pack(x.mT if by_key else x))
+    words = torch.cat(words, 2).flatten(0, 3)
+    tiles = torch.arange(len(words), dtype=torch.int32, device=words.device)
+    return words, tiles.view(batch, heads, *grid)
+
+
+def pack(tiles: Tensor) -> Tensor:
+    """Bits of tiles (..., TILE, TILE) bool, as words (..., TILE, 4) int32."""
+    x = tiles.to(torch.uint8).unflatten(-1, (4, 4, 4, 2))  # 32 columns, j of a byte, t, pair
+    x = x[..., 0] | x[..., 1] << 1
+    x = x[..., 0, :] | x[..., 1, :] << 2 | x[..., 2, :] << 4 | x[..., 3, :] << 6
+    return x.mT.contiguous().view(torch.int32)[..., 0]
