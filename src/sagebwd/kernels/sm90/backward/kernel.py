@@ -42,7 +42,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.listed import list_of, listed_of, met, pairs_seen
+from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, rank_of, tile_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
@@ -82,7 +82,8 @@ def accumulate(
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
     added, blocks_q, group = tensors.added, sizes.blocks_q, sizes.group
-    LISTED: gl.constexpr = tensors.walk is not None
+    walk = tensors.walk
+    LISTED: gl.constexpr = walk is not None
     # of a mask of elements blocks in part alone have keys that do not count
     key_mask = None if LISTED else tensors.key_mask
     TILE: gl.constexpr = WIDTH.backward
@@ -120,9 +121,9 @@ def accumulate(
         place = place_of(program_number(turn), turn, tensors, sizes)
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
-        blocks = list_of(listed_of(tensors, place), place.first)
-        begin, whole_from, end = queries_met(place.first, queries, blocks, KIND, BLOCK_Q)
-        edges = edges_of(begin, whole_from, end, blocks, KIND)
+        at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
+        begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+        edges = edges_of(begin, whole_from, end, walk, KIND)
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
@@ -156,10 +157,9 @@ def accumulate(
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
         heads = group if KIND.GROUPED and not LISTED else 1
-        last_rank, last_block = None, 0
+        last_rank, last_entry, last_block = None, 0, end
         if LISTED:
-            last = met(blocks, 0)
-            last_row, last_block, last_rank = (first_head + last.head) * HEAD + CHANNEL, last.block, last.rank
+            last_entry, last_rank = entry_of(walk, at, 0), rank_of(walk, at, 0)
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
             ahead = begun - begin
@@ -175,11 +175,11 @@ def accumulate(
                     # a block of this sequence, never to the one before
                     to_row, to_block, known_rank, first_q = row, gl.maximum(i, 1), None, i * BLOCK_Q
                     if LISTED:
-                        now = met(blocks, i)
-                        first_q = now.block * BLOCK_Q
-                        to_row, to_block, known_rank = last_row, last_block + 1, last_rank
-                        last_row, last_block = (first_head + now.head) * HEAD + CHANNEL, now.block
-                        last_rank = now.rank
+                        last_head, last_block = head_and_block(last_entry)
+                        to_row, to_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
+                        known_rank, last_rank = last_rank, rank_of(walk, at, i)
+                        last_entry = entry_of(walk, at, i)
+                        first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif KIND.GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
                         to_block = gl.where(i == begin, end, i)
@@ -203,7 +203,7 @@ def accumulate(
                         whole = part == 1
                         if part == 0:
                             seen = pairs_seen(
-                                tensors.walk.words, now.tile, first_k, keys, keep_key, first_q, queries,
+                                walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries,
                                 KIND.HAS_LOWER, KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
                             )  # fmt: skip
                             p = gl.where(seen, p, 0.0)
@@ -259,7 +259,9 @@ def accumulate(
             if not LISTED:
                 last_row = row
             begun += end - begin
-        last_block = last_block + 1 if LISTED else end
+        if LISTED:
+            last_head, last_block = head_and_block(last_entry)
+            last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
         place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
@@ -369,16 +371,17 @@ def backward_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
     own = (k_t, ds, dq, ones)
     written = (dq_desc, dk_desc, dv_desc)
-    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
     heads = (place.head * group, place.head * group + group)
+    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
     # fmt: off
     gl.warp_specialize(
         [
             (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 0, KIND, WIDTH)),
             (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 1, KIND, WIDTH)),
             (load, (
-                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries,
-                listed_of(tensors, place), IN_ORDER, KIND, WIDTH,
+                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER,
+                KIND, WIDTH,
             )),
         ],
         [4, 1],

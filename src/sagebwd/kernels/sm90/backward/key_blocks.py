@@ -87,14 +87,14 @@ def heads_of(place, sizes, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def queries_met(first_k, queries, blocks, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
+def queries_met(first_k, queries, walk, at, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end.
 
-    blocks: of `listed.list_of`, in which they are then counted, those of all heads; or None.
+    walk: of a mask of elements, whose list at ``at`` then counts them, those of all heads; or None.
     """
-    if blocks is not None:
-        in_part = gl.load(blocks)
-        return 0, in_part, in_part + gl.load(blocks + 1)
+    if walk is not None:
+        in_part = gl.load(walk.lists + at)
+        return 0, in_part, in_part + gl.load(walk.lists + at + 1)
     else:
         begin, whole_from, _, end = block_range(
             first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
@@ -104,12 +104,12 @@ def queries_met(first_k, queries, blocks, KIND: gl.constexpr, BLOCK_Q: gl.conste
 
 
 @gluon.jit
-def edges_of(begin, whole_from, end, blocks, KIND: gl.constexpr):
+def edges_of(begin, whole_from, end, walk, KIND: gl.constexpr):
     """Where loops over blocks of queries begin, and the last one ends: one, or first one of those that a mask cuts.
 
     What masks need would take registers that the other has not.
     """
-    if blocks is not None or (KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED):
+    if walk is not None or (KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED):
         return begin, whole_from, end
     else:
         return begin, end

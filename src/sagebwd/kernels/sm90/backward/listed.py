@@ -3,8 +3,6 @@
 `sagebwd.masks.walks` makes the lists and the bits.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,59 +16,40 @@ HEAD_BIT = gl.constexpr(walks.HEAD_BIT)
 FIELDS = gl.constexpr(4)
 
 
-class Listed(NamedTuple):
-    """The lists of a key head: where the first begins, and how far it is to the next block of keys' own."""
-
-    at: gl.tensor
-    row: gl.tensor
-
-
-class Met(NamedTuple):
-    """A listed block of queries: its number, its head of those that share the keys', the mask's tile, and how many
-    blocks of keys behind the program's add to its dQ."""
-
-    block: gl.tensor
-    head: gl.tensor
-    tile: gl.tensor
-    rank: gl.tensor
+@gluon.jit
+def list_of(walk, batch, head, first_k):
+    """Where the list of a program's keys begins, in numbers."""
+    return batch * walk.batch + head * walk.head + first_k // (CONSUMERS * ROWS) * walk.row
 
 
 @gluon.jit
-def listed_of(tensors, place):
-    """The lists of a place's head, or None without a mask."""
-    walk = tensors.walk
-    if walk is None:
-        return None
-    else:
-        at = place.batch.to(gl.int64) * walk.batch + place.head.to(gl.int64) * walk.head
-        return Listed(walk.lists + at, walk.row)
+def field_of(walk, at, i, FIELD: gl.constexpr):
+    """A number of a list's block i."""
+    return gl.load(walk.lists + (at + (i + 1) * FIELDS + FIELD))
 
 
 @gluon.jit
-def list_of(listed, first_k):
-    """The list of a program's keys; None without."""
-    if listed is None:
-        return None
-    else:
-        return listed.at + (first_k // (CONSUMERS * ROWS)).to(gl.int64) * listed.row
+def entry_of(walk, at, i):
+    """Block i of a list, in one number for `head_and_block`."""
+    return field_of(walk, at, i, 0)
 
 
 @gluon.jit
-def block_of(blocks, head, i):
-    """Head and number of block i of a list; without one i itself, of ``head``."""
-    if blocks is None:
-        return head, i
-    else:
-        entry = gl.load(blocks + (i + 1) * FIELDS)
-        return head + (entry >> HEAD_BIT), entry & ((1 << HEAD_BIT) - 1)
+def head_and_block(entry):
+    """Of those that share the keys' head a query head, and a block of its queries."""
+    return entry >> HEAD_BIT, entry & ((1 << HEAD_BIT) - 1)
 
 
 @gluon.jit
-def met(blocks, i):
-    """All of a list's block i."""
-    at = blocks + (i + 1) * FIELDS
-    head, block = block_of(blocks, 0, i)
-    return Met(block, head, gl.load(at + 1), gl.load(at + 2))
+def tile_of(walk, at, i):
+    """The tile of a mask's bits where block i of a list is."""
+    return field_of(walk, at, i, 1)
+
+
+@gluon.jit
+def rank_of(walk, at, i):
+    """How many blocks of keys behind the program's add to dQ of block i of its list."""
+    return field_of(walk, at, i, 2)
 
 
 @gluon.jit

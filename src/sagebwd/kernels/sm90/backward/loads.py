@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sagebwd.kernels.sm90.backward.key_blocks import key_block, queries_met
-from sagebwd.kernels.sm90.backward.listed import block_of, list_of
+from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
 
@@ -82,11 +82,11 @@ def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, barriers, origin_q, origin_do, steps, heads, met, step, WIDTH: gl.constexpr,
+    descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, at, step, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    Origins: row of a sequence's first query, and steps of a head. met: of `listed.list_of`, of all heads. step: how many blocks the ring has had; returned
+    Origins: row of a sequence's first query, and steps of a head. walk, at: as of `queries_met`. step: how many blocks the ring has had; returned
     with these counted in.
     """
     row_q, row_q_h, column_q = origin_q
@@ -100,9 +100,13 @@ def load_queries(
     VALUE_PIECES: gl.constexpr = memory.do.shape[0] // STAGES
     full = barriers.full
     step = gl.to_tensor(step)
-    for turn in range(heads[0], heads[1] if met is None else heads[0] + 1):
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
         for number in range(begin, begin + count):
-            head, i = block_of(met, turn, number)
+            head, i = first_head, number
+            if walk is not None:
+                head, i = head_and_block(entry_of(walk, at, number))
+                head += first_head
             z = z_q + head
             stage = step % STAGES
             mbarrier.wait(barriers.empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -131,18 +135,18 @@ def load_queries(
 
 @gluon.jit
 def load(
-    descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, listed,
-    IN_ORDER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """In each turn the keys' K and V, then what `load_queries` loads; origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
-    blocks_q, z_q, block_0 = blocks
+    blocks_q, z_q, block_0, walk, batch, head_k = blocks
     step = 0
     for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER else 1):
         first_k = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
         mbarrier.wait(barriers.keys_empty, (turn & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-        met = list_of(listed, first_k)
-        begin, _, end = queries_met(first_k, queries, met, KIND, WIDTH.backward.queries)
+        at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
+        begin, _, end = queries_met(first_k, queries, walk, at, KIND, WIDTH.backward.queries)
         steps = (begin, end - begin, blocks_q, z_q, block_0)
-        step = load_queries(descriptors, memory, barriers, origin_q, origin_do, steps, heads, met, step, WIDTH)
+        step = load_queries(descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, at, step, WIDTH)
