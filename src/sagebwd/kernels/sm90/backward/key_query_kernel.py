@@ -31,6 +31,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, rank_of, tile_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
@@ -69,16 +70,22 @@ def load(
     origin_k, origin_v, origin_q, origin_do = origins
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    blocks_q, z_q, block_0 = blocks
+    blocks_q, z_q, block_0, walk, batch, head_k = blocks
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-    begin, _, end = queries_met(first_k, queries, KIND, BLOCK_Q)
+    at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
+    begin, _, end = queries_met(first_k, queries, walk, at, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
-    for head in range(heads[0], heads[1]):
-        z = z_q + head
-        for i in range(begin, end):
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
+        for number in range(begin, end):
+            head, i = first_head, number
+            if walk is not None:
+                head, i = head_and_block(entry_of(walk, at, number))
+                head += first_head
+            z = z_q + head
             free = (step & 1) ^ 1
             first = i * BLOCK_Q
             padded = z * blocks_q + block_0 + i
@@ -109,7 +116,11 @@ def accumulate(
     k_t_memory, ds_memory, dq_memory = own_memory
     dq_desc, dk_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
+    added, blocks_q, sum_scale = tensors.added, sizes.blocks_q, factors.sum_scale
+    walk = tensors.walk
+    LISTED: gl.constexpr = walk is not None
+    # of a mask of elements blocks in part alone have keys that do not count
+    key_mask = None if LISTED else tensors.key_mask
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -124,8 +135,9 @@ def accumulate(
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     z_q, z_k = heads_of(place, sizes, VARLEN)
-    begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
-    edges = edges_of(begin, whole_from, end, KIND)
+    at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
+    begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+    edges = edges_of(begin, whole_from, end, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
@@ -151,7 +163,10 @@ def accumulate(
     begun = 0
     s = scores((k,), memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
-    heads = sizes.group if KIND.GROUPED else 1
+    heads = sizes.group if KIND.GROUPED and not LISTED else 1
+    last_rank, last_entry, last_block = None, 0, end
+    if LISTED:
+        last_entry, last_rank = entry_of(walk, at, 0), rank_of(walk, at, 0)
     for head in range(heads):
         ahead = begun - begin
         for part in gl.static_range(len(edges) - 1):
@@ -163,13 +178,20 @@ def accumulate(
                 # where this step adds dQ of the step before; at the first zeros times K, NaN if that is: to a block of
                 # this sequence, never to the one before
                 to_head = first_head + head
-                to_block = gl.maximum(i, 1)
-                if KIND.GROUPED:
+                to_block, known_rank, first_q = gl.maximum(i, 1), None, i * BLOCK_Q
+                if LISTED:
+                    to_head, last_block = head_and_block(last_entry)
+                    to_head, to_block = first_head + to_head, last_block + 1
+                    known_rank, last_rank = last_rank, rank_of(walk, at, i)
+                    last_entry = entry_of(walk, at, i)
+                    first_q = head_and_block(last_entry)[1] * BLOCK_Q
+                elif KIND.GROUPED:
                     to_head = gl.where(i == begin, last_head, to_head)
                     to_block = gl.where(i == begin, end, i)
                 counter, rank, count = counter_rank_and_count(
-                    to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1
-                )
+                    to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1,
+                    known_rank,
+                )  # fmt: skip
                 counter = gl.where(step == 0, -1, counter)
                 to_row = (to_head * blocks_q + block_0 + to_block) * BLOCK_Q
                 # alone in flight across the loop's end: of two, ptxas would wait at once
@@ -183,12 +205,21 @@ def accumulate(
                 v = memory.v.index(anew(CONSUMER))
                 dp = warpgroup_mma(v, memory.do.index(anew(0)).permute((1, 0)), delta, is_async=True)
                 p, whole = probabilities(
-                    s, rows, key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries, key_mask,
-                    KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask,
+                    KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED,
+                    KIND.RAGGED and not LISTED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
+                if LISTED:
+                    whole = part == 1
+                    if part == 0:
+                        seen = pairs_seen(
+                            walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries,
+                            KIND.HAS_LOWER, KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
+                        )  # fmt: skip
+                        p = gl.where(seen, p, 0.0)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO), count=1)
-                codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED, S_LAYOUT, OPERAND)
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED or LISTED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
@@ -223,18 +254,22 @@ def accumulate(
                 store_dq(dq_part, dq * sum_scale, None, -1)
                 add_dq(dq_desc, dq_part, to_row, CHANNEL + ROWS, None, -1, 0, 0)
                 counter_before = counter
-        last_head = first_head + head
+        if not LISTED:
+            last_head = first_head + head
         begun += end - begin
+    if LISTED:
+        last_head, last_block = head_and_block(last_entry)
+        last_head, last_block = first_head + last_head, last_block + 1
     place = place_of(program_number(0), 0, tensors, sizes, True)
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
     mbarrier.wait(ds_full.index(slot), phase)
     counter, rank, count = counter_rank_and_count(
-        last_head, end, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
-        KIND, BLOCK_Q, 1,
+        last_head, last_block, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
+        KIND, BLOCK_Q, 1, last_rank,
     )  # fmt: skip
     counter = gl.where(begin < end, counter, -1)
-    to_row = (last_head * blocks_q + block_0 + gl.maximum(end, 1)) * BLOCK_Q
+    to_row = (last_head * blocks_q + block_0 + gl.maximum(last_block, 1)) * BLOCK_Q
     dq = dq_rows_product(k_t_memory, ds_memory, slot, none, 0, CHANNEL)
     dq = warpgroup_mma_wait(0, deps=[dq])
     store_dq(dq_part, dq * sum_scale, added, counter_before)
@@ -298,7 +333,8 @@ def key_query_kernel(
     barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
     own = (k_t, ds, dq)
-    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
+    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, tile_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
@@ -41,7 +42,7 @@ def load(
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0 = blocks
+    blocks_q, z_q, block_0, walk, batch, head_k = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -50,11 +51,17 @@ def load(
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
         load_tile(descriptors.k, [row, column_k], barriers.keys_full, memory.k.index(consumer))
-    begin, _, end = queries_met(first_k, queries, KIND, BLOCK_Q)
+    at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
+    begin, _, end = queries_met(first_k, queries, walk, at, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
-    for head in range(heads[0], heads[1]):
-        z = z_q + head
-        for i in range(begin, end):
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
+        for number in range(begin, end):
+            head, i = first_head, number
+            if walk is not None:
+                head, i = head_and_block(entry_of(walk, at, number))
+                head += first_head
+            z = z_q + head
             stage, phase = ring(step, STAGES)
             mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
             ready = full.index(stage * 2)
@@ -78,6 +85,10 @@ def accumulate(
     """A computing warpgroup: dV of 64 keys."""
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = WIDTH.backward.stages
+    walk = tensors.walk
+    LISTED: gl.constexpr = walk is not None
+    # of a mask of elements blocks in part alone have keys that do not count
+    key_mask = None if LISTED else tensors.key_mask
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -89,8 +100,9 @@ def accumulate(
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     _, z_k = heads_of(place, sizes, VARLEN)
-    begin, whole_from, end = queries_met(place.first, queries, KIND, BLOCK_Q)
-    edges = edges_of(begin, whole_from, end, KIND)
+    at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
+    begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+    edges = edges_of(begin, whole_from, end, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
@@ -105,7 +117,7 @@ def accumulate(
     begun = 0
     s = scores(halves_of_k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
-    heads = sizes.group if KIND.GROUPED else 1
+    heads = sizes.group if KIND.GROUPED and not LISTED else 1
     for head in range(heads):
         ahead = begun - begin
         for part in gl.static_range(len(edges) - 1):
@@ -114,10 +126,18 @@ def accumulate(
                 stage, phase = ring(step, STAGES)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
+                first_q = (head_and_block(entry_of(walk, at, i))[1] if LISTED else i) * BLOCK_Q
                 p = probabilities(
-                    s, memory.rows.index(stage), key_scale, keys, keep_key, i * BLOCK_Q, first_k, place, queries,
-                    tensors.key_mask, KIND.HAS_LOWER, KIND.HAS_UPPER and part == 0, False, BLOCK_Q, S_LAYOUT,
+                    s, memory.rows.index(stage), key_scale, keys, keep_key, first_q, first_k, place, queries,
+                    key_mask, KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED, False,
+                    BLOCK_Q, S_LAYOUT,
                 )[0]  # fmt: skip
+                if LISTED and part == 0:
+                    seen = pairs_seen(
+                        walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries, KIND.HAS_LOWER,
+                        KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
+                    )  # fmt: skip
+                    p = gl.where(seen, p, 0.0)
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 never = step < 0
@@ -180,7 +200,8 @@ def value_kernel(
     memory = Loaded(q, k, None, None, None, do_t, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
-    blocks = (blocks_q, z_q, padded_block(queries.start, place.batch, BLOCK_Q, VARLEN))
+    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
