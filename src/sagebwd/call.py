@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.crossings import FULL, MASK
+from sagebwd.auto.crossings import BIAS, FULL, MASK
 from sagebwd.masks.mask import Mask
 from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists
+    from sagebwd.masks.walks import Walk
 
 
 class Packing(NamedTuple):
@@ -80,7 +81,7 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`). impl: as the public functions take it; None is
+    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`, or ``BIAS``). impl: as the public functions take it; None is
     the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
     alone computes, or None.
     """
@@ -103,7 +104,7 @@ class Ask(NamedTuple):
     @property
     def masked(self) -> bool:
         """By a mask that is more than causal, a window and key padding."""
-        return self.kind == MASK
+        return self.kind in (MASK, BIAS)
 
 
 class Size(NamedTuple):
@@ -134,7 +135,7 @@ class Call(NamedTuple):
     window_right: int = -1
     deterministic: bool = False
     mask: Mask | None = None
-    lists: Lists | None = None  # of the mask, made for the portable kernels
+    lists: Lists | Walk | None = None  # of the mask, made for a family: the portable kernels', or Hopper's
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto import crossings
-from sagebwd.auto.crossings import Crossing
+from sagebwd.auto.crossings import BIAS, Crossing
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import table
@@ -188,12 +188,12 @@ def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
     where the extra is missing.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
-    if ask.masked and not table.row(FORWARD, impl).masks:
-        return "masks other than causal, windows and key padding run on impl='triton'"
+    if ask.kind == BIAS and not table.row(FORWARD, impl).biases:
+        return "an additive mask runs on impl='triton'; a boolean one, or a BlockMask, on impl='hopper' too"
     if ask.masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
         return (
             f"recipe {str(recipe)!r} has FP8 gradients, which Hopper's own kernels alone compute, and these take no "
-            "masks but causal, windows and key padding; use recipe='token' for this call"
+            "additive mask; give a boolean one, or use recipe='token' for this call"
         )
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
