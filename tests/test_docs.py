@@ -51,6 +51,14 @@ def test_every_results_file_is_cited_and_every_cited_one_exists():
     assert not [str(path) for path in files if " " in str(path)], "no spaces in names"
 
 
+def test_pages_are_short():
+    """But the log's: 150 lines; the README, which is read first, 110."""
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in DOCUMENTS}
+    logs = {path for path in lengths if path.is_relative_to("docs/log") or path.name == "CHANGELOG.md"}
+    assert not {str(path): lines for path, lines in lengths.items() if path not in logs and lines > 150}
+    assert lengths[Path("README.md")] <= 110
+
+
 def test_contributing_has_a_line_for_every_tool():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names = [path.stem for path in (ROOT / "tools").glob("[!_]*.py")]
@@ -59,8 +67,9 @@ def test_contributing_has_a_line_for_every_tool():
     assert not [name for name in names if f"| `python -m tools.{name}" not in text and f"tools/{name}.py" not in text]
 
 
-def test_recipes_named_in_method_parse():
-    text = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+def test_recipes_named_in_the_method_parse():
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("method", "gradients-e4m3", "causality")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     recipes = re.findall(r'"((?:token|paper|full)\([^"]*\))"', text.replace("\n", " "))
     assert recipes
     for recipe in recipes:
@@ -92,7 +101,7 @@ def test_messages_quoted_in_troubleshooting_are_in_the_source():
 
 
 def test_speeds_of_token_by_length_are_those_of_the_file():
-    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "speed-token.md").read_text(encoding="utf-8")
     text = text[text.index("## `token` on the portable kernels by length") :]
     (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
     times = {
