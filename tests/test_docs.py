@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from sagebwd import Recipe
+from sagebwd.benchmarks.shapes import value_dim_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.md")]
@@ -119,29 +121,61 @@ def test_speeds_of_token_by_length_are_those_of_the_file():
         assert cells.split(" | ") == expected
 
 
+def best_of(name):
+    """Of each call of `mixed`, forward and backward, in a results file: its speed over the best peer's, and the peer."""
+    return {
+        (row["head_dim"], value_dim_of(row), row["causal"], row["tokens"]): (row["peer_ms"] / row["ms"], row["peer"])
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if (row["impl"], row["recipe"], row["direction"]) == ("hopper", "mixed", "fwd+bwd")
+        and row["heads"] == row["kv_heads"]
+    }
+
+
 def test_speeds_in_the_readme_are_those_of_the_file():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
-    ratios = {
-        (row["recipe"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"]): row["peer_ms"] / row["ms"]
-        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-        if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd")
-    }
+    best = best_of(name)
+    assert {peer for _, peer in best.values()} == {"fa4", "cudnn"}
     lines = re.findall(r"^\| ([\d/]+) \| (.*) \|$", text, re.MULTILINE)
     assert len(lines) == 8
     least, most = re.search(
-        r"at 8K tokens, forward \+ backward .* is ([\d.]+) to ([\d.]+) times as fast", text
+        r"at 8K tokens, forward \+ backward .*\n.* is ([\d.]+) to ([\d.]+) times as fast", text
     ).groups()
-    at_8k = [x for _, cells in lines for x in cells.split(" | ")[1::2] if x != "not timed"]
-    assert (least, most) == (min(at_8k), max(at_8k))
+    at_8k = [ratio for (_, _, _, tokens), (ratio, _) in best.items() if tokens == 8192]
+    assert (least, most) == (f"{min(at_8k):.2f}", f"{max(at_8k):.2f}")
     for width, cells in lines:
         head_dim, _, value_dim = width.partition("/")
         calls = [
-            ("mixed", int(head_dim), int(value_dim or head_dim), causal, tokens)
+            (int(head_dim), int(value_dim or head_dim), causal, tokens)
             for causal in (True, False)
             for tokens in (4096, 8192)
         ]
-        assert cells.split(" | ") == [f"{ratios[call]:.2f}" if call in ratios else "not timed" for call in calls]
+        found = [best.get(call) for call in calls]
+        expected = [
+            "not timed" if one is None else f"{one[0]:.2f}" + " (cuDNN)" * (one[1] == "cudnn") for one in found
+        ]
+        assert cells.split(" | ") == expected
+
+
+def test_what_the_readme_says_beside_its_tables_is_the_files():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    passed, failed, link = re.search(
+        r"([\d]+) passed, (\d+) failed and a few were not reached \(\[file\]\((.*?)\)", text
+    ).groups()
+    suite = json.loads((ROOT / link).read_text(encoding="utf-8"))
+    assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"]["failed"])
+    assert suite["left"]
+    newest = max((ROOT / "benchmarks" / "results").glob("gpu-suite_h200_*.json"), key=lambda path: path.name)
+    assert (ROOT / link) == newest
+    pattern = r"At 2K tokens and head_dim 64 or 128 the ratio is ([\d.]+) to ([\d.]+) \(\[file\]\((.*?)\)"
+    least, most, link = re.search(pattern, text).groups()
+    at_2k = [ratio for (*_, tokens), (ratio, _) in best_of(link).items() if tokens == 2048]
+    assert len(at_2k) == 4
+    assert (least, most) == (f"{min(at_2k):.2f}", f"{max(at_2k):.2f}")
+    mean, link = re.search(r"the mean from 4K to 16K tokens is ([\d.]+) \(\[file\]\((.*?)\)", text).groups()
+    on_h100 = best_of(link)
+    assert {call[-1] for call in on_h100} == {4096, 8192, 16384}
+    assert mean == f"{statistics.geometric_mean(ratio for ratio, _ in on_h100.values()):.2f}"
 
 
 def test_speeds_of_widths_are_those_of_the_file():
@@ -188,22 +222,34 @@ def test_tflops_in_speed_are_those_of_the_file():
 
 
 def test_errors_in_the_readme_are_those_of_the_files():
+    from sagebwd.analysis import summary
+
     text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "docs" / "results"
-    errors = {}
+    errors, tensors = {}, ("o", "dq", "dk", "dv")
     for path in results.glob("gaussian_plain*.json"):
         for row in json.loads(path.read_text(encoding="utf-8")):
-            errors[row["recipe"], row["sigma"], row["tensor"]] = row["relative_l2"]
-            errors["the paper's printed figures", row["sigma"], row["tensor"]] = row["expected_l2"]
+            if row["sigma"] == 1:
+                errors[row["recipe"], "Gaussian", row["tensor"]] = row["relative_l2"]
+                errors["the paper's printed figures", "Gaussian", row["tensor"]] = row["expected_l2"]
+    weights = {}
     for row in json.loads((results / "sinks_64.json").read_text(encoding="utf-8"))["rows"]:
-        if (row["kind"], row["logits"]) == ("first", 12):
-            errors |= {(row["recipe"], "sink", name): row[name] for name in ("o", "dq", "dk", "dv")}
-    lines = re.findall(r"^\| `?([^|`]+)`? \| ((?:[.\d]+ / ){3}.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 4
+        if row["kind"] == "first":
+            kind = f"first key {row['weight']:.2f}".replace("0.", ".")
+            weights[kind] = row["weight"]
+            errors |= {(row["recipe"], kind, name): row[name] for name in tensors}
+    for recipe, own in summary.overall(summary.read(results / "trace_smollm2.json.xz")).items():
+        errors |= {(recipe, "a trained model", name): own[name][0] for name in tensors}
+    head = re.search(r"^\| recipe \| (Gaussian .*) \|$", text, re.MULTILINE).group(1).split(" | ")
+    assert head == ["Gaussian", "first key .49", "first key .93", "a trained model"]
+    assert "49% and 93% of the weight" in text
+    assert [f"{weights[kind]:.0%}" for kind in head[1:3]] == ["49%", "93%"]
+    lines = re.findall(r"^\| `?([^|`]+)`? \| (.*(?:[.\d]+ / ){3}.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 5
     for name, cells in lines:
-        for kind, cell in zip((1, 5, "sink"), cells.split(" | "), strict=True):
-            expected = [errors.get((name, kind, tensor)) for tensor in ("o", "dq", "dk", "dv")]
+        for kind, cell in zip(head, cells.split(" | "), strict=True):
+            expected = [errors.get((name, kind, tensor)) for tensor in tensors]
             if expected[0] is None:
-                assert cell == "not given"
+                assert cell == "not given", (name, kind)
                 continue
             found = [float(number) for number in cell.split(" / ")]
             assert all(abs(a - b) <= 5.1e-5 for a, b in zip(found, expected, strict=True)), (name, kind)
@@ -295,6 +341,10 @@ def test_verdicts_are_those_of_the_files():
         if not no:
             text = f"{row.mean:+.3f}".replace("0.", ".") + f" ({spelt(row.interval)})"
             assert cells[recipe][0 if small else 1] == text
+            assert set(re.findall("`(.*?)`", commits)) <= set(re.findall("`(.*?)`", cells[recipe][2]))
+            if (recipe, small) == ("token", True):
+                said = f"is equivalent to full precision within .02 nats (p = {row.p:.2f})".replace("0.", ".")
+                assert said in " ".join(readme.split())
 
 
 @pytest.mark.parametrize("folder", ["500-steps", "120-steps"])
