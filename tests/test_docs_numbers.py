@@ -20,12 +20,12 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRODUCTS = ("o", "dq", "dk", "dv")
 OWN_TESTS = {
-    "README.md: Speed": "test_docs.py::test_speeds_in_the_readme_are_those_of_the_file",
-    "README.md: Error": "test_docs.py::test_errors_in_the_readme_are_those_of_the_files",
-    "speed.md: `mixed` against FlashAttention-4": "test_docs.py::test_tflops_in_speed_are_those_of_the_file",
-    "speed.md: Widths": "test_docs.py::test_speeds_of_widths_are_those_of_the_file",
+    "README.md: Speed": "test_docs_results.py::test_speeds_in_the_readme_are_those_of_the_file",
+    "README.md: Error": "test_docs_results.py::test_errors_in_the_readme_are_those_of_the_files",
+    "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
+    "speed.md: Widths": "test_docs_results.py::test_speeds_of_widths_are_those_of_the_file",
     "speed-token.md: `token` on the portable kernels by length":
-        "test_docs.py::test_speeds_of_token_by_length_are_those_of_the_file",
+        "test_docs_results.py::test_speeds_of_token_by_length_are_those_of_the_file",
     "speed-token.md: `token` and `paper` on the portable kernels": "test_docs_numbers.py::test_mean_speeds_of_token",
     "steps.md: The 325M model": "test_docs_numbers.py::test_tables_of_steps",
     "steps.md: A block of a video model": "test_docs_numbers.py::test_tables_of_steps",
@@ -34,9 +34,9 @@ OWN_TESTS = {
     "trained-variants.md: Rotation and Q-smoothing": "test_docs_numbers.py::test_variants_on_a_trained_model",
     "trained-variants.md: Gradients of all weights": "test_docs_numbers.py::test_gradients_of_a_trained_model",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
-    "pretraining-runs.md: Gaps": "test_docs.py::test_gaps_of_runs_are_those_of_the_files",
+    "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
     "pretraining-runs.md: 325M weights at 2.1M tokens a step":
-        "test_docs.py::test_losses_of_the_325m_model_are_those_of_the_files",
+        "test_docs_results.py::test_losses_of_the_325m_model_are_those_of_the_files",
     "pretraining-runs.md: Fine-tuning": "test_docs_numbers.py::test_accuracies_of_fine_tuning",
 }  # fmt: skip
 # Tables that no file holds: what prints them is named on the page.
