@@ -90,6 +90,40 @@ def test_what_the_readme_says_beside_its_tables_is_the_files():
     assert mean == f"{statistics.geometric_mean(ratio for ratio, _ in on_h100.values()):.2f}"
 
 
+def between(values):
+    """A range as pages have it, without zeros before the point."""
+    return f"{min(values):.2f} to {max(values):.2f}".replace("0.", ".")
+
+
+def test_what_index_limits_and_questions_repeat_is_the_files():
+    index, limits, questions = (
+        " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+        for name in ("index", "limits", "questions")
+    )
+    best = best_of("benchmarks/results/attention_h200_2026-11-25_90298a8.json")
+    assert f"`mixed` is {between([ratio for ratio, _ in best.values()])} times as fast" in index
+    for width, said in ((192, "is {} times as fast as the best BF16 kernel"), (96, "At 96 it is {} times as fast")):
+        assert said.format(between([best[call][0] for call in best if call[:2] == (width, width)])) in limits
+    slower = {call[:2] for call, (ratio, _) in best.items() if ratio < 1}
+    assert slower == {(96, 96), (192, 192)}
+    assert "all widths that were timed but 96 and 192" in limits
+    ratio = f"{best[256, 256, True, 4096][0]:.2f}"
+    assert (
+        f"At 256 on an H200 `mixed` is {ratio} times as fast as the best BF16 kernel at 4K tokens under a causal"
+        in questions
+    )
+    steps = json.loads((ROOT / "benchmarks/results/training_h200_2026-11-23_0c6affd.json").read_text())["rows"]
+    own = [row["speedup"] for row in steps if row["recipe"] == "mixed"]
+    assert f"a step of a 325M model is {between(own)} times as fast" in index
+    suite, matrix = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["counts"]
+        for name in ("gpu-suite_h200_2026-11-25_90298a8", "matrix_h200_2026-11-24_65c8fbd")
+    )
+    assert f"{suite['passed']} GPU tests passed, {suite['failed']} failed" in index
+    assert f"of {sum(matrix.values())} widths, forms of call and recipes {matrix['ok']} are right" in index
+    assert f"are right and {matrix['refused']} refused" in index
+
+
 def test_speeds_of_widths_are_those_of_the_file():
     text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
     (name,) = set(re.findall(r"`(benchmarks/results/attention_h200_2026-11-25_[\w./-]+json)`", text))

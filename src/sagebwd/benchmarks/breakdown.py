@@ -2,9 +2,9 @@
 
 Kernels are told by their names, this project's by the folder that they lie in: whose launches are replayed
 (`sagebwd.eager`) has no operator that they belong to. What an operator of attention runs beside them, such as memory
-that is cleared, counts as a pass. Copies and casts are those of the whole step, weights' casts under autocast too: what
-attention adds to them is the difference between two attentions. On a CPU, where nothing has kernels, operators are
-counted by their own time.
+that is cleared, counts as a pass. Copies and casts are those of the whole step, weights' casts under autocast too:
+what attention adds to them is the difference between two attentions. On a CPU, where nothing has kernels, operators
+are counted by their own time.
 """
 
 from __future__ import annotations
