@@ -25,6 +25,7 @@ from sagebwd.call import Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.ops import once_differentiable
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.sinks import epilogue
 
 if TYPE_CHECKING:
     from sagebwd.kernels.host.replay import Recording
@@ -45,7 +46,8 @@ def kind_of(
 ) -> Hashable | None:
     """What a call's checks and launches follow from; None where it must take the operators.
 
-    Args: tensors, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k; settings, all that a call was given beside.
+    Args: tensors, q, k, v, key_mask, cu_seqlens_q, cu_seqlens_k, and sinks if there may be any; settings, all that a
+    call was given beside.
     """
     if torch.compiler.is_compiling():
         return None
@@ -73,10 +75,10 @@ def kind_of(
             return None
         else:
             kind += x.shape, x.stride(), x.dtype, x.device
-    q, k, v, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    q, k, v, mask, cu_seqlens_q, cu_seqlens_k = tensors[:6]
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
         trains = torch.is_grad_enabled()
-        kind.append(trains and (q.requires_grad or k.requires_grad or v.requires_grad))
+        kind.append(trains and any(x is not None and x.requires_grad for x in (q, k, v, *tensors[6:])))
         kind.append(trains and mask is not None and mask.requires_grad)
     kind += q is k, k is v, q is v, cu_seqlens_q is cu_seqlens_k, _casts(q)
     return tuple(kind)
@@ -109,7 +111,7 @@ def remember(kind: Hashable, given: tuple, arguments: tuple, *, with_lse: bool) 
         _plans[kind] = None
         return
     q, k, v, *rest, recipe, impl, deterministic = arguments
-    tensors = {id(x): x for x in arguments[:6] if x is not None}
+    tensors = {id(x): x for x in (*arguments[:6], *given[6:]) if x is not None}
     if any(a is not b for a, b in zip(given, arguments[:3])):
         return  # cast
     if len({x.data_ptr() for x in tensors.values()}) < len(tensors):
@@ -191,14 +193,20 @@ class Plan:
                 shape, stride, start = view or (shape, make(shape, dtype=dtype, device="meta").stride(), 0)
                 self.saved.append(_Piece(None, self.offsets[number] + start * dtype.itemsize, (dtype, shape, stride)))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor | None) -> tuple[Tensor, ...]:
-        """o, and with lse also lse and k_mean; masks: key_mask, cu_seqlens_q, cu_seqlens_k."""
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Replayed.apply(self, q, k, v, *masks)
-        return self.run(q, k, v, *masks)[0]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """o, and with lse also lse and k_mean."""
+        given = q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:4]):
+            return _Replayed.apply(self, *given)
+        return self.run(*given)[0]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The outputs, and the buffer."""
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *masks: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        """The outputs, the buffer, and the weights of sinks."""
         key_mask, cu_seqlens_q, cu_seqlens_k = masks
         device = self.forward.device
         addresses = [x.data_ptr() for x in (cu_seqlens_q, cu_seqlens_k, key_mask, q, k, v) if x is not None]
@@ -211,8 +219,30 @@ class Plan:
                 own[number] = made = make(shape, dtype=dtype, device=device)
                 addresses.append(made.data_ptr())
         self.forward.launch(addresses)
-        outputs = (own[n] if view is None else own[n].as_strided(*view) for n, view in self.outputs)
-        return tuple(outputs), buffer
+        outputs = tuple(own[n] if view is None else own[n].as_strided(*view) for n, view in self.outputs)
+        return outputs, buffer, None if sinks is None else self._weigh(q, sinks, cu_seqlens_q, buffer, outputs)
+
+    def _weigh(
+        self, q: Tensor, sinks: Tensor, offsets: Tensor | None, buffer: Tensor, outputs: tuple[Tensor, ...]
+    ) -> Tensor:
+        """The weights of sinks, which are taken into o and lse."""
+        k_mean = self._of("k_mean", buffer, outputs) if self.call.recipe.smooth_k else None
+        settings = self.call.scale, offsets, self.call.queries.tokens
+        with torch.no_grad():
+            return epilogue.weigh(outputs[0], self._of("lse", buffer, outputs), q, k_mean, sinks, *settings)
+
+    def sinks_gradient(
+        self, do: Tensor, dlse: Tensor | None, buffer: Tensor, outputs: tuple[Tensor, ...], weight: Tensor, dq: Tensor,
+        offsets: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of sinks, and what they add to dq."""
+        k_mean = self._of("k_mean", buffer, outputs) if self.call.recipe.smooth_k else None
+        settings = self.call.scale, offsets, self.call.queries.tokens
+        return epilogue.gradient(do, dlse, outputs[0], weight, dq, k_mean, *settings)
+
+    def _of(self, name: str, buffer: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
+        """A tensor that forward saved."""
+        return self.saved[Saved._fields.index(name)].of(buffer, outputs)
 
     def backward(
         self, do: Tensor, dlse: Tensor | None, buffer: Tensor, outputs: tuple[Tensor, ...], inputs: tuple
@@ -257,12 +287,13 @@ class _Replayed(torch.autograd.Function):
     """A plan and its derivative."""
 
     @staticmethod
-    def forward(ctx, plan, q, k, v, *masks):
-        outputs, buffer = plan.run(q, k, v, *masks)
+    def forward(ctx, plan, q, k, v, sinks, *masks):
+        outputs, buffer, weight = plan.run(q, k, v, sinks, *masks)
         keep_q, keep_k = plan.keeps
-        ctx.plan = plan
+        ctx.plan, ctx.sinks_dtype = plan, None if sinks is None else sinks.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(buffer, q if keep_q else None, k if keep_k else None, v, *masks, *outputs)
+        kept = q if keep_q else None, k if keep_k else None, v, *masks
+        ctx.save_for_backward(buffer, weight, *kept, *outputs)
         if len(outputs) > 1:
             ctx.mark_non_differentiable(outputs[-1])
         return outputs
@@ -270,17 +301,15 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse=None, _=None):
         if do is None and dlse is None:
-            return (None,) * 7
-        buffer, *inputs = ctx.saved_tensors
+            return (None,) * 8
+        buffer, weight, *inputs = ctx.saved_tensors
         inputs, outputs = inputs[:6], inputs[6:]
+        do = torch.zeros_like(outputs[0]) if do is None else do
+        with torch.no_grad():
+            gradients = ctx.plan.backward(do, dlse, buffer, outputs, inputs)
+            if weight is not None:  # which adds to dq whether or not sinks need a gradient
+                dsinks = ctx.plan.sinks_gradient(do, dlse, buffer, outputs, weight, gradients[0], inputs[4])
+                gradients = *gradients, dsinks.to(ctx.sinks_dtype)
         if torch.is_grad_enabled():
-            with torch.no_grad():
-                gradients = ctx.plan.backward(_zeros(do, outputs[0]), dlse, buffer, outputs, inputs)
             gradients = once_differentiable(outputs[0], *gradients)
-        else:
-            gradients = ctx.plan.backward(_zeros(do, outputs[0]), dlse, buffer, outputs, inputs)
-        return None, *gradients, None, None, None
-
-
-def _zeros(do: Tensor | None, o: Tensor) -> Tensor:
-    return torch.zeros_like(o) if do is None else do
+        return None, *gradients, *(None,) * (7 - len(gradients))
