@@ -78,8 +78,8 @@ def sage_attention(
         The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
         ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. The output lies in
         memory as query does: with the heads of a token side by side where query is such a view. Both are
-        differentiable. A query that sees no key gives zeros, lse -inf, or its head's sink, and zero gradients. What
-        torch runs lies in memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
+        differentiable. A query that sees no key gives zeros, lse -inf (or the sink) and zero gradients. What torch
+        runs lies in memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
