@@ -12,6 +12,7 @@ from sagebwd.auto import torch_attention
 from sagebwd.auto.asked import asked_of, asked_of_packed, in_four_dimensions
 from sagebwd.auto.counts import TORCH, answer, counts
 from sagebwd.call import Ask, Size
+from sagebwd.masks.held import callers_of
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.sinks import epilogue
@@ -89,8 +90,8 @@ def sage_attention(
     """
     given = query, key, value, attn_mask, None, None, sinks
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
-    kind = None if block_mask is not None else eager.kind_of(given, recipe, window, *settings)
-    plan = eager.plan_of(kind)
+    kind = eager.kind_of(given, recipe, window, *settings)
+    plan = eager.plan_of(kind) if block_mask is None else None
     if plan is not None:
         counts[plan.answer] += 1
         if plan.__class__ is eager.Handed:
@@ -98,6 +99,13 @@ def sage_attention(
         mask = None if attn_mask is None else attn_mask[:, 0, 0]
         outputs = plan(query, key, value, mask, None, None, sinks)
         return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
+    if attn_mask is not None or block_mask is not None:
+        held = eager.held_of(kind, attn_mask, block_mask)
+        if held is not None:
+            plan = held.plan
+            counts[plan.answer] += 1
+            outputs = plan(query, key, value, None, None, None, sinks, held, callers_of(attn_mask, block_mask))
+            return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
     checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
@@ -116,7 +124,7 @@ def sage_attention(
     query, key, value, elements, way = asked.query, asked.key, asked.value, asked.elements, asked.way
     chosen = _chosen(asked.ask, asked.size)
     if chosen is None:
-        if kind is not None:
+        if kind is not None and block_mask is None:
             eager.hand_over(kind, way, query, key, attn_mask, asked.scale)
         return torch_attention.dense(way, query, key, value, elements, asked.scale)
     key_mask, mask = mask_argument.read(attn_mask, elements, block_mask, query, key)
@@ -124,8 +132,9 @@ def sage_attention(
     arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
     parts = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
     o, lse, *_, k_mean, _ = ops.attention(*arguments[:3], sinks, key_mask, *parts, *arguments[4:])
-    plain = attn_mask is None or (mask is None and attn_mask.shape == (query.shape[0], 1, 1, key.shape[2]))
-    if kind is not None and plain:
+    if kind is not None and mask is not None:
+        eager.remember_masked(kind, given, arguments, mask, block_mask, with_lse=return_lse)
+    elif kind is not None and block_mask is None and (key_mask is None or len(attn_mask) == len(query)):
         eager.remember(kind, given, arguments, with_lse=return_lse)
     return _with_true_lse(query, None, sinks, asked.scale, o, lse, k_mean) if return_lse else o
 

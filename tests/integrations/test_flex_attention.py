@@ -1,4 +1,4 @@
-"""FlexAttention's signature beside torch's own, of which a CPU runs the forward, and beside a softmax over all scores."""
+"""FlexAttention's signature beside torch's own, of which a CPU runs the forward, and beside a plain softmax."""
 
 import inspect
 import math

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 # Options of torch's own kernels that ask for tiles, warps, a kernel, or an order of work, or promise what makes
 # checks superfluous: what attention is stays the same. Others may change it, and are refused.
-OPTIONS = frozenset(
-    "num_warps num_stages BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE "
-    "BLOCKS_ARE_CONTIGUOUS WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack matrix_instr_nonkdim waves_per_eu "
-    "BACKEND".split()
-)
+OPTIONS = frozenset((
+    "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack",
+    "matrix_instr_nonkdim", "waves_per_eu", "BACKEND",
+))  # fmt: skip
 
 
 def flex_attention(
@@ -100,8 +100,8 @@ _read = torch.compiler.disable(read_block_mask, reason="a BlockMask holds a Pyth
 def _refuse_score_mod(score_mod: object) -> None:
     name = getattr(score_mod, "__qualname__", None) or type(score_mod).__name__
     raise NotImplementedError(
-        f"score_mod: {name} is not supported: kernels cannot call a function. If it hides keys, make it a mask_mod and "
-        "pass block_mask=create_block_mask(mask_mod, ...); if it adds a bias, pass that as attn_mask= of "
+        f"score_mod: {name} is not supported: kernels cannot call a function. If it hides keys, make it a mask_mod "
+        "and pass block_mask=create_block_mask(mask_mod, ...); if it adds a bias, pass that as attn_mask= of "
         "sagebwd.sage_attention; for softcap and others keep torch.nn.attention.flex_attention for this call"
     )
 
