@@ -52,6 +52,12 @@ class _Part(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
+    def of(self, callers: tuple[Tensor, ...]) -> Tensor:
+        """The tensor; the caller's own where it is viewed as it lies, which may be remembered."""
+        given = callers[self.caller]
+        same = (given.shape, given.stride()) == (self.shape, self.stride)
+        return given if same else given.as_strided(self.shape, self.stride)
+
 
 class Addresses:
     """Where tensors lie, of which some are the caller's: these are asked for their address in each call."""
@@ -88,9 +94,7 @@ class Held:
 
     def restored(self, callers: tuple[Tensor, ...]) -> tuple[Tensor, Mask]:
         """The keys that count, and the mask."""
-        key_mask, *mask = (
-            callers[x.caller].as_strided(x.shape, x.stride) if isinstance(x, _Part) else x for x in self._parts
-        )
+        key_mask, *mask = (x.of(callers) if isinstance(x, _Part) else x for x in self._parts)
         return key_mask, Mask(*mask)
 
 
