@@ -86,6 +86,20 @@ def test_recipes_are_as_accurate_beside_sinks(recipe):
     assert errors[5] < max(usual[2:])
 
 
+@pytest.mark.parametrize("recipe", ["token", "full"])
+def test_kernels_compute_what_the_emulator_does(recipe):
+    """Portable ones, interpreted: their backward is not told of sinks, but given what is beside them."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves, *given = inputs(torch.bfloat16, torch.float32, "normal")
+    leaves, given = [x.detach().to(device).requires_grad_() for x in leaves], [x.to(device) for x in given]
+    found, wanted = (
+        results(lambda *x: attend(*x, recipe, is_causal=True, impl=impl), leaves, *given)  # noqa: B023
+        for impl in ("triton", "reference")
+    )
+    assert all(relative_l2(a, e) < 0.01 for a, e in zip(found, wanted))
+
+
 def test_a_sink_of_minus_infinity_is_none():
     leaves, do, dlse = inputs(torch.float32)
     with torch.no_grad():
