@@ -309,7 +309,9 @@ def _carried(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | BlockMask, shared: dict[str, object]
 ) -> Tensor:
     """A mask that is no band of distances, by the kernels that take any."""
-    visible = visible.to(query.device)
+    # a copy of a BlockMask would be read anew
+    if isinstance(visible, Tensor) or visible.kv_num_blocks.device != query.device:
+        visible = visible.to(query.device)
     if isinstance(visible, Tensor) and visible.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "an attention_mask that needs a gradient, such as a learned bias, is not supported by "
