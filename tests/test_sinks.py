@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sagebwd import explain, sage_attention, sage_attention_varlen
 from sagebwd.meaning.metrics import relative_l2
-from sagebwd.sinks import epilogue
 from tests.inputs import draw
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 4, 2, 45, 16
@@ -84,20 +83,6 @@ def test_recipes_are_as_accurate_beside_sinks(recipe):
     usual = [relative_l2(a, e) for a, e in zip(plain[:5], exact_plain)]
     assert all(error < 1.5 * by for error, by in zip(errors, usual)), (errors, usual)
     assert errors[5] < max(usual[2:])
-
-
-@pytest.mark.parametrize("recipe", ["token", "full"])
-def test_kernels_compute_what_the_emulator_does(recipe):
-    """Portable ones, interpreted: their backward is not told of sinks, but given what is beside them."""
-    pytest.importorskip("triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    leaves, *given = inputs(torch.bfloat16, torch.float32, "normal")
-    leaves, given = [x.detach().to(device).requires_grad_() for x in leaves], [x.to(device) for x in given]
-    found, wanted = (
-        results(lambda *x: attend(*x, recipe, is_causal=True, impl=impl), leaves, *given)  # noqa: B023
-        for impl in ("triton", "reference")
-    )
-    assert all(relative_l2(a, e) < 0.01 for a, e in zip(found, wanted))
 
 
 def test_a_sink_of_minus_infinity_is_none():
@@ -248,43 +233,3 @@ def test_what_is_no_sinks_is_refused(sinks, error, message):
     rows, offsets = q[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(error, match=message):
         sage_attention_varlen(rows, rows, rows, offsets, offsets, 8, 8, sinks=sinks)
-
-
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 3, 3, 90], dtype=torch.int32)])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the passes run in Triton's interpreter")
-def test_the_passes_are_the_epilogue(offsets, smooth):
-    """Of 100 packed tokens 10 lie past the last sequence, and are anything."""
-    pytest.importorskip("triton")
-    from sagebwd.sinks import kernels
-
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    heads, groups, dim, value_dim, tokens = 4, 2, 24, 40, 100
-    shape, of_lse, count = ((2, heads, tokens), (2, heads, tokens), 2)
-    if offsets is not None:
-        shape, of_lse, count = (tokens, heads), (heads, tokens), 3
-    q, o, do, dq = (drawn(*shape, width).bfloat16() for width in (dim, value_dim, value_dim, dim))
-    lse, dlse = 3 * drawn(*of_lse), drawn(*of_lse)
-    lse[..., 1], lse[..., 2] = -math.inf, -300
-    o[..., 1, :] = 0 if offsets is None else o[..., 1, :]
-    k_mean = drawn(count, groups, dim) if smooth else None
-    sinks = torch.tensor([0.5, -2, -math.inf, 90])
-    settings, real = (0.3, offsets, 87), slice(90 if offsets is not None else None)
-
-    def both(module, dlse):
-        given = o.clone(), lse.clone(), dq.clone()
-        weight = module.weigh(given[0], given[1], q, k_mean, sinks, *settings)
-        weight[..., 90:] *= offsets is None
-        # of O as it was: the interpreter cuts off what BF16 does not hold
-        dsinks = module.gradient(do, dlse, o, weight, given[2], k_mean, *settings)
-        rows = 0 if offsets is not None else 2
-        narrow = [x.movedim(rows, 0)[real] for x in (given[0], given[2])]
-        return *narrow, *(x.movedim(-1, 0)[real] for x in (given[1], weight)), dsinks
-
-    for gradient in (None, dlse):
-        for a, e in zip(both(kernels, gradient), both(epilogue, gradient)):
-            torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-3 if a.dtype == torch.float32 else 2e-2)

@@ -263,6 +263,15 @@ def test_gpt_oss_is_its_own_eager_mode(padded):
         assert 0 < relative_l2(a, e) < 0.05
 
 
+def test_gpt_oss_is_loaded_with_its_sinks(tmp_path):
+    saved = with_sinks("eager").eval()
+    saved.save_pretrained(tmp_path)
+    model = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")
+    model.config.sagebwd = {"recipe": "full"}
+    ids = tokens(2, TOKENS)
+    assert relative_l2(model(input_ids=ids).logits, saved(input_ids=ids).logits) < 1e-5
+
+
 def test_gpt_oss_learns():
     inputs, blind = text()
     losses, _ = train(with_sinks("sagebwd"), lambda model: model(**inputs).loss, 2e-3)
