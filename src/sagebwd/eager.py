@@ -250,7 +250,8 @@ class Plan:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """o, and with lse also lse and k_mean; held and callers, of a mask in place of a key_mask."""
         given = q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *callers
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:4]):
+        trains = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        if trains and torch.is_grad_enabled():
             return _Replayed.apply(self, held, *given)
         return self.run(held, *given)[0]
 
