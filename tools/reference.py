@@ -38,6 +38,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
         "flash-attn's signatures, packed", INTEGRATIONS + "flash_attn",
         ("flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"),
     ),
+    "flex_attention": ("FlexAttention's signature", INTEGRATIONS + "flex_attention", None),
     "flash_attn_padding": ("flash-attn's padding", INTEGRATIONS + "flash_attn_padding", None),
     "context_parallel": ("One sequence over several processes", INTEGRATIONS + "context_parallel", None),
     "checkpointing": ("Activation checkpointing", "sagebwd.checkpointing", ("keep_attention",)),

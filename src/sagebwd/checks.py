@@ -36,9 +36,10 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     return window[0], window[1]
 
 
-def kind(*tensors: Tensor) -> None:
+def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:
     """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
-    for name, tensor in zip(("query", "key", "value"), tensors):
+    given = {"query": query, "key": key, "value": value} | ({} if sinks is None else {"sinks": sinks})
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.is_nested:
@@ -51,14 +52,14 @@ def kind(*tensors: Tensor) -> None:
     if torch.jit.is_tracing():
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
     if forward_ad._current_level >= 0:
-        for name, tensor in zip(("query", "key", "value"), tensors):
+        for name, tensor in given.items():
             if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
                 raise NotImplementedError(
                     f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
                     f"backward, or {_SDPA}"
                 )
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
@@ -136,6 +137,29 @@ def heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
         raise ValueError(f"key: {kv_heads} heads for query's {heads}; pass enable_gqa=True to share key heads")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}")
+
+
+def sinks(given: Tensor | None, query: Tensor) -> None:
+    """Raises unless sinks are None or one number a query head; query, whose heads are its second dimension."""
+    if given is None:
+        return
+    if not given.is_floating_point():
+        raise TypeError(f"sinks: dtype {given.dtype} is not supported; accepted: floating-point dtypes")
+    if tuple(given.shape) != (query.shape[1],):
+        raise ValueError(
+            f"sinks: expected shape ({query.shape[1]},), one logit a query head, got {tuple(given.shape)}"
+        )
+    if given.device != query.device:
+        raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
+
+
+def refuse_sinks_beside(only_torch: str, given: Tensor | None) -> None:
+    """Raises for sinks in a call that torch's own attention alone computes, which has none."""
+    if given is not None:
+        raise NotImplementedError(
+            f"sinks: not supported beside {only_torch}, which torch's own attention alone takes, without sinks; leave "
+            "one of the two out"
+        )
 
 
 def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], device: torch.device) -> None:

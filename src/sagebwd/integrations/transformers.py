@@ -26,7 +26,6 @@ import warnings
 from functools import partial, wraps
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
@@ -37,18 +36,18 @@ from transformers.utils.import_utils import is_tracing
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
 from sagebwd.auto.asked import autocast_dtype
+from sagebwd.integrations.transformers_decoding import decode
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
 from sagebwd.kernels.table import MAX_HEAD_DIM
 
 _UNSUPPORTED = {
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "indices": "attention to chosen keys",
-    "block_indices": "attention to chosen blocks of keys",
-    "cache": "a paged cache",
-    "position_bias": "a position bias",
+    "softcap": ("soft-capped logits", "'eager' or 'flex_attention'"),  # which 'sdpa' leaves out
+    "sinks": ("a sink for each query", "'eager'"),
+    "indices": ("attention to chosen keys", "'sdpa' or 'eager'"),
+    "block_indices": ("attention to chosen blocks of keys", "'sdpa' or 'eager'"),
+    "cache": ("a paged cache", "'sdpa' or 'eager'"),
+    "position_bias": ("a position bias", "'sdpa' or 'eager'"),
 }
 _COMPILED_PACKING = (
     "packed documents are not seen in position_ids under torch.compile; give cu_seq_lens_q and the like, "
@@ -157,17 +156,19 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls.
 
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
     what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
-    it is None. cu_seq_lens_q and the like, offsets of packed documents.
+    it is None. s_aux, (heads,), the sinks of gpt-oss and others. cu_seq_lens_q and the like, offsets of packed
+    documents.
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
-    Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, sinks, position biases.
+    Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases.
     """
     _refuse_unsupported(dropout, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
@@ -180,13 +181,13 @@ def attention(
         )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
     if mask is None or mask.continues:
-        return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
+        return decode(query, key, value, None if mask is None else mask.dense, scaling, s_aux), None
     config = getattr(module, "config", None)
     # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
     layer = getattr(module, "layer_idx", None) if has_layers(config) else None
     chosen = settings(config, layer)
     if isinstance(mask.visible, str):
-        return _carried(query, key, value, mask.dense, {"scale": scaling, **chosen}), None
+        return _carried(query, key, value, mask.dense, {"scale": scaling, "sinks": s_aux, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
         raise NotImplementedError(
@@ -199,7 +200,7 @@ def attention(
         -1 if causal or visible.upper is None else visible.upper,
     )
     shared = {
-        "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window,
+        "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window, "sinks": s_aux,
         **chosen,
     }  # fmt: skip
     offsets = _packed_offsets(mask, query, key, kwargs)
@@ -284,10 +285,10 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
             f"attention dropout {dropout} is not supported by attn_implementation='sagebwd', whose kernels would each "
             "draw the same random numbers again; set attention_dropout=0 in the model's config, or use 'sdpa'"
         )
-    for name, meaning in _UNSUPPORTED.items():
+    for name, (meaning, instead) in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use 'sdpa' or 'eager'"
+                f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use {instead}"
             )
     if kwargs.get("output_attentions"):
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
@@ -304,30 +305,13 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-@torch.compiler.assume_constant_result  # a trace warns once and goes on
-def _warn_of_decoding() -> None:
-    warnings.warn(
-        "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
-        stacklevel=5,
-    )
-
-
-def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
-    _warn_of_decoding()
-    if not torch.compiler.is_compiling():
-        counts.counts[f"{counts.TORCH} with a KV cache"] += 1
-    grouped = query.shape[1] != key.shape[1]
-    visible = None if visible is None else visible.to(query.device)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
 def _carried(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | BlockMask, shared: dict[str, object]
 ) -> Tensor:
     """A mask that is no band of distances, by the kernels that take any."""
-    visible = visible.to(query.device)
+    # a copy of a BlockMask would be read anew
+    if isinstance(visible, Tensor) or visible.kv_num_blocks.device != query.device:
+        visible = visible.to(query.device)
     if isinstance(visible, Tensor) and visible.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "an attention_mask that needs a gradient, such as a learned bias, is not supported by "
