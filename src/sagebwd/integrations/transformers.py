@@ -39,6 +39,7 @@ from sagebwd.auto.asked import autocast_dtype
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
+from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_wide import documents_of_wide_heads, is_wide
 
 __all__ = ["add_qk_norm", "attention", "register"]
@@ -115,6 +116,10 @@ def attention(
             f"attn_implementation='sagebwd'; {USE_INSTEAD}"
         )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
+    sharing = sharing_of(module)
+    if sharing is not None:
+        chosen = settings(getattr(module, "config", None), getattr(module, "layer_idx", None))
+        return shared_attention(sharing, query, key, value, mask, kwargs, {"scale": scaling, **chosen}), None
     if mask is None or mask.continues:
         return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
     config = getattr(module, "config", None)
