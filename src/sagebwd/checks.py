@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sagebwd.auto.traced import asked_once
 from sagebwd.kernels import table
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
@@ -32,6 +33,7 @@ def in_ring() -> Iterator[None]:
         _rings -= 1
 
 
+@asked_once
 def is_divided() -> bool:
     """Whether torch's context_parallel is on, and a call, which is no step of a ring, would see a part of its tokens.
 
@@ -86,9 +88,9 @@ def kind(*tensors: Tensor) -> None:
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
+    refuse_divided()
     if torch.compiler.is_compiling():
         return
-    refuse_divided()
     if torch.jit.is_tracing():
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
     if forward_ad._current_level >= 0:

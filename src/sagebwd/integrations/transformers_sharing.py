@@ -117,8 +117,8 @@ def _check_places(sharing: Sharing, positions: Tensor | None, query: Tensor) -> 
     expected = shard(torch.arange(tokens, device=query.device), 0, sharing.group)
     if positions is None or positions.shape[1:] != expected.shape or not bool((positions == expected).all()):
         raise ValueError(
-            f"position_ids: they are not those of the tokens that process {rank} of {count} has of a sequence of {tokens}"
-            "; give shard(torch.arange(tokens), 0, group)[None], or divide them with the batch. Packed documents are not "
+            f"position_ids: not those of the tokens that process {rank} of {count} has of {tokens}; give "
+            "shard(torch.arange(tokens), 0, group)[None], or divide them with the batch. Packed documents are not "
             "supported"
         )
     sharing.checked = positions
