@@ -24,7 +24,12 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
         "What ran, and switches", "sagebwd", ("explain", "explain_varlen", "summary", "switches", "__version__"),
     ),
     "sdpa": ("Calls of scaled_dot_product_attention", "sagebwd", ("replace_sdpa", "install_sdpa", "uninstall_sdpa")),
-    "transformers": ("Transformers", INTEGRATIONS + "transformers", None),
+    "transformers": ("Transformers", INTEGRATIONS + "transformers", ("register", "attention", "add_qk_norm")),
+    "transformers_sharing": (
+        "Sequences of a model of Transformers over several processes", INTEGRATIONS + "transformers_sharing",
+        ("share_sequences", "keep_sequences"),
+    ),
+    "torch_registry": ("torch's registry of flash-attention kernels", INTEGRATIONS + "torch_registry", None),
     "diffusers": ("Diffusers", INTEGRATIONS + "diffusers", None),
     "sageattention": ("SageAttention's signatures", INTEGRATIONS + "sageattention", None),
     "flash_attn": (

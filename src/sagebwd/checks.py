@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sagebwd.auto.traced import asked_once
 from sagebwd.kernels import table
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
+# Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way.
+_rings = 0
+
+
+@contextmanager
+def in_ring() -> Iterator[None]:
+    """Inside, calls are steps of a ring over the processes that share a sequence."""
+    global _rings
+    _rings += 1
+    try:
+        yield
+    finally:
+        _rings -= 1
+
+
+@asked_once
+def is_divided() -> bool:
+    """Whether torch's context_parallel is on, and a call, which is no step of a ring, would see a part of its tokens.
+
+    torch then replaces its own function, which alone knows of the other processes.
+    """
+    if _CONTEXT_PARALLEL not in sys.modules or _rings:
+        return False
+    replaced = getattr(sys.modules[_CONTEXT_PARALLEL], "_replaced_functions", ())
+    return F.scaled_dot_product_attention in replaced
+
+
+def refuse_divided() -> None:
+    """Raises NotImplementedError where `is_divided`."""
+    if is_divided():
+        raise NotImplementedError(
+            "torch.distributed.tensor.experimental.context_parallel divides the sequence among processes and replaces "
+            f"{_SDPA} alone: sagebwd would attend to this process's tokens only; use "
+            "sagebwd.integrations.context_parallel.ring_attention, or for a model of Transformers "
+            "sagebwd.integrations.transformers_sharing.share_sequences"
+        )
 
 
 def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tuple[float, tuple[int, int]]:
@@ -47,6 +89,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
+    refuse_divided()
     if torch.compiler.is_compiling():
         return
     if torch.jit.is_tracing():

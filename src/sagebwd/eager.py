@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import dispatch, switches
+from sagebwd import checks, dispatch, switches
 from sagebwd.auto import torch_attention
 from sagebwd.auto.counts import TORCH, answer
 from sagebwd.auto.torch_attention import Way
@@ -64,6 +64,7 @@ def kind_of(
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or checks.is_divided()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or (recipe.__class__ is not str and recipe.__class__ is not Recipe)
         or (window is not None and window.__class__ is not tuple)

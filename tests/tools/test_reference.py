@@ -12,7 +12,10 @@ from sagebwd import integrations
 from tools import reference
 
 # parts of an integration that users do not call
-INSIDE = {"transformers_masks", "transformers_settings", "flash_attn_modules"}
+INSIDE = {
+    *(f"transformers_{part}" for part in ("decoding", "masks", "norms", "settings", "sharing", "wide")),
+    "flash_attn_modules",
+}
 
 
 def test_the_committed_pages_are_current(tmp_path):
