@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TIMED_TRITON := 3.6.0
 SOURCES := src tests tools examples
 
-.PHONY: demo test test-rounding test-gpu gpu-suite matrix fuzz-gpu sanitize-gpu package bench lint format clean
+.PHONY: demo test test-rounding test-gpu gpu-suite matrix fuzz-gpu sanitize-gpu package docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ test-rounding: $(INSTALLED)
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
 package: $(INSTALLED)
 	$(BIN)/python -m tools.package
+
+# docs/reference, from the docstrings
+docs: $(INSTALLED)
+	PYTHONPATH=src $(BIN)/python -m tools.reference
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
 test-gpu:

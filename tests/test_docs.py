@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -51,6 +50,32 @@ def test_every_results_file_is_cited_and_every_cited_one_exists():
     assert not [str(path) for path in files if " " in str(path)], "no spaces in names"
 
 
+def test_pages_are_short():
+    """But the log's: 150 lines; the README, which is read first, 110."""
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in DOCUMENTS}
+    logs = {path for path in lengths if path.is_relative_to("docs/log") or path.name == "CHANGELOG.md"}
+    assert not {str(path): lines for path, lines in lengths.items() if path not in logs and lines > 150}
+    assert lengths[Path("README.md")] <= 110
+
+
+def test_every_page_is_two_clicks_from_the_readme():
+    """But the log's, which its own index lists."""
+    found = met = {ROOT / "README.md"}
+    for _ in range(2):
+        links = (
+            (page.parent / link).resolve()
+            for page in met
+            for link in re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        )
+        met = set(links)
+        found = found | met
+    log = ROOT / "docs" / "log"
+    assert {str(page) for page in DOCUMENTS if page not in found and not page.is_relative_to(log)} == set()
+    pages = {path for path in log.glob("*.md") if path.name != "README.md"}
+    text = (log / "README.md").read_text(encoding="utf-8")
+    assert not [path.name for path in pages if f"({path.name})" not in text]
+
+
 def test_contributing_has_a_line_for_every_tool():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names = [path.stem for path in (ROOT / "tools").glob("[!_]*.py")]
@@ -59,8 +84,9 @@ def test_contributing_has_a_line_for_every_tool():
     assert not [name for name in names if f"| `python -m tools.{name}" not in text and f"tools/{name}.py" not in text]
 
 
-def test_recipes_named_in_method_parse():
-    text = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+def test_recipes_named_in_the_method_parse():
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("method", "gradients-e4m3", "causality")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     recipes = re.findall(r'"((?:token|paper|full)\([^"]*\))"', text.replace("\n", " "))
     assert recipes
     for recipe in recipes:
@@ -91,115 +117,6 @@ def test_messages_quoted_in_troubleshooting_are_in_the_source():
     assert not [message for message in quoted if not patterns.fullmatch(message)]
 
 
-def test_speeds_of_token_by_length_are_those_of_the_file():
-    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
-    text = text[text.index("## `token` on the portable kernels by length") :]
-    (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
-    times = {
-        (row["recipe"], row["tokens"], row["head_dim"], row["causal"]): row
-        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-        if (row["impl"], row["direction"]) == ("triton", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
-    }
-    lines = re.findall(r"^\| `(\w+)` \| (\d+)K \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 6
-    for recipe, tokens, cells in lines:
-        columns = [
-            times[recipe, 1024 * int(tokens), head_dim, causal] for head_dim in (64, 128) for causal in (False, True)
-        ]
-        expected = [f"{row['peer_ms'] / row['ms']:.2f} / {row['fa2_ms'] / row['ms']:.2f}" for row in columns]
-        assert cells.split(" | ") == expected
-
-
-def test_speeds_in_the_readme_are_those_of_the_file():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
-    ratios = {
-        (row["recipe"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"]): row["peer_ms"] / row["ms"]
-        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-        if (row["impl"], row["direction"]) == ("hopper", "fwd+bwd")
-    }
-    lines = re.findall(r"^\| ([\d/]+) \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 8
-    least, most = re.search(
-        r"at 8K tokens, forward \+ backward .* is ([\d.]+) to ([\d.]+) times as fast", text
-    ).groups()
-    at_8k = [x for _, cells in lines for x in cells.split(" | ")[1::2] if x != "not timed"]
-    assert (least, most) == (min(at_8k), max(at_8k))
-    for width, cells in lines:
-        head_dim, _, value_dim = width.partition("/")
-        calls = [
-            ("mixed", int(head_dim), int(value_dim or head_dim), causal, tokens)
-            for causal in (True, False)
-            for tokens in (4096, 8192)
-        ]
-        assert cells.split(" | ") == [f"{ratios[call]:.2f}" if call in ratios else "not timed" for call in calls]
-
-
-def test_speeds_of_widths_are_those_of_the_file():
-    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
-    (name,) = set(re.findall(r"`(benchmarks/results/attention_h200_2026-11-25_[\w./-]+json)`", text))
-    rows = {
-        (row["impl"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"], row["direction"]): row
-        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-    }
-    lines = re.findall(r"^\| (\d+)/?(\d*), (\d)K(, causal)? \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 30
-    for head_dim, value_dim, thousands, causal, cells in lines:
-        call = int(head_dim), int(value_dim or head_dim), bool(causal), 1024 * int(thousands)
-        found = [rows.get((impl, *call, "fwd+bwd")) for impl in ("hopper", "fa4", "cudnn")]
-        times = ["-" if row is None else f"{row['ms']:.3f}" + ", wrong" * (row["gate"] != "ok") for row in found]
-        ways = [rows["hopper", *call, way] for way in ("fwd", "bwd", "fwd+bwd")]
-        fwd, bwd, both = (f"{row['peer_ms'] / row['ms']:.2f}" for row in ways)
-        assert cells.split(" | ") == [*times, f"{fwd} / {bwd} / **{both}**"]
-
-
-def test_tflops_in_speed_are_those_of_the_file():
-    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
-    name = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)[0]
-    tflops = {
-        (row["impl" if row["recipe"] == "bf16" else "recipe"], row["head_dim"], row["causal"], row["tokens"],
-         row["direction"]): row["tflops"]
-        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
-        if row["heads"] == row["kv_heads"]
-    }  # fmt: skip
-    lines = re.findall(r"^\| (\d+), (none|causal), (\d+)(K?).*? \| (.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 16
-    for head_dim, mask, number, thousands, cells in lines:
-        shape = int(head_dim), mask == "causal", int(number) * (1024 if thousands else 1)
-        fa4, mixed = (
-            [tflops[kernel, *shape, way] for way in ("fwd", "bwd", "fwd+bwd")] for kernel in ("fa4", "mixed")
-        )
-        ratio = " / ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(mixed, fa4)).rsplit(" ", 1)
-        expected = [" / ".join(f"{x:.0f}" for x in fa4), " / ".join(f"{x:.0f}" for x in mixed)]
-        expected += [
-            f"{ratio[0]} **{ratio[1]}**",
-            *(f"{tflops[name, *shape, 'fwd+bwd']:.0f}" for name in ("cudnn", "fa2")),
-        ]
-        assert cells.split(" | ") == expected
-
-
-def test_errors_in_the_readme_are_those_of_the_files():
-    text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "docs" / "results"
-    errors = {}
-    for path in results.glob("gaussian_plain*.json"):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            errors[row["recipe"], row["sigma"], row["tensor"]] = row["relative_l2"]
-            errors["the paper's printed figures", row["sigma"], row["tensor"]] = row["expected_l2"]
-    for row in json.loads((results / "sinks_64.json").read_text(encoding="utf-8"))["rows"]:
-        if (row["kind"], row["logits"]) == ("first", 12):
-            errors |= {(row["recipe"], "sink", name): row[name] for name in ("o", "dq", "dk", "dv")}
-    lines = re.findall(r"^\| `?([^|`]+)`? \| ((?:[.\d]+ / ){3}.*) \|$", text, re.MULTILINE)
-    assert len(lines) == 4
-    for name, cells in lines:
-        for kind, cell in zip((1, 5, "sink"), cells.split(" | "), strict=True):
-            expected = [errors.get((name, kind, tensor)) for tensor in ("o", "dq", "dk", "dv")]
-            if expected[0] is None:
-                assert cell == "not given"
-                continue
-            found = [float(number) for number in cell.split(" / ")]
-            assert all(abs(a - b) <= 5.1e-5 for a, b in zip(found, expected, strict=True)), (name, kind)
-
-
 def test_every_command_has_its_row():
     pytest.importorskip("typer")
     import typer
@@ -208,104 +125,6 @@ def test_every_command_has_its_row():
 
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `sagebwd ([\w-]+)", text, re.MULTILINE)) == set(typer.main.get_command(app).commands)
-
-
-def test_what_deterministic_costs_in_troubleshooting_is_the_files():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times\s+as\s+long.*?\[file\]\((.*?)\)"
-    ((least, most, link),) = re.findall(pattern, text, re.DOTALL)
-    rows = json.loads((ROOT / "docs" / link).read_text(encoding="utf-8"))["rows"]
-    times = {
-        (row["recipe"], row["head_dim"], row["tokens"], row["causal"], row["kv_heads"]): row["ms"]
-        for row in rows
-        if (row["impl"], row["direction"]) == ("hopper", "bwd")
-    }
-    ratios = [
-        ms / times["mixed", *shape] for (recipe, *shape), ms in times.items() if recipe.endswith("(deterministic)")
-    ]
-    assert len(ratios) == 6
-    assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
-
-
-GRID = ROOT / "docs" / "results" / "grid"
-INTERVAL = r"[+-]\.\d{3} to [+-]\.\d{3}(?!\d)"
-
-
-def spelt(interval, digits=3):
-    """An interval of gaps as documents have it."""
-    return " to ".join(f"{end:+.{digits}f}" for end in interval).replace("0.", ".")
-
-
-def gaps_of(name):
-    """By variant, over every seed of a cell of the grid."""
-    from sagebwd.training.gaps import gaps
-
-    folders = [path for path in (GRID / name, *sorted(GRID.glob(f"{name}-seed?"))) if path.exists()]
-    return {row.variant: row for row in gaps(folders)}
-
-
-def test_gaps_of_runs_are_those_of_the_files():
-    text = (ROOT / "docs" / "results" / "pretraining-runs.md").read_text(encoding="utf-8")
-    pattern = r"^\| (no )?QK-norm, (16|131)K(, 4e-3)? \| (.*[+-]\.\d{4}.*) \|$"
-    lines = re.findall(pattern, text, re.MULTILINE)
-    assert len(lines) == 6
-    for no, tokens, rate, cells in lines:
-        name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
-        found = gaps_of(name)
-        expected = []
-        for row in (found["token"], found["paper"]):
-            expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
-        assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
-        intervals = [spelt(row.interval) for row in (found["token"], found["paper"]) if row.interval]
-        assert re.findall(INTERVAL, cells) == intervals, name
-    lines = re.findall(r"^\| (16|131)K, seed \d \| .* \| ([+-]\.\d{4}) \|$", text, re.MULTILINE)
-    for tokens, size in (("16", "small"), ("131", "large")):
-        expected = gaps_of(f"fp32-sums-{size}")["mixed"].gaps
-        assert [float(gap) for found, gap in lines if found == tokens] == [round(x, 4) for x in expected]
-
-
-def test_verdicts_are_those_of_the_files():
-    """Gap, interval, pairs, p and commit of each recipe; and the README's of the recipes with QK-norm."""
-    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
-    pattern = r"^\| `(\w+)` \| (no )?QK-norm, (16|131)K \| (\S+) \((\S+ to \S+)\) \| (\d+) \| (\S+) \| (.*) \|$"
-    lines = re.findall(pattern, text, re.MULTILINE)
-    assert len(lines) >= 8
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    cells = {
-        name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1).split(" | ")
-        for name in ("mixed", "token", "paper")
-    }
-    for recipe, no, tokens, gap, between, pairs, p, commits in lines:
-        small = tokens == "16"
-        cell = "fp32-sums" if recipe == "mixed" else "no-qknorm" if no else "qknorm"
-        name = f"{cell}-{'small' if small else 'large'}"
-        row = gaps_of(name)[recipe]
-        expected = f"{row.mean:+.4f}".replace("0.", "."), spelt(row.interval, 4), str(len(row.gaps)), row.commits
-        assert (gap, between, pairs, tuple(re.findall("`(.*?)`", commits))) == expected, name
-        assert p == f"{row.p:.4f}".replace("0.", ".")
-        if not no:
-            text = f"{row.mean:+.3f}".replace("0.", ".") + f" ({spelt(row.interval)})"
-            assert cells[recipe][0 if small else 1] == text
-
-
-@pytest.mark.parametrize("folder", ["500-steps", "120-steps"])
-def test_losses_of_the_325m_model_are_those_of_the_files(folder):
-    from sagebwd.training.packed import read
-
-    page = {"500-steps": "log/2026-11-25-pretraining.md", "120-steps": "results/pretraining-runs.md"}[folder]
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    text = text[text.index(f"`docs/results/325m/{folder}`") :]
-    table = text[text.index("| held-out loss at step (tokens) |") :].split("\n\n")[0]
-    heading, _, *lines = (line.split("|")[2:-1] for line in table.splitlines())
-    steps = [int(cell.split("(")[0]) for cell in heading]
-    assert len(steps) >= 6
-    losses = {}
-    for run in read(ROOT / "docs" / "results" / "325m" / folder):
-        found = {line["step"]: line["held_out_loss"] for line in run["metrics"] if "held_out_loss" in line}
-        losses[run["run"]] = [found[step] for step in steps]
-    full, recipe = losses.values()
-    for line, expected in zip(lines, [full, recipe, [b - a for a, b in zip(full, recipe)]], strict=True):
-        assert [float(cell.strip(" *")) for cell in line] == [round(x, 4) for x in expected]
 
 
 def test_links_between_documents_lead_somewhere():

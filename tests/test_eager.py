@@ -172,6 +172,34 @@ def test_packed_calls(operators):
     assert len(operators) == 2
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_sinks_are_replayed(with_lse, packed, operators):
+    """What a replayed call gives is what the operators give, of tensors of the same numbers."""
+    found = []
+    for seed in (0, 1, 2, 3, 0, 1, 2, 3):
+        *inputs, do = draw(seed=seed)
+        sinks = torch.tensor([1.0, -1, 0.5] if not packed else [seed / 4], dtype=torch.bfloat16, requires_grad=True)
+        leaves = [x.requires_grad_() for x in inputs]
+        if packed:
+            leaves = [x.detach().view(-1, 1, SHAPE[3]).requires_grad_() for x in inputs]
+            offsets = torch.tensor([0, seed, len(leaves[0])], dtype=torch.int32)
+            arguments = offsets, offsets, len(leaves[0]), len(leaves[0])
+            outcome = sage_attention_varlen(*leaves, *arguments, sinks=sinks, recipe="token", return_lse=with_lse)
+        else:
+            outcome = attend(*leaves, sinks=sinks, return_lse=with_lse)
+        o, lse = outcome if with_lse else (outcome, None)
+        loss = (o * do.view_as(o)).sum() + (lse.square().sum() if with_lse else 0)
+        found.append((o, *([lse] if with_lse else []), *torch.autograd.grad(loss, (*leaves, sinks))))
+        scores = leaves[0].sum(-1).T if packed else leaves[0].sum(-1)
+        if with_lse:
+            torch.testing.assert_close(lse, torch.logaddexp(scores, sinks.float()[:, None]))
+        assert found[-1][-1].dtype == torch.bfloat16
+    assert len(operators) == 2
+    for first, again in zip(found[:2], found[4:6]):
+        torch.testing.assert_close(first, again)
+
+
 def test_replayed_calls_write_as_they_read(operators):
     """Views of tensors with the heads of a token side by side; the stand-ins go through memory in its order."""
     for seed in range(8):

@@ -5,8 +5,8 @@ head_dim 64, 2 heads, causal, seed 0) and a margin of a tenth, and at least .000
 needs a reason in the commit message.
 dK of "flat-and-sink" is one key's gradient and swings with the seed: over 12 seeds .005 to .027 (mean .011).
 
-`python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of docs/results/accuracy.md, and
-with ``lengths`` that of dQ by length there.
+`python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of
+docs/results/accuracy-kinds.md, and with ``lengths`` that of dQ by length there.
 """
 
 import math

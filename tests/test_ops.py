@@ -25,13 +25,14 @@ def dense(recipe="token", dtype=torch.float32, requires_grad=True):
     q, k, v, _ = draw(batch=2, heads=4, kv_heads=2, tokens=70, head_dim=16, dtype=dtype)
     inputs = leaves(q, k, v) if requires_grad else [q, k, v]
     mask = (torch.arange(70) < torch.tensor([70, 50])[:, None]).contiguous()
-    return *inputs, mask, None, None, None, None, None, 70, 70, True, -1, -1, 0.25, recipe, "reference", False
+    return *inputs, None, mask, None, None, None, None, None, 70, 70, True, -1, -1, 0.25, recipe, "reference", False
 
 
 def packed(recipe="token"):
     q, k, v, _ = (x[0].transpose(0, 1) for x in draw(heads=4, kv_heads=2, tokens=70, head_dim=16))
     return (
         *leaves(q, k, v),
+        None,
         None,
         None,
         None,
@@ -53,17 +54,28 @@ def packed(recipe="token"):
 def masked(recipe="token"):
     """`dense` under an additive mask."""
     mask = read(draw_mask("bias-all", (2, 4, 70, 70), torch.float32, 0))
-    return *dense(recipe)[:3], mask.keys, mask.elements, None, mask.blocks, *dense(recipe)[7:]
+    return *dense(recipe)[:4], mask.keys, mask.elements, None, mask.blocks, *dense(recipe)[8:]
 
 
 def tiled(recipe="token"):
     """`dense` under a BlockMask."""
     mask = read(draw_mask("prefix", (2, 4, 70, 70), torch.float32, 0))
-    return *dense(recipe)[:3], mask.keys, mask.elements, mask.tiles, mask.blocks, *dense(recipe)[7:]
+    return *dense(recipe)[:4], mask.keys, mask.elements, mask.tiles, mask.blocks, *dense(recipe)[8:]
+
+
+def beside_sinks(recipe="token", form=dense):
+    """`dense`, or another, with sinks in BF16."""
+    q, k, v, _, *rest = form(recipe)
+    return q, k, v, torch.tensor([0.5, -1, 2, -30], dtype=torch.bfloat16, requires_grad=True), *rest
+
+
+def packed_beside_sinks(recipe="token"):
+    """`packed` with sinks."""
+    return beside_sinks(recipe, packed)
 
 
 @pytest.mark.parametrize("recipe", ["token", "paper", "full", "token(smooth_q=True)"])
-@pytest.mark.parametrize("arguments", [dense, packed, masked, tiled])
+@pytest.mark.parametrize("arguments", [dense, packed, masked, tiled, beside_sinks, packed_beside_sinks])
 def test_opcheck_forward(recipe, arguments):
     outcome = torch.library.opcheck(torch.ops.sagebwd.attention.default, arguments(recipe))
     assert set(outcome.values()) == {"SUCCESS"}
@@ -75,12 +87,12 @@ def test_opcheck_of_a_map(kind):
     assert set(torch.library.opcheck(torch.ops.sagebwd.mask_blocks.default, (mask,)).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("form", [dense, masked, tiled])
+@pytest.mark.parametrize("form", [dense, masked, tiled, beside_sinks])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_opcheck_backward(form, with_lse):
-    q, k, v, mask, *settings = form()
-    q, k, v = (x.detach() for x in (q, k, v))
-    o, lse, *saved = ops.attention(q, k, v, mask, *settings)
+    q, k, v, sinks, mask, *settings = form()
+    q, k, v, sinks = (None if x is None else x.detach() for x in (q, k, v, sinks))
+    o, lse, *saved = ops.attention(q, k, v, sinks, mask, *settings)
     dlse = torch.ones_like(lse) if with_lse else None
     outcome = torch.library.opcheck(
         torch.ops.sagebwd.attention_backward.default,

@@ -2,7 +2,8 @@
 
 `python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward as the operators call
 them, of `sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not
-in it. Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`.
+in it. Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a
+recipe prints what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without.
 
 With ``--cuda`` first it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
 attention beside.
@@ -18,14 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention.flex_attention import create_block_mask
 from triton.backends.compiler import GPUTarget
 
-from sagebwd import dispatch, sage_attention
+from sagebwd import dispatch, read_block_mask, sage_attention
 from sagebwd.call import Call
 from sagebwd.recipe import Recipe
 
@@ -175,6 +178,38 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
     return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}
 
 
+def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dict[str, float]:
+    """Microseconds of `sage_attention` and of its backward by what masks it, on the portable kernels."""
+    if device == "cpu":
+        pretend()
+        dispatch.choose = lambda ask, size: dispatch.named(Recipe.named("token"), "triton/triton")
+    *leaves, do = inputs(device)
+    leaves = [x.requires_grad_() for x in leaves]
+    tokens = torch.arange(TOKENS, device=device)
+    document = tokens // 100
+    blocks = create_block_mask(
+        lambda b, h, q, k: document[q] == document[k], None, None, TOKENS, TOKENS, device=device
+    )
+    masks = {
+        "none": {},
+        "padding": {"attn_mask": (tokens < 200)[None, None, None]},
+        "boolean": {"attn_mask": document[:, None] == document},
+        "bias": {"attn_mask": torch.zeros(1, HEADS, TOKENS, TOKENS, device=device)},
+        "BlockMask": {"block_mask": blocks},
+        "BlockMask, read": {"block_mask": read_block_mask(blocks)},
+    }
+    found = {}
+    for name, mask in masks.items():
+        attend = partial(sage_attention, *leaves, is_causal=True, recipe="token", impl="triton", **mask)
+        backward = partial(torch.autograd.grad, inputs=leaves, grad_outputs=do, retain_graph=True)
+        for _ in range(4):  # the third is replayed, and so is the next one's backward
+            out = attend()
+            backward(out)
+        found[name] = microseconds(attend, rounds, calls)
+        found[f"{name}, autograd"] = microseconds(partial(backward, out), rounds, calls)
+    return found
+
+
 def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
     device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
@@ -183,7 +218,9 @@ def main(arguments: list[str]) -> None:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
-        found = {text: measure(text, device=device) for text in recipes}
+        found = {
+            text: (measure_masks if text == "masks" else partial(measure, text))(device=device) for text in recipes
+        }
         if device == "cuda":
             found["torch"] = measure_torch()
         for text, times in found.items():

@@ -12,8 +12,10 @@ from sagebwd.auto import torch_attention
 from sagebwd.auto.asked import asked_of, asked_of_packed, in_four_dimensions
 from sagebwd.auto.counts import TORCH, answer, counts
 from sagebwd.call import Ask, Size
+from sagebwd.masks.held import callers_of
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.sinks import epilogue
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,6 +33,7 @@ def sage_attention(
     *,
     block_mask: BlockMask | Mask | None = None,
     window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
     recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
@@ -58,6 +61,9 @@ def sage_attention(
         block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it,
             which torch.compile needs; attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
+        sinks: (heads,), floating point of any dtype: a logit of each query head that stands beside the scaled scores
+            of every query, whose value is zero, as gpt-oss has. The weights of the keys then sum to less than 1, and
+            lse counts the sink. Differentiable. Torch's own attention has none, so "auto" runs kernels.
         recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
             "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" without an ``impl``
             hands the call to torch's own attention, in full precision, where low precision was not measured to be
@@ -73,8 +79,8 @@ def sage_attention(
         The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
         ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. The output lies in
         memory as query does: with the heads of a token side by side where query is such a view. Both are
-        differentiable. A query that sees no key gives zeros, lse -inf and zero gradients. What torch runs lies in
-        memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
+        differentiable. A query that sees no key gives zeros, lse -inf (or the sink) and zero gradients. What torch
+        runs lies in memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
@@ -82,46 +88,55 @@ def sage_attention(
             implementation lacks (FP8 gradients under a mask that is more than key padding), nested tensors,
             torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
     """
-    given = query, key, value, attn_mask, None, None
+    given = query, key, value, attn_mask, None, None, sinks
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
-    kind = None if block_mask is not None else eager.kind_of(given, recipe, window, *settings)
-    plan = eager.plan_of(kind)
+    kind = eager.kind_of(given, recipe, window, *settings)
+    plan = eager.plan_of(kind) if block_mask is None else None
     if plan is not None:
         counts[plan.answer] += 1
         if plan.__class__ is eager.Handed:
             return plan(*given)
         mask = None if attn_mask is None else attn_mask[:, 0, 0]
-        return _with_true_lse(query, None, plan.call.scale, *plan(query, key, value, mask, None, None))
-    checks.kind(query, key, value)
+        outputs = plan(query, key, value, mask, None, None, sinks)
+        return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
+    if attn_mask is not None or block_mask is not None:
+        held = eager.held_of(kind, attn_mask, block_mask)
+        if held is not None:
+            plan = held.plan
+            counts[plan.answer] += 1
+            outputs = plan(query, key, value, None, None, None, sinks, held, callers_of(attn_mask, block_mask))
+            return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
+    checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
         outcome = sage_attention(
-            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, window=window, recipe=recipe,
-            impl=impl, return_lse=return_lse,
+            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, window=window, sinks=sinks,
+            recipe=recipe, impl=impl, return_lse=return_lse,
         )  # fmt: skip
         o, lse = outcome if return_lse else (outcome, None)
         o = o.reshape(*query.shape[:-1], value.shape[-1])
         return (o, lse.reshape(query.shape[:-1])) if return_lse else o
     asked = asked_of(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, recipe, impl,
-        return_lse,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
+        impl, return_lse,
     )  # fmt: skip
     query, key, value, elements, way = asked.query, asked.key, asked.value, asked.elements, asked.way
     chosen = _chosen(asked.ask, asked.size)
     if chosen is None:
-        if kind is not None:
+        if kind is not None and block_mask is None:
             eager.hand_over(kind, way, query, key, attn_mask, asked.scale)
         return torch_attention.dense(way, query, key, value, elements, asked.scale)
     key_mask, mask = mask_argument.read(attn_mask, elements, block_mask, query, key)
     settings = is_causal, *asked.window, asked.scale, *chosen, switches.current.deterministic
     arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
     parts = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
-    o, lse, *_, k_mean = ops.attention(*arguments[:4], *parts, *arguments[4:])
-    plain = attn_mask is None or (mask is None and attn_mask.shape == (query.shape[0], 1, 1, key.shape[2]))
-    if kind is not None and plain:
+    o, lse, *_, k_mean, _ = ops.attention(*arguments[:3], sinks, key_mask, *parts, *arguments[4:])
+    if kind is not None and mask is not None:
+        eager.remember_masked(kind, given, arguments, mask, block_mask, with_lse=return_lse)
+    elif kind is not None and block_mask is None and (key_mask is None or len(attn_mask) == len(query)):
         eager.remember(kind, given, arguments, with_lse=return_lse)
-    return _with_true_lse(query, None, asked.scale, o, lse, k_mean) if return_lse else o
+    return _with_true_lse(query, None, sinks, asked.scale, o, lse, k_mean) if return_lse else o
 
 
 def sage_attention_varlen(
@@ -136,6 +151,7 @@ def sage_attention_varlen(
     is_causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
     recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
@@ -152,48 +168,43 @@ def sage_attention_varlen(
             save a synchronisation: where the last is less, output and gradients of tokens past it are uninitialised.
         max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
         is_causal, window: aligned bottom right: the last query of a sequence meets its last key.
-        scale, recipe, impl, return_lse: as in `sage_attention`.
+        scale, sinks, recipe, impl, return_lse: as in `sage_attention`.
 
     Returns:
         The output, (total_tokens, heads, value's head_dim); with ``return_lse`` also (heads, total_tokens) in FP32.
 
     Raises: as `sage_attention`.
     """
-    given = query, key, value, None, cu_seqlens_q, cu_seqlens_k
+    given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths = max_seqlen_q, max_seqlen_k
     kind = eager.kind_of(given, recipe, window, is_causal, scale, impl, return_lse, *lengths)
     plan = eager.plan_of(kind)
     if plan is not None:
         counts[plan.answer] += 1
-        return _with_true_lse(query, cu_seqlens_q, plan.call.scale, *plan(*given))
+        return _with_true_lse(query, cu_seqlens_q, sinks, plan.call.scale, *plan(*given))
     offsets = cu_seqlens_q, cu_seqlens_k
     query, key, value, scale, window, ask, size = asked_of_packed(
-        query, key, value, offsets, lengths, is_causal, scale, window, recipe, impl, return_lse
+        query, key, value, offsets, lengths, is_causal, scale, window, sinks, recipe, impl, return_lse
     )
     chosen = _chosen(ask, size)
     if chosen is None:
         return torch_attention.packed(query, key, value, offsets, lengths, is_causal, window, scale)
     settings = is_causal, *window, scale, *chosen, switches.current.deterministic
     arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
-    o, lse, *_, k_mean = ops.attention(*arguments[:4], None, None, None, *arguments[4:])
+    o, lse, *_, k_mean, _ = ops.attention(*arguments[:3], sinks, None, None, None, *arguments[3:])
     if kind is not None:
         eager.remember(kind, given, arguments, with_lse=return_lse)
-    return _with_true_lse(query, cu_seqlens_q, scale, o, lse, k_mean) if return_lse else o
+    return _with_true_lse(query, cu_seqlens_q, sinks, scale, o, lse, k_mean) if return_lse else o
 
 
 def _with_true_lse(
-    query: Tensor, cu_seqlens_q: Tensor | None, scale: float, o: Tensor, *lse_and_mean: Tensor
+    query: Tensor, cu_seqlens_q: Tensor | None, sinks: Tensor | None, scale: float, o: Tensor, *lse_and_mean: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, and where it is given lse with what K-smoothing took off."""
     if not lse_and_mean:
         return o
     lse, k_mean = lse_and_mean
-    k_mean = k_mean.repeat_interleave(query.shape[1] // k_mean.shape[1], 1)
-    if cu_seqlens_q is None:
-        return o, lse + (query.to(lse.dtype) * k_mean.unsqueeze(2)).sum(-1) * scale
-    tokens = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens_q.dtype)
-    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
-    return o, lse + (query.to(lse.dtype) * k_mean[sequence]).sum(-1).T * scale
+    return o, epilogue.true_lse(lse, query, k_mean, scale, cu_seqlens_q, sinks)
 
 
 def _chosen(ask: Ask, size: Size | None) -> tuple[str, str] | None:

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sagebwd.auto.traced import asked_once
 from sagebwd.kernels import table
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
+# Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way.
+_rings = 0
+
+
+@contextmanager
+def in_ring() -> Iterator[None]:
+    """Inside, calls are steps of a ring over the processes that share a sequence."""
+    global _rings
+    _rings += 1
+    try:
+        yield
+    finally:
+        _rings -= 1
+
+
+@asked_once
+def is_divided() -> bool:
+    """Whether torch's context_parallel is on, and a call, which is no step of a ring, would see a part of its tokens.
+
+    torch then replaces its own function, which alone knows of the other processes.
+    """
+    if _CONTEXT_PARALLEL not in sys.modules or _rings:
+        return False
+    replaced = getattr(sys.modules[_CONTEXT_PARALLEL], "_replaced_functions", ())
+    return F.scaled_dot_product_attention in replaced
+
+
+def refuse_divided() -> None:
+    """Raises NotImplementedError where `is_divided`."""
+    if is_divided():
+        raise NotImplementedError(
+            "torch.distributed.tensor.experimental.context_parallel divides the sequence among processes and replaces "
+            f"{_SDPA} alone: sagebwd would attend to this process's tokens only; use "
+            "sagebwd.integrations.context_parallel.ring_attention, or for a model of Transformers "
+            "sagebwd.integrations.transformers_sharing.share_sequences"
+        )
 
 
 def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tuple[float, tuple[int, int]]:
@@ -36,9 +78,10 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     return window[0], window[1]
 
 
-def kind(*tensors: Tensor) -> None:
+def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:
     """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
-    for name, tensor in zip(("query", "key", "value"), tensors):
+    given = {"query": query, "key": key, "value": value} | ({} if sinks is None else {"sinks": sinks})
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.is_nested:
@@ -46,19 +89,20 @@ def kind(*tensors: Tensor) -> None:
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
+    refuse_divided()
     if torch.compiler.is_compiling():
         return
     if torch.jit.is_tracing():
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
     if forward_ad._current_level >= 0:
-        for name, tensor in zip(("query", "key", "value"), tensors):
+        for name, tensor in given.items():
             if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
                 raise NotImplementedError(
                     f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
                     f"backward, or {_SDPA}"
                 )
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
@@ -136,6 +180,29 @@ def heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
         raise ValueError(f"key: {kv_heads} heads for query's {heads}; pass enable_gqa=True to share key heads")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}")
+
+
+def sinks(given: Tensor | None, query: Tensor) -> None:
+    """Raises unless sinks are None or one number a query head; query, whose heads are its second dimension."""
+    if given is None:
+        return
+    if not given.is_floating_point():
+        raise TypeError(f"sinks: dtype {given.dtype} is not supported; accepted: floating-point dtypes")
+    if tuple(given.shape) != (query.shape[1],):
+        raise ValueError(
+            f"sinks: expected shape ({query.shape[1]},), one logit a query head, got {tuple(given.shape)}"
+        )
+    if given.device != query.device:
+        raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
+
+
+def refuse_sinks_beside(only_torch: str, given: Tensor | None) -> None:
+    """Raises for sinks in a call that torch's own attention alone computes, which has none."""
+    if given is not None:
+        raise NotImplementedError(
+            f"sinks: not supported beside {only_torch}, which torch's own attention alone takes, without sinks; leave "
+            "one of the two out"
+        )
 
 
 def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], device: torch.device) -> None:

@@ -282,7 +282,7 @@ def recorded_forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor
     dims = call.head_dim, call.value_dim
     if choice.forward.impl == "reference" or choice.forms(*dims)[0] != dims:
         return None
-    return _driver().recorded(_module(choice.forward.module).forward, call, q, k, v)
+    return _driver().recorded(_module(choice.forward.module).forward, prepared(FORWARD, choice, call), q, k, v)
 
 
 def recorded_backward(
@@ -290,7 +290,15 @@ def recorded_backward(
     v: Tensor,
 ) -> Recording | None:  # fmt: skip
     """What a later `backward` of this kind will launch, if that is recorded."""
+    call = prepared(BACKWARD, choice, call)
     return _driver().recorded(_module(choice.backward.module).backward, call, saved, do, dlse, q, k, v)
+
+
+def prepared(direction: str, choice: Choice, call: Call) -> Call:
+    """The call with what its kernels read of a mask beside it, as they are launched with it."""
+    row = choice.forward if direction == FORWARD else choice.backward
+    module = _module(row.module)
+    return module.prepare(direction, call) if hasattr(module, "prepare") else call
 
 
 @cache

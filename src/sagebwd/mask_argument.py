@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import ops
+from sagebwd.masks.held import made_of
 from sagebwd.masks.mask import Mask, tiles_of
 from sagebwd.masks.remember import Memory
 
@@ -31,7 +32,7 @@ def read_block_mask(block_mask: BlockMask) -> Mask:
     """
     if not _is_block_mask(block_mask):
         raise TypeError(f"block_mask: expected a BlockMask, got {type(block_mask).__name__}")
-    return _memory.get((block_mask,), "tiles", lambda: tiles_of(block_mask))
+    return _memory.get(made_of(None, block_mask), "tiles", lambda: tiles_of(block_mask))
 
 
 def read(

@@ -5,7 +5,7 @@ chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, 
 is off inside: the reference's own products must not be rounded. `sagebwd.call` has the shapes; what
 `sagebwd.call.Saved` lacks is an empty tensor here. mask, mask_tiles and mask_blocks are elements, tiles and blocks of
 `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves are kept for
-backward only where a product needs them in 16 bit.
+backward only where a product needs them in 16 bit. With sinks O and lse are beside them (`sagebwd.sinks.epilogue`).
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -26,6 +26,7 @@ from sagebwd.call import Ask, Call, Saved, empty_gradients, empty_like_rows, kee
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
+from sagebwd.sinks import epilogue
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
 
@@ -107,6 +108,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     key_mask: Tensor | None,
     mask: Tensor | None,
     mask_tiles: Tensor | None,
@@ -122,22 +124,27 @@ def attention(
     recipe: str,
     impl: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean; see the module's text."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, sinks' weights; see the module's text."""
     if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":
         _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
         _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
     dims = q.shape[-1], v.shape[-1]
     choice = _chosen(recipe, impl, dims, q, mask)
     if q.numel() == 0 or k.numel() == 0:
-        o, lse, *saved = _attention_shapes(q, k, v, cu_seqlens_k, choice)
-        return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved)
+        o, lse, *saved, weight = _attention_shapes(q, k, v, sinks, cu_seqlens_k, choice)
+        return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved), weight.fill_(1)
     call = Call.of(
         q, k, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, choice.recipe, deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False), _device_of(q):
-        return _without_none(dispatch.forward(choice, call, q, k, v))
+        saved = dispatch.forward(choice, call, q, k, v)
+        weight = saved.lse.new_empty(0)
+        if sinks is not None:
+            mean = saved.k_mean if choice.recipe.smooth_k else None
+            weight = epilogue.weigh(saved.o, saved.lse, q, mean, sinks, scale, cu_seqlens_q, max_seqlen_q)
+        return *_without_none(saved), weight
 
 
 def _device_of(x: Tensor) -> AbstractContextManager:
@@ -159,7 +166,7 @@ def _without_none(saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _attention_shapes(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, choice: Choice
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_k: Tensor | None, choice: Choice
 ) -> tuple[Tensor, ...]:
     """Empty tensors in the shapes and dtypes that ``attention`` returns."""
     recipe, packed = choice.recipe, cu_seqlens_k is not None
@@ -176,16 +183,17 @@ def _attention_shapes(
         *k_saved,
         q.new_empty(_token_shape(q, packed) if fp8 else (0,), dtype=torch.float32),
         k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
+        q.new_empty((0,) if sinks is None else _token_shape(q, packed), dtype=_accumulator(q)),
     )
 
 
 @torch.library.register_fake("sagebwd::attention", lib=_LIBRARY)
 def _(
-    q, k, v, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
     choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
-    return _attention_shapes(q, k, v, cu_seqlens_k, choice)
+    return _attention_shapes(q, k, v, sinks, cu_seqlens_k, choice)
 
 
 @_operator
@@ -203,6 +211,7 @@ def attention_backward(
     k_scale: Tensor,
     row_max: Tensor,
     k_mean: Tensor,
+    sinks_weight: Tensor,
     key_mask: Tensor | None,
     mask: Tensor | None,
     mask_tiles: Tensor | None,
@@ -218,12 +227,15 @@ def attention_backward(
     recipe: str,
     impl: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; q and k are given where `keeps_inputs` says so."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and of sinks, where there are any, in lse's dtype.
+
+    q and k are given where `keeps_inputs` says so.
+    """
     dims = k_mean.shape[-1], v.shape[-1]
     choice = _chosen(recipe, impl, dims, v, mask)
     if o.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in empty_gradients(choice.recipe, dims[0], o, v))
+        return *(x.zero_() for x in empty_gradients(choice.recipe, dims[0], o, v)), _dsinks(sinks_weight).zero_()
     call = Call.of(
         o, v, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
         window_right, scale, choice.recipe, deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -232,16 +244,27 @@ def attention_backward(
     there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max))
     saved = Saved(o, lse, *there, k_mean)
     with torch.autocast(v.device.type, enabled=False), _device_of(v):
-        return dispatch.backward(choice, call, saved, do, dlse, q, k, v)
+        dq, dk, dv = dispatch.backward(choice, call, saved, do, dlse, q, k, v)
+        dsinks = lse.new_empty(0)
+        if sinks_weight.numel():
+            mean = k_mean if choice.recipe.smooth_k else None
+            dsinks = epilogue.gradient(do, dlse, o, sinks_weight, dq, mean, scale, cu_seqlens_q, max_seqlen_q)
+        return dq, dk, dv, dsinks
+
+
+def _dsinks(weight: Tensor) -> Tensor:
+    """Uninitialised gradients of sinks, of whose weights (B, H, N) or (H, total) are; none where there are none."""
+    return weight.new_empty(weight.shape[-2] if weight.dim() > 1 else 0)
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
 def _(
-    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, key_mask, mask, *settings
+    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, sinks_weight, key_mask,
+    mask, *settings
 ):  # fmt: skip
     recipe, impl, _ = settings[-3:]
     choice = _chosen_in_a_trace(recipe, impl, (k_mean.shape[-1], v.shape[-1]), v, mask)
-    return empty_gradients(choice.recipe, k_mean.shape[-1], o, v)
+    return *empty_gradients(choice.recipe, k_mean.shape[-1], o, v), _dsinks(sinks_weight)
 
 
 class _Attention(torch.autograd.Function):
@@ -249,12 +272,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keyset, *arguments):
-        q, k, v = arguments[:3]
-        masks, settings = arguments[3:9], arguments[9:]
+        q, k, v, sinks = arguments[:4]
+        masks, settings = arguments[4:10], arguments[10:]
         output = o, lse, *saved = _below_autograd(keyset, *arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
-        ctx.settings = settings
+        ctx.settings, ctx.sinks_dtype = settings, None if sinks is None else sinks.dtype
         recipe, impl, _ = settings[-3:]
         _, mask, *_ = masks
         choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
@@ -266,13 +289,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * 19
+            return (None,) * 20
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
-            gradients = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
+            *gradients, dsinks = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
+        if ctx.needs_input_grad[4]:
+            gradients.append(dsinks.to(ctx.sinks_dtype))
         if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
             gradients = once_differentiable(o, *gradients)
-        return None, *gradients, *(None,) * 15
+        return None, *gradients, *(None,) * (19 - len(gradients))
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -302,7 +327,7 @@ def _below_autograd(keyset, *arguments):
 
 def _autograd(keyset, *arguments):
     """What the dispatcher calls for ``sagebwd::attention`` before a device's kernel."""
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3])
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
     return (_Attention.apply if differentiable else _below_autograd)(keyset, *arguments)
 
 

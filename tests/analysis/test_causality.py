@@ -113,7 +113,7 @@ def test_kernels_depend_on_what_the_emulator_does(impl, recipe, operand):
 
 def test_the_page_has_the_commands_tables(capsys):
     path = DOCS / "results" / "causality.json"
-    page = (DOCS / "method.md").read_text(encoding="utf-8")
+    page = (DOCS / "causality.md").read_text(encoding="utf-8")
     for table in causality.markdown(json.loads(path.read_text(encoding="utf-8"))).split("\n\n"):
         assert table in page
 

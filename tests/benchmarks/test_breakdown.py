@@ -1,9 +1,7 @@
 """Kernels by their names, and FlashAttention-4's operators with a stand-in for its package."""
 
-import ast
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sagebwd.benchmarks import breakdown, flash_attention_4
 from sagebwd.benchmarks.choices import Choice
 
-KERNELS = Path(__file__).parents[2] / "src" / "sagebwd" / "kernels"
 # as the profiler prints them on an H200, cut off; of FlashAttention-2, inductor and torch by their sources
 NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1": "attention",
@@ -47,15 +44,26 @@ def test_whose_a_kernel_is(kernel, part):
     assert breakdown.part_of(kernel) == part
 
 
-def test_every_kernel_of_this_project_is_known():
-    found = set()
-    for path in KERNELS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
-            if any(".jit" in x for x in decorators) and node.name.endswith("_kernel"):
-                found.add(node.name)
-    assert {"backward_kernel", "quantize_kernel", "row_values_kernel"} <= found
-    assert {name: breakdown.part_of(name) for name in found if breakdown.part_of(name) == "other"} == {}
+def test_kernels_of_this_project_are_told_by_their_folder():
+    own = breakdown.own_kernels()
+    passes = {"quantize_kernel", "statistics_kernel", "grad_out_kernel", "row_values_kernel", "key_codes_kernel"}
+    attention = {"forward_kernel", "dq_kernel", "dkdv_kernel", "backward_kernel", "value_kernel", "key_query_kernel"}
+    assert {name for name, part in own.items() if part == "attention"} == attention
+    assert passes <= {name for name, part in own.items() if part == "passes"}
+    assert {breakdown.part_of(name) for name in own} == {"attention", "passes"}
+
+
+def test_a_kernel_that_is_renamed_is_counted(tmp_path, monkeypatch):
+    (tmp_path / "operands").mkdir()
+    for place, name in (("new.py", "sweep_kernel"), ("operands/new.py", "pack_kernel")):
+        (tmp_path / place).write_text(f"@triton.jit(do_not_specialize=[0])\ndef {name}(n):\n    pass\n")
+    monkeypatch.setattr(breakdown, "KERNELS", tmp_path)
+    breakdown.own_kernels.cache_clear()
+    try:
+        assert [breakdown.part_of(x) for x in ("sweep_kernel", "pack_kernel")] == ["attention", "passes"]
+        assert breakdown.part_of("backward_kernel") == "other"
+    finally:
+        breakdown.own_kernels.cache_clear()
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from transformers import (
     BertForMaskedLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     ModernBertConfig,
@@ -107,10 +109,15 @@ def entropy(labels, seen):
 GEMMA = DECODER | {
     "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": HEAD_DIM,
 }  # fmt: skip
+GPT_OSS = DECODER | {
+    "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, DECODER, text),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, DECODER, text),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA, text),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, GPT_OSS, text),
     "bert": (BertForMaskedLM, BertConfig, ENCODER, text_with_holes),
     "modernbert": (ModernBertForMaskedLM, ModernBertConfig, WINDOWED_ENCODER, text_with_holes),
     "bart": (BartForConditionalGeneration, BartConfig, ENCODER_DECODER, copying),
@@ -222,3 +229,91 @@ def test_padding_without_a_causal_mask(name):
     expected = run(build(name, "sdpa"))
     for a, e in zip(run(build(name, "sagebwd", sagebwd={"recipe": "full"})), expected):
         assert relative_l2(a, e) < 1e-5
+
+
+def with_sinks(implementation, recipe=None):
+    """gpt-oss with sinks that take some of the weight, by Transformers' own class."""
+    model = build("gpt_oss", implementation, **({} if recipe is None else {"sagebwd": {"recipe": recipe}}))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([1.0, -1.0]))
+    return model.train()
+
+
+def step_of(model, **inputs):
+    """Logits of real tokens, gradients of the sinks, and those of all weights."""
+    outcome = model(**inputs)
+    outcome.loss.backward()
+    real = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(REAL)
+    sinks = torch.cat([layer.self_attn.sinks.grad for layer in model.model.layers])
+    return outcome.logits[real].detach(), sinks, torch.cat([x.grad.flatten() for x in model.parameters()])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gpt_oss_is_its_own_eager_mode(padded):
+    ids = tokens(BATCH, TOKENS)
+    inputs = {"input_ids": ids, "labels": ids}
+    if padded:
+        inputs |= {"attention_mask": REAL.long(), "labels": ids.masked_fill(~REAL, -100)}
+    expected = step_of(with_sinks("eager"), **inputs)
+    assert expected[1].abs().min() > 0
+    for a, e in zip(step_of(with_sinks("sagebwd", "full"), **inputs), expected):
+        assert relative_l2(a, e) < 1e-5
+    for a, e in zip(step_of(with_sinks("sagebwd", "token"), **inputs), expected):
+        assert 0 < relative_l2(a, e) < 0.05
+
+
+def test_gpt_oss_is_loaded_with_its_sinks(tmp_path):
+    saved = with_sinks("eager").eval()
+    saved.save_pretrained(tmp_path)
+    model = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")
+    model.config.sagebwd = {"recipe": "full"}
+    ids = tokens(2, TOKENS)
+    assert relative_l2(model(input_ids=ids).logits, saved(input_ids=ids).logits) < 1e-5
+
+
+def test_gpt_oss_learns():
+    inputs, blind = text()
+    losses, _ = train(with_sinks("sagebwd"), lambda model: model(**inputs).loss, 2e-3)
+    assert losses[-1] < blind - 0.3
+
+
+def test_gpt_oss_attention_compiles_whole():
+    """Of the layers: what they allocate for experts the tests poison, which cannot be traced."""
+    ids = tokens(2, TOKENS)
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    model = with_sinks("sagebwd", "full")
+    expected = step_of(model, **inputs)
+    model.zero_grad()
+    for layer in model.model.layers:
+        layer.self_attn.compile(fullgraph=True, backend="aot_eager")
+    for a, e in zip(step_of(model, **inputs), expected):
+        assert relative_l2(a, e) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_gpt_oss_generates_beside_its_sinks(cache):
+    """A prompt on sagebwd, and tokens that continue a cache on torch: those see the sinks too."""
+    ids = tokens(2, 40)
+    padding = torch.arange(40) >= torch.tensor([0, 9])[:, None]
+    options = {
+        "attention_mask": padding.long(), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None,
+        "use_cache": True, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0,
+    } | ({"cache_implementation": "static"} if cache == "static" else {})  # fmt: skip
+    found, expected = (
+        torch.stack(with_sinks(name, "full").eval().generate(ids, **options).logits) for name in ("sagebwd", "eager")
+    )
+    assert relative_l2(found, expected) < 1e-5
+
+
+def test_a_later_part_of_a_prompt_is_done_in_pieces(monkeypatch):
+    from sagebwd.integrations import transformers_decoding
+
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 30, 8)
+    sinks, visible = torch.tensor([0.5, -1, 2, 0]), torch.ones(9, 30).tril(21).bool()[None, None]
+    whole = transformers_decoding._beside_sinks(q, k, k, visible, None, sinks)
+    monkeypatch.setattr(transformers_decoding, "MOST_ELEMENTS", 2 * 4 * 31 * 4)
+    torch.testing.assert_close(transformers_decoding._beside_sinks(q, k, k, visible, None, sinks), whole)
+    one_row = transformers_decoding._beside_sinks(q, k, k, visible[:, :, -1:], None, sinks)
+    torch.testing.assert_close(one_row[:, :, -1], whole[:, :, -1])

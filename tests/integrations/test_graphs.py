@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sagebwd import sage_attention
@@ -52,6 +53,44 @@ def test_forward_and_backward_in_a_cuda_graph(recipe):
             graph.replay()
             for name, x, e in zip(("o", "dq", "dk", "dv"), captured, run(*given)):
                 assert torch.equal(x, e), name
+
+
+@pytest.mark.parametrize("form", ["boolean", "BlockMask", "sinks"])
+def test_masks_and_sinks_in_a_cuda_graph(form):
+    tokens = torch.arange(TOKENS, device="cuda")
+    document = tokens // 100
+    masks = {
+        "boolean": {"attn_mask": document[:, None] == document},
+        "BlockMask": {
+            "block_mask": create_block_mask(
+                lambda b, h, q, k: document[q] == document[k], None, None, TOKENS, TOKENS, device="cuda"
+            )
+        },
+        "sinks": {"sinks": torch.linspace(-1, 1, HEADS, device="cuda")},
+    }[form]
+
+    def run(q, k, v, do):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = sage_attention(*leaves, is_causal=True, recipe="token", **masks)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    static = draw(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            run(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*static)
+    for seed in (1, 2):
+        given = draw(seed)
+        for x, new in zip(static, given):
+            x.copy_(new)
+        graph.replay()
+        for name, x, e in zip(("o", "dq", "dk", "dv"), captured, run(*given)):
+            assert torch.equal(x, e), name
 
 
 @pytest.mark.parametrize("recipe", recipes())

@@ -419,8 +419,8 @@ def test_models_of_ones_own_are_not_refused():
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, r"attention dropout 0\.1"),
-        ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"softcap": 30.0}, "softcap: soft-capped logits.*use 'eager' or 'flex_attention'"),
+        ({"sinks": torch.zeros(1, 4, 8, 1)}, "sinks: a sink for each query"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"indices": torch.zeros(1)}, "indices: attention to chosen keys"),
         ({"block_indices": torch.zeros(1)}, "block_indices: attention to chosen blocks of keys"),

@@ -291,6 +291,22 @@ def test_masks_that_a_caller_makes_are_sdpas(kind):
     assert relative_l2(model(input_ids=tokens(2, 6), attention_mask=made).logits, expected) < 1e-5
 
 
+def test_a_block_mask_is_read_once_for_all_layers():
+    asked = []
+
+    def causal(b, h, q, k):
+        asked.append(1)
+        return q >= k
+
+    model = pair(DECODERS["llama"]())[1]
+    made = create_block_mask(causal, None, None, 6, 6, device="cpu")
+    asked.clear()
+    for _ in range(2):
+        model(input_ids=tokens(2, 6), attention_mask=made)
+    assert len(model.model.layers) > 1
+    assert len(asked) == 1
+
+
 def test_a_model_that_leaves_our_masks_out_is_refused():
     """Doge: its own masking sees tensors alone."""
     config = DogeConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"})

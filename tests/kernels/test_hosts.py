@@ -15,12 +15,14 @@ from tests.kernels.test_masks import CALLS as MASKED
 from tests.kernels.test_portable import CALLS as PORTABLE
 from tests.kernels.test_sm90_backward import CALLS as OF_HOPPER
 from tests.kernels.test_sm90_backward import VARIED
+from tests.masks import draw
 
 pytest.importorskip("triton")
 from sagebwd import dispatch, eager, sage_attention, sage_attention_varlen
 from sagebwd.call import Call
 from sagebwd.kernels.host import device, replay
 from sagebwd.kernels.portable import lists
+from sagebwd.masks import lists as masks
 from sagebwd.switches import switches
 
 # a forward in CuTe DSL is no kernel of Triton's, whose launches are watched here
@@ -249,3 +251,38 @@ def test_calls_without_operators_launch_the_same(impl, name, notes, monkeypatch)
     assert len(plan.backwards) == 1
     first, again = results[0], results[-1]
     assert_same(first[0], again[0], list(zip(first[1], again[1])))
+
+
+@pytest.mark.parametrize("name", UNDER_A_MASK)
+def test_masked_calls_without_operators_launch_the_same(name, notes, monkeypatch):
+    """And read what was made of the mask, which lies where it lay, as long as the mask is the same."""
+    call, kept, empty, read = CALLS["triton"][name], [], torch.empty, []
+
+    def kept_alive(*args, **kwargs):
+        kept.append(_poison(empty(*args, **kwargs)))
+        return kept[-1]
+
+    def listed(mask, key_mask, *arguments):
+        found = masks.listed(mask, key_mask, *arguments)
+        read.extend(x for x in (*mask, key_mask, found.lists, found.first) if x is not None)
+        return found
+
+    monkeypatch.setattr(torch, "empty", kept_alive)
+    monkeypatch.setattr(lists, "listed", listed)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: call.choice("triton"))
+    drawn = draw(call.mask, (call.batch, call.heads, call.tokens_q, call.tokens_k), call.dtype, 1)
+    given_as = {"attn_mask" if isinstance(drawn, Tensor) else "block_mask": drawn}
+    results = []
+    for seed in (3, 4, 5, 6):
+        *inputs, do, _ = dataclasses.replace(call, seed=seed).inputs()
+        leaves = [x.requires_grad_() for x in inputs]
+        settings = {"recipe": call.recipe, "is_causal": call.is_causal, "window": call.window}
+        notes.clear()
+        o = sage_attention(*leaves, enable_gqa=True, **given_as, **settings)
+        gradients = torch.autograd.grad(o, leaves, do)
+        results.append((notes.copy(), [*inputs, do, o, *gradients]))
+    (plan,) = eager._plans.values()
+    assert len(plan.backwards) == 1
+    first, again = results[0], results[-1]
+    assert first[0]
+    assert_same(first[0], again[0], [*zip(first[1], again[1]), *zip(read, read)])

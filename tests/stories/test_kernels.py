@@ -108,7 +108,7 @@ def test_story_8_compile_and_opcheck(device):
         return leaves(*(randn(1, 2, tokens, 64, seed=n, dtype=dtype, device=device) for n in range(3)))
 
     arguments = (
-        *inputs(40), *(None,) * 6, 40, 40, True, -1, -1, 0.125, "token",
+        *inputs(40), *(None,) * 7, 40, 40, True, -1, -1, 0.125, "token",
         "reference" if device == "cpu" else "triton", False,
     )  # fmt: skip
     assert set(torch.library.opcheck(torch.ops.sagebwd.attention.default, arguments).values()) == {"SUCCESS"}

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 def choice_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, recipe: str | Recipe = AUTO,
-    impl: str | None = None, return_lse: bool = False,
+    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
+    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
 ) -> tuple[Choice, Asked]:  # fmt: skip
     """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that."""
-    checks.kind(query, key, value)
+    checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, attn_mask = four[3:]
     asked = asked_of(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, recipe, impl,
-        return_lse,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
+        impl, return_lse,
     )  # fmt: skip
     return dispatch.choose(asked.ask, asked.size), asked
 
@@ -42,12 +42,12 @@ def choice_of(
 def packed_choice_of(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
-    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+    sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
 ) -> tuple[Choice, Ask, Size | None]:  # fmt: skip
     """The same of `sage_attention_varlen`."""
     *_, ask, size = asked_of_packed(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
-        recipe, impl, return_lse,
+        sinks, recipe, impl, return_lse,
     )  # fmt: skip
     return dispatch.choose(ask, size), ask, size
 
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
 def asked_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
-    recipe: str | Recipe, impl: str | None, return_lse: bool,
+    sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool,
 ) -> Asked:  # fmt: skip
     """What `sagebwd.dispatch.choose` is asked for a call of `sage_attention` in four dimensions; raises as that."""
     query, key, value = autocast(query, key, value)
@@ -80,40 +80,43 @@ def asked_of(
     if key.shape[0] != query.shape[0]:
         raise ValueError(f"key: batch {key.shape[0]} differs from query's {query.shape[0]}; they must be equal")
     checks.heads(query.shape[1], key.shape[1], enable_gqa)
+    checks.sinks(sinks, query)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else kind_of(elements)
     only_torch = checks.only_torch(query, value, elements, dropout_p)
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
-    ask = ask._replace(training=_trains(query, key, value, elements), only_torch=only_torch)
+    ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
-    if block_mask is None and _may_hand_over(ask, query, key, return_lse):
+    if block_mask is None and _may_hand_over(ask, query, key, return_lse or sinks is not None):
         way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
     if way is not None and (only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS):
         batch, heads, tokens, _ = query.shape
         ask, size = ask._replace(kind=way.kind), Size(tokens, key.shape[2], batch * heads * tokens * ask.value_dim)
     elif only_torch is not None:
+        checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
     return Asked(query, key, value, elements, scale, window, ask, size, way)
 
 
 def asked_of_packed(
     query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
-    is_causal: bool, scale: float | None, window: tuple[int, int] | None, recipe: str | Recipe, impl: str | None,
-    return_lse: bool,
+    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
+    impl: str | None, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, int], Ask, Size | None]:  # fmt: skip
     """The same of packed sequences: tensors, scale, window, and what decides who runs the call."""
-    checks.kind(query, key, value)
+    checks.kind(query, key, value, sinks)
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
     checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
+    checks.sinks(sinks, query)
     checks.packing(*offsets, lengths, query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     checks.refuse_only_torch(query, value, None, 0)
-    ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value))
+    ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
     rows = all(x.stride(-1) == 1 for x in (query, key, value))
-    if query.is_cuda and rows and _may_hand_over(ask, query, key, return_lse):
+    if query.is_cuda and rows and _may_hand_over(ask, query, key, return_lse or sinks is not None):
         grouped = query.shape[1] != key.shape[1]
         if torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped):
             elements = query.shape[0] * query.shape[1] * ask.value_dim
@@ -121,12 +124,12 @@ def asked_of_packed(
     return query, key, value, scale, window, ask, size
 
 
-def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, return_lse: bool) -> bool:
-    """Whether a call is one of "auto" that asks for nothing but an output, of tokens that there are.
+def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
+    """Whether a call is one of "auto" of tokens that there are, and not of ``more`` than an output without sinks.
 
     The switch ``deterministic`` is a promise that torch's kernels do not give.
     """
-    if ask.recipe != AUTO or ask.impl is not None or return_lse:
+    if ask.recipe != AUTO or ask.impl is not None or more:
         return False
     return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
 

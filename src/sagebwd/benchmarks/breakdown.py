@@ -1,34 +1,36 @@
 """Where a step's time goes, by PyTorch's profiler: attention's kernels, its passes, copies, all else, and nothing.
 
-Kernels are told by their names: whose launches are replayed (`sagebwd.eager`) has no operator that they belong to.
-What an operator of attention runs beside them, such as memory that is cleared, counts as a pass. Copies and casts are
-those of the whole step, weights' casts under autocast too: what attention adds to them is the difference between two
-attentions. On a CPU, where nothing has kernels, operators are counted by their own time.
+Kernels are told by their names, this project's by the folder that they lie in: whose launches are replayed
+(`sagebwd.eager`) has no operator that they belong to. What an operator of attention runs beside them, such as memory
+that is cleared, counts as a pass. Copies and casts are those of the whole step, weights' casts under autocast too:
+what attention adds to them is the difference between two attentions. On a CPU, where nothing has kernels, operators
+are counted by their own time.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+KERNELS = Path(__file__).parents[1] / "kernels"
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(r"sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+")
 ATTENTION = re.compile(
-    r"(forward|backward|value|key_query|dkdv|dq)_kernel|"  # Triton's and Gluon's of this project
-    r".*(sagebwdkernelssm90forward"
+    r".*(sagebwdkernels"  # CuTe DSL's of this project, named after their module
     r"|FlashAttention(Forward|Backward)Sm\d+"  # FlashAttention-4
     r"|sdpa_sm\d+_flash_[bf]prop"  # cuDNN
     r"|pytorch_flash::flash_(fwd|bwd_dq_dk_dv_loop_seqk_parallel|fwd_splitkv)_kernel).*",
     re.DOTALL,
 )
 PASSES = re.compile(
-    r"(sum_keys|key_codes|channel_maxima|statistics|finish|quantize|row_values|float8|transpose"
-    r"|grad_out|finish_dq)_kernel|"
     r".*(FlashAttentionBackward(Preprocess|Postprocess)"
     r"|cudnn::fusion::(compute_dot_do_o|convert_dq)"
     r"|pytorch_flash::flash_bwd_(dot_do_o|convert_dq|convert_dkv|clear_dkvaccum)).*",
@@ -58,8 +60,26 @@ def breakdown(
     return _of_kernels(events) if cuda else _of_operators(events)
 
 
+@cache
+def own_kernels() -> dict[str, str]:
+    """Triton's and Gluon's kernels of this project by name, and which of `PARTS` each is.
+
+    Read from the sources, so that a kernel that is renamed or new is counted: those in a folder ``operands`` are
+    passes, all others attention.
+    """
+    found = {}
+    for path in sorted(KERNELS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
+            if any(".jit" in x for x in decorators) and node.name.endswith("_kernel"):
+                found[node.name] = "passes" if path.parent.name == "operands" else "attention"
+    return found
+
+
 def part_of(kernel: str) -> str:
     """Which of `PARTS` a kernel's time belongs to, by its name alone."""
+    if kernel in own_kernels():
+        return own_kernels()[kernel]
     named = (("attention", ATTENTION), ("passes", PASSES), ("copies", COPY))
     return next((part for part, names in named if names.fullmatch(kernel)), "other")
 

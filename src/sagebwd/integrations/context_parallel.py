@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagebwd import checks
 from sagebwd.attention import sage_attention
 from sagebwd.auto.asked import autocast
 from sagebwd.recipe import AUTO, Recipe
@@ -31,7 +32,7 @@ def shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor
 
     Raises ValueError where the tokens do not split into two chunks a process.
     """
-    rank, count = _place(group)
+    rank, count = place(group)
     if count == 1:
         return x
     if x.shape[dim] % (2 * count):
@@ -76,7 +77,7 @@ def ring_attention(
         ValueError: under ``is_causal``, lengths that differ or do not split into two chunks; as `sage_attention`.
         TypeError, NotImplementedError: as `sage_attention`.
     """
-    rank, count = _place(group)
+    count = place(group)[1]
     options = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "impl": impl}
     if count == 1:
         return sage_attention(query, key, value, is_causal=is_causal, **options)
@@ -86,7 +87,15 @@ def ring_attention(
             f"query, key: {tokens} and {key.shape[-2]} tokens; under is_causal as many, and an even number: two chunks"
         )
     query, *held = autocast(query, key, value)
-    options["return_lse"] = True
+    with checks.in_ring():
+        return _ring(query, held, is_causal, options | {"return_lse": True}, group)
+
+
+def _ring(
+    query: Tensor, held: list[Tensor], is_causal: bool, options: dict[str, Any], group: dist.ProcessGroup | None
+) -> Tensor:
+    rank, count = place(group)
+    tokens = query.shape[-2]
     o = lse = None
     for step in range(count):
         requests: list[Any] = []
@@ -132,7 +141,7 @@ def _exchanged(
     tensors: tuple[Tensor, ...], step: int, group: dist.ProcessGroup | None
 ) -> tuple[tuple[Tensor, ...], list[Any]]:
     """Tensors of the process ``step`` before this one, which sends its own as far on, and what to wait for."""
-    rank, count = _place(group)
+    rank, count = place(group)
     sent = [x.contiguous() for x in tensors]
     received = tuple(torch.empty_like(x) for x in sent)
     operations = [
@@ -150,7 +159,7 @@ def _merged(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return o * weight + other.to(o.dtype) * other_weight, both
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in a group, and how many there are."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sagebwd import dispatch, eager
+from sagebwd import checks, dispatch, eager
 from sagebwd.attention import sage_attention
 from sagebwd.auto.asked import autocast, choice_of
-from sagebwd.checks import REFERENCE_DTYPES
 from sagebwd.kernels import table
 from sagebwd.recipe import AUTO, Recipe
 
@@ -84,6 +83,7 @@ class SdpaReplacement:
         with _lock:
             if self._entered:
                 raise ValueError("replace_sdpa: this object is in use already; make another with replace_sdpa(...)")
+            checks.refuse_divided()
             current = F.scaled_dot_product_attention
             outer = next((other for other in _active if other._function is current), None)
             # the innermost decides alone: what it keeps does not go to the settings around it
@@ -397,7 +397,7 @@ def _reason_in_implementation(
     if not query.dtype == key.dtype == value.dtype:
         return "dtypes differ"
     dtype = str(query.dtype).removeprefix("torch.")
-    if query.dtype not in REFERENCE_DTYPES:
+    if query.dtype not in checks.REFERENCE_DTYPES:
         return f"dtype {dtype}"
     try:
         if torch.compiler.is_compiling():

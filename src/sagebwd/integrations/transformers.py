@@ -23,32 +23,34 @@ from __future__ import annotations
 
 import sys
 import warnings
-from functools import partial, wraps
+from functools import wraps
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.import_utils import is_tracing
 
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
 from sagebwd.auto.asked import autocast_dtype
+from sagebwd.integrations.transformers_decoding import decode
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
+from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
-from sagebwd.kernels.table import MAX_HEAD_DIM
+from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
+from sagebwd.integrations.transformers_wide import documents_of_wide_heads, is_wide
+
+__all__ = ["add_qk_norm", "attention", "register"]
 
 _UNSUPPORTED = {
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "indices": "attention to chosen keys",
-    "block_indices": "attention to chosen blocks of keys",
-    "cache": "a paged cache",
-    "position_bias": "a position bias",
+    "softcap": ("soft-capped logits", "'eager' or 'flex_attention'"),  # which 'sdpa' leaves out
+    "sinks": ("a sink for each query", "'eager'"),
+    "indices": ("attention to chosen keys", "'sdpa' or 'eager'"),
+    "block_indices": ("attention to chosen blocks of keys", "'sdpa' or 'eager'"),
+    "cache": ("a paged cache", "'sdpa' or 'eager'"),
+    "position_bias": ("a position bias", "'sdpa' or 'eager'"),
 }
 _COMPILED_PACKING = (
     "packed documents are not seen in position_ids under torch.compile; give cu_seq_lens_q and the like, "
@@ -80,73 +82,6 @@ def register() -> None:
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def add_qk_norm(model: nn.Module) -> nn.Module:
-    """Give every attention of a model an RMS norm of queries and keys: per head, with a gain, before rotary embedding.
-
-    It is what Qwen3 has, under the same names, ``q_norm`` and ``k_norm``, and bounds the logits, which the SageBwd
-    paper finds INT8 attention to need at large batches. For models that are still to be trained: it changes what a
-    trained one computes. eps is the config's rms_norm_eps, or else 1e-6.
-
-    The weights are saved with the others, but a plain ``from_pretrained`` has no place for them: it reports them as
-    unexpected and leaves them out. To load a model that was saved, either
-
-    - as the Qwen3 that a Llama with QK-norm is: ``Qwen3ForCausalLM.from_pretrained(folder)``,
-    - through a class whose ``__init__(self, config)`` calls ``super().__init__(config)`` and ``add_qk_norm(self)``: it
-      has a ``from_pretrained`` that knows them, or
-    - by hand: build from the config, ``add_qk_norm(model)``, ``model.load_state_dict(...)``.
-
-    Args:
-        model: of Transformers, changed in place, before it is compiled or sharded. Its attentions are the modules with
-            ``q_proj`` and ``k_proj``, both nn.Linear to (batch, tokens, heads * head_dim), and ``head_dim``; with more
-            than one tower, give the one that is meant.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: it has a norm of queries and keys already; or a projection is not of whole heads.
-        NotImplementedError: there are no such attentions (one fused projection of q, k and v, LoRA's layers).
-    """
-    attentions = {name: module for name, module in model.named_modules() if _projects(module)}
-    if not attentions:
-        raise NotImplementedError(
-            f"add_qk_norm: {type(model).__name__} has no attention with head_dim and with q_proj and k_proj of type "
-            "nn.Linear; use a model that has QK-norm of its own, such as Qwen3"
-        )
-    for name, attention_module in attentions.items():
-        present = [child for child, _ in attention_module.named_children() if "norm" in child]
-        if present:
-            raise ValueError(f"add_qk_norm: {name} has a norm already: {', '.join(present)}")
-        for projection in (attention_module.q_proj, attention_module.k_proj):
-            if projection.out_features % attention_module.head_dim:
-                raise ValueError(
-                    f"add_qk_norm: {name} projects to {projection.out_features}, "
-                    f"which is not a multiple of head_dim {attention_module.head_dim}"
-                )
-    # the model's own kind, which its _init_weights knows how to start: Gemma's gain is 1 + weight
-    own = next((type(module) for module in model.modules() if type(module).__name__.endswith("RMSNorm")), Qwen3RMSNorm)
-    for attention_module in attentions.values():
-        head_dim = attention_module.head_dim
-        eps = getattr(getattr(attention_module, "config", None), "rms_norm_eps", 1e-6)
-        for name, projection in (("q_norm", attention_module.q_proj), ("k_norm", attention_module.k_proj)):
-            with projection.weight.device:
-                norm = own(head_dim, eps=eps).to(projection.weight.dtype)
-            attention_module.add_module(name, norm)
-            projection.register_forward_hook(partial(_normalise_heads, norm, head_dim))
-    return model
-
-
-def _projects(module: nn.Module) -> bool:
-    projections = (getattr(module, "q_proj", None), getattr(module, "k_proj", None))
-    return isinstance(getattr(module, "head_dim", None), int) and all(isinstance(x, nn.Linear) for x in projections)
-
-
-def _normalise_heads(
-    norm: nn.Module, head_dim: int, projection: nn.Module, inputs: tuple, projected: Tensor
-) -> Tensor:
-    return norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -157,17 +92,20 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls.
 
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
     what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
-    it is None. cu_seq_lens_q and the like, offsets of packed documents.
+    it is None. s_aux, (heads,), the sinks of gpt-oss and others. cu_seq_lens_q and the like, offsets of packed
+    documents.
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
-    Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, sinks, position biases.
+    Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases;
+    ValueError for more than 256 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
     query, key, value = _one_dtype(module, query, key, value)
@@ -179,14 +117,20 @@ def attention(
             f"attn_implementation='sagebwd'; {USE_INSTEAD}"
         )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
+    sharing = sharing_of(module)
+    if sharing is not None:
+        chosen = settings(getattr(module, "config", None), getattr(module, "layer_idx", None))
+        given = kwargs | {"s_aux": s_aux}
+        return shared_attention(sharing, query, key, value, mask, given, {"scale": scaling, **chosen}), None
     if mask is None or mask.continues:
-        return _decode(query, key, value, None if mask is None else mask.dense, scaling), None
+        return decode(query, key, value, None if mask is None else mask.dense, scaling, s_aux), None
     config = getattr(module, "config", None)
     # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
     layer = getattr(module, "layer_idx", None) if has_layers(config) else None
     chosen = settings(config, layer)
+    wide = is_wide(module, query, value, **chosen)  # which torch alone takes, and not packed
     if isinstance(mask.visible, str):
-        return _carried(query, key, value, mask.dense, {"scale": scaling, **chosen}), None
+        return _carried(query, key, value, mask.dense, {"scale": scaling, "sinks": s_aux, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
         raise NotImplementedError(
@@ -199,18 +143,17 @@ def attention(
         -1 if causal or visible.upper is None else visible.upper,
     )
     shared = {
-        "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window,
+        "scale": scaling, "is_causal": causal, "window": None if window == (-1, -1) else window, "sinks": s_aux,
         **chosen,
     }  # fmt: skip
     offsets = _packed_offsets(mask, query, key, kwargs)
     if offsets is not None:
-        return _packed(query, key, value, *offsets, shared), None
+        return (documents_of_wide_heads if wide else _packed)(query, key, value, *offsets, shared), None
     if mask.padding is None:
         out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys
     itself = visible.is_banded
-    wide = max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM  # which torch alone takes, and not packed
     if wide or not has_values(query) or (shared["window"] is not None and mask.has_holes):
         return _masked(query, key, value, mask.padding, itself, shared), None
     return _unpadded(query, key, value, mask, itself, shared), None
@@ -284,10 +227,10 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
             f"attention dropout {dropout} is not supported by attn_implementation='sagebwd', whose kernels would each "
             "draw the same random numbers again; set attention_dropout=0 in the model's config, or use 'sdpa'"
         )
-    for name, meaning in _UNSUPPORTED.items():
+    for name, (meaning, instead) in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use 'sdpa' or 'eager'"
+                f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use {instead}"
             )
     if kwargs.get("output_attentions"):
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
@@ -304,30 +247,13 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-@torch.compiler.assume_constant_result  # a trace warns once and goes on
-def _warn_of_decoding() -> None:
-    warnings.warn(
-        "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
-        stacklevel=5,
-    )
-
-
-def _decode(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-    """Queries that continue a cache, (batch, 1, tokens, kv_tokens) visible, by torch's kernel in full precision."""
-    _warn_of_decoding()
-    if not torch.compiler.is_compiling():
-        counts.counts[f"{counts.TORCH} with a KV cache"] += 1
-    grouped = query.shape[1] != key.shape[1]
-    visible = None if visible is None else visible.to(query.device)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
 def _carried(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | BlockMask, shared: dict[str, object]
 ) -> Tensor:
     """A mask that is no band of distances, by the kernels that take any."""
-    visible = visible.to(query.device)
+    # a copy of a BlockMask would be read anew
+    if isinstance(visible, Tensor) or visible.kv_num_blocks.device != query.device:
+        visible = visible.to(query.device)
     if isinstance(visible, Tensor) and visible.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "an attention_mask that needs a gradient, such as a learned bias, is not supported by "

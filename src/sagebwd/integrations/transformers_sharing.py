@@ -1,0 +1,126 @@
+"""A model of Transformers whose sequences are divided among processes: its attentions are `ring_attention`.
+
+    from sagebwd.integrations.transformers_sharing import share_sequences
+    share_sequences(model, mesh["cp"].get_group())
+
+The batch is what `context_parallel.shard` gives this process of ids, labels and position_ids, or what torch's
+``context_parallel``, and Accelerate's by it, makes of them in place: the same tokens in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.import_utils import is_tracing
+
+from sagebwd.integrations.context_parallel import place, ring_attention, shard
+from sagebwd.integrations.transformers_masks import Mask
+from sagebwd.integrations.transformers_settings import NAME
+
+
+@dataclass(eq=False)
+class Sharing:
+    """The processes that share a model's sequences; checked: the position_ids that were last seen to be right."""
+
+    group: dist.ProcessGroup | None
+    checked: Tensor | None = None
+
+
+_sharing: WeakKeyDictionary[nn.Module, Sharing] = WeakKeyDictionary()
+_is_used = False  # which a trace can read
+
+
+def share_sequences(model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> None:
+    """From now on a model's sequences are divided among the processes of a group, all of them by default.
+
+    Every forward of the model then is one of all these processes, on each with its tokens of the same sequences.
+
+    Raises ValueError for a model that is not under ``attn_implementation="sagebwd"``.
+    """
+    if model.config._attn_implementation != NAME:
+        raise ValueError(
+            f"share_sequences: {type(model).__name__} has attn_implementation={model.config._attn_implementation!r}; "
+            f"accepted: {NAME!r}"
+        )
+    global _is_used
+    _is_used, sharing = True, Sharing(group)
+    _sharing.update((module, sharing) for module in model.modules())
+
+
+def keep_sequences(model: PreTrainedModel) -> None:
+    """Take back `share_sequences`: the model's sequences are whole."""
+    for module in model.modules():
+        _sharing.pop(module, None)
+
+
+def sharing_of(module: nn.Module) -> Sharing | None:
+    """What an attention's sequences are divided among; None where they are whole."""
+    return _sharing.get(module) if _is_used else None
+
+
+def shared_attention(
+    sharing: Sharing, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, kwargs: dict[str, object],
+    options: dict[str, object],
+) -> Tensor:  # fmt: skip
+    """Attention of this process's queries to the keys of all.
+
+    Args: query (batch, heads, tokens, head_dim), key and value, as a layer has them; mask, the known one; kwargs, what
+    the model handed its attention beside; options, scale, recipe and impl.
+
+    Returns (batch, tokens, heads, value's head_dim). Raises NotImplementedError for what a ring does not compute, and
+    ValueError for position_ids of other tokens than this process's.
+    """
+    reason = _reason_to_refuse(query, key, mask, kwargs)
+    if reason is not None:
+        raise NotImplementedError(
+            f"{reason} is not supported where share_sequences divides a model's sequences among processes; call "
+            "keep_sequences(model) for whole ones"
+        )
+    is_causal = mask.visible.upper == 0
+    positions = kwargs.get("position_ids")
+    if is_causal and (positions is not None or mask.visible.documents is not None):
+        _check_places(sharing, positions, query)
+    grouped = query.shape[1] != key.shape[1]
+    out = ring_attention(query, key, value, is_causal, enable_gqa=grouped, group=sharing.group, **options)
+    return out.transpose(1, 2).contiguous()
+
+
+def _reason_to_refuse(query: Tensor, key: Tensor, mask: Mask | None, kwargs: dict[str, object]) -> str | None:
+    if is_tracing(query):
+        return "torch.compile"
+    if mask is None or mask.continues:
+        return "a KV cache"
+    if query.shape[2] != key.shape[2]:
+        return f"attention of {query.shape[2]} tokens to {key.shape[2]} others"
+    if isinstance(mask.visible, str):
+        return f"a mask that is carried ({mask.visible})"
+    if mask.padding is not None:
+        return "padding"
+    if mask.visible.lower is not None or mask.visible.upper not in (None, 0):
+        return "a sliding window"
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return "cu_seq_lens_q, of packed documents,"
+    if kwargs.get("s_aux") is not None:
+        return "an attention with sinks"
+    return None
+
+
+def _check_places(sharing: Sharing, positions: Tensor | None, query: Tensor) -> None:
+    """Raises unless position_ids are those of this process's tokens, as `shard` divides them; read once a forward."""
+    if positions is not None and positions is sharing.checked:
+        return
+    rank, count = place(sharing.group)
+    tokens = query.shape[2] * count
+    expected = shard(torch.arange(tokens, device=query.device), 0, sharing.group)
+    if positions is None or positions.shape[1:] != expected.shape or not bool((positions == expected).all()):
+        raise ValueError(
+            f"position_ids: not those of the tokens that process {rank} of {count} has of {tokens}; give "
+            "shard(torch.arange(tokens), 0, group)[None], or divide them with the batch. Packed documents are not "
+            "supported"
+        )
+    sharing.checked = positions

@@ -1,0 +1,165 @@
+"""`sagebwd.sinks.epilogue` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.host.alignment import aligned_rows, contiguous
+from sagebwd.kernels.host.replay import launch, repeat
+from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.tile import LN_2, LOG2_E, block_and_head, load_rows, whose
+from sagebwd.sinks.epilogue import FARTHEST
+
+# Queries of a program.
+BLOCK = 64
+_FARTHEST = tl.constexpr(FARTHEST)
+
+
+@triton.jit
+def _mean_of(k_mean, batch, head, heads, group, columns, head_dim):
+    at = k_mean + (batch.to(tl.int64) * (heads // group) + head // group) * head_dim
+    return tl.load(at + columns, mask=columns < head_dim, other=0)
+
+
+@triton.jit(do_not_specialize=["tokens", "total", "grid"])
+def weigh_kernel(
+    o, lse, weight, q, k_mean, sinks, cu_seqlens, scale, heads, group, tokens, total, grid, head_dim: tl.constexpr,
+    value_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A block of queries of a head; o, q: `Strided`, o and lse overwritten; k_mean (B, heads / group, head_dim)."""
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first >= length:
+        return
+    local = tl.arange(0, BLOCK)
+    values = tl.arange(0, BLOCK_V)
+    inside = first + local < length
+    left = length - first
+    row = z * total + start + first + local
+    row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+    blind = row_lse == float("-inf")
+    sink = tl.load(sinks + head).to(tl.float32)
+    above = sink - row_lse
+    if k_mean is not None:
+        columns = tl.arange(0, BLOCK_D)
+        q_at = row_of(q, batch, head, start + first)
+        q_tile = load_rows(q_at, local, columns, q.token, left, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        above -= tl.sum(q_tile * mean[None, :], 1) * scale
+    above = tl.where(blind, float("inf"), above)
+    # 1 / (1 + e^|x|) and its complement, of which neither overflows
+    small = tl.exp2(-tl.abs(above) * LOG2_E)
+    less, more = small / (1 + small), 1 / (1 + small)
+    upward = tl.where(above > 0, above, 0) + tl.log2(1 + small) * LN_2
+    upward = tl.where(upward > _FARTHEST, _FARTHEST, upward)  # a minimum would drop NaN
+    tl.store(weight + row, tl.where(above > 0, more, less), mask=inside)
+    tl.store(lse + row, tl.where(blind, row_lse, row_lse + upward), mask=inside)
+    kept = tl.where(above > 0, less, more)
+    o_at = row_of(o, batch, head, start + first)
+    tile = load_rows(o_at, local, values, o.token, left, value_dim, False, value_dim == BLOCK_V)
+    place = o_at + local[:, None] * o.token + values[None, :]
+    there = inside[:, None] & (values < value_dim)[None, :]
+    tl.store(place, (tile.to(tl.float32) * kept[:, None]).to(tile.dtype), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens", "total", "grid"])
+def gradient_kernel(
+    do, dlse, o, weight, dq, k_mean, found, cu_seqlens, scale, heads, group, tokens, total, grid,
+    head_dim: tl.constexpr, value_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The share of a block of queries of a head in its sink's gradient, (sequences x heads, grid) FP32.
+
+    do, o, dq: `Strided`; dq is added to where there is a k_mean.
+    """
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first >= length:
+        return
+    local, values = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
+    inside = first + local < length
+    left = length - first
+    EVEN: tl.constexpr = value_dim == BLOCK_V
+    do_at, o_at = row_of(do, batch, head, start + first), row_of(o, batch, head, start + first)
+    do_tile = load_rows(do_at, local, values, do.token, left, value_dim, False, EVEN).to(tl.float32)
+    o_tile = load_rows(o_at, local, values, o.token, left, value_dim, False, EVEN).to(tl.float32)
+    change = -tl.sum(do_tile * o_tile, 1)
+    row = z * total + start + first + local
+    if dlse is not None:
+        change += tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+    change *= tl.load(weight + row, mask=inside, other=0)
+    tl.store(found + program * grid + number, tl.sum(change, 0))
+    if k_mean is not None:
+        columns = tl.arange(0, BLOCK_D)
+        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        dq_at = row_of(dq, batch, head, start + first)
+        tile = load_rows(dq_at, local, columns, dq.token, left, head_dim, False, head_dim == BLOCK_D)
+        added = (tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :]).to(tile.dtype)
+        place = dq_at + local[:, None] * dq.token + columns[None, :]
+        tl.store(place, added, mask=inside[:, None] & (columns < head_dim)[None, :])
+
+
+def weigh(
+    o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None,
+    longest: int,
+) -> Tensor:  # fmt: skip
+    """`sagebwd.sinks.epilogue.weigh`."""
+    given = o, lse, aligned_rows(q), k_mean, contiguous(sinks), contiguous(offsets)
+    return repeat(_weigh, *given, scale, longest)[0]
+
+
+def _weigh(
+    o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, offsets: Tensor | None, scale: float,
+    longest: int,
+) -> tuple[Tensor]:  # fmt: skip
+    packing = Packing.of(q, offsets, longest)
+    weight = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    _launch(
+        weigh_kernel, packing, k_mean, (q.shape[-1], o.shape[-1]),
+        Strided.of(o, packing), lse, weight, Strided.of(q, packing), k_mean, sinks, offsets, scale,
+    )  # fmt: skip
+    return (weight,)
+
+
+def gradient(
+    do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
+    offsets: Tensor | None, longest: int,
+) -> Tensor:  # fmt: skip
+    """`sagebwd.sinks.epilogue.gradient`."""
+    given = aligned_rows(do), contiguous(dlse), o, weight, dq, k_mean, contiguous(offsets)
+    shares = repeat(_shares, *given, scale, longest)[0]
+    return shares.view(-1, o.shape[1], shares.shape[1]).sum((0, 2))
+
+
+def _shares(
+    do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None,
+    offsets: Tensor | None, scale: float, longest: int,
+) -> tuple[Tensor]:  # fmt: skip
+    packing = Packing.of(o, offsets, longest)
+    # blocks past a short sequence are no program's
+    make = torch.empty if offsets is None else torch.zeros
+    found = make(packing.batch * packing.heads, packing.grid(BLOCK), dtype=torch.float32, device=o.device)
+    do, o, added = (Strided.of(x, packing) for x in (do, o, dq))
+    _launch(
+        gradient_kernel, packing, k_mean, (dq.shape[-1], o.at.shape[-1]),
+        do, dlse, o, weight, added, k_mean, found, offsets, scale,
+    )  # fmt: skip
+    return (found,)
+
+
+def _launch(kernel: Any, packing: Packing, k_mean: Tensor | None, dims: tuple[int, int], *given: Any) -> None:
+    grid, (head_dim, value_dim) = packing.grid(BLOCK), dims
+    group = 1 if k_mean is None else packing.heads // k_mean.shape[1]
+    launch(
+        kernel, (grid * packing.batch * packing.heads,), *given, packing.heads, group, packing.tokens, packing.total,
+        grid, head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None, BLOCK=BLOCK,
+        BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
+    )  # fmt: skip

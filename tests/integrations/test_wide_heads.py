@@ -1,0 +1,141 @@
+"""Models at their real head_dims, on the meta device, and layers of more channels than low precision takes."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModel, Gemma4ForCausalLM, Gemma4TextConfig
+
+from sagebwd.auto.counts import counts
+from sagebwd.integrations import transformers_wide
+from sagebwd.meaning.metrics import relative_l2
+
+TOKEN, TORCH = "token on reference", "full precision on torch"
+# layers that low precision runs and layers that it leaves to torch, of the model that the default config is of
+LAYERS = {
+    "bert": (12, 0), "cohere2": (40, 0), "deepseek_v3": (61, 0), "gemma": (28, 0), "gemma3_text": (26, 0),
+    "gemma4_text": (25, 5), "gemma4_unified_text": (25, 5), "glm4": (40, 0), "llama": (32, 0), "mistral": (32, 0),
+    "modernbert": (22, 0), "olmo2": (32, 0), "phi3": (32, 0), "qwen2": (32, 0), "qwen3": (32, 0), "qwen3_moe": (24, 0),
+}  # fmt: skip
+IDS = torch.randint(1, 64, (1, 96), generator=torch.Generator().manual_seed(0))
+with torch.device("meta"):
+    torch.empty(0)  # here torch remembers its functions that allocate, before a fixture replaces some
+
+
+@pytest.fixture(autouse=True)
+def fresh(registered):
+    """No calls counted and nothing said yet; counts of other tests are left alone."""
+    before = counts.copy()
+    counts.clear()
+    transformers_wide._said.clear()
+    yield
+    counts.clear()
+    counts.update(before)
+
+
+def gemma4(implementation="sagebwd", **settings):
+    """A sliding layer of 256 channels a head and a global one of 512, as in Gemma 4, and little else."""
+    config = Gemma4TextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=64, hidden_size_per_layer_input=8,
+        intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], head_dim=256, global_head_dim=512, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, use_cache=False, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM._from_config(config, attn_implementation=implementation).train()
+    with torch.no_grad():
+        for layer in model.model.layers:  # logits are not scaled: without training they would be those of a maximum
+            layer.self_attn.q_norm.weight.fill_(1 / 16)
+    return model
+
+
+def outcome(model, **inputs):
+    """Logits, and all gradients as one vector."""
+    inputs = {"input_ids": IDS, "labels": IDS} | inputs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model(**inputs)
+    out.loss.backward()
+    return out.logits.detach(), torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_of_a_real_model_is_served(name):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = CONFIG_MAPPING[name]()
+        model = AutoModel.from_config(config, attn_implementation="sagebwd", dtype=torch.bfloat16).eval()
+        ids = torch.zeros(1, 64, dtype=torch.long)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    assert (counts[TOKEN], counts[TORCH], len(counts)) == (*LAYERS[name], 1 + bool(LAYERS[name][1]))
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("kind", ["plain", "padded", "position_ids", "offsets", "rows of documents"])
+def test_a_wide_layer_computes_as_sdpa_does(kind):
+    """In a model whose other layer runs by "full", what is left is rounding in FP32."""
+    places = torch.cat([torch.arange(40), torch.arange(56)])[None]
+    inputs = {}
+    if kind == "padded":
+        mask = torch.ones_like(IDS)
+        mask[:, 80:] = 0
+        inputs = {"attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
+    elif kind != "plain":
+        inputs = {"position_ids": places}
+    if kind == "rows of documents":
+        ids = IDS.reshape(2, 48)
+        inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(24).repeat(2, 2)}
+    expected = outcome(gemma4("sdpa"), **inputs)
+    if kind == "offsets":
+        offsets = torch.tensor([0, 40, 96], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 56, "max_length_k": 56}
+    actual = outcome(gemma4(sagebwd={"layers": {"0": {"recipe": "full"}}}), **inputs)
+    real = slice(0, 80 if kind == "padded" else None)
+    assert relative_l2(actual[0][:, real], expected[0][:, real]) < 1e-4
+    assert relative_l2(actual[1], expected[1]) < 1e-4
+    assert counts == {"full on reference": 1, TORCH: 1}
+
+
+@pytest.mark.rounding
+def test_the_other_layers_run_in_low_precision():
+    (_, gradients), (_, exact) = outcome(gemma4()), outcome(gemma4("sdpa"))
+    assert counts == {TOKEN: 1, TORCH: 1}
+    assert 0 < relative_l2(gradients, exact) < 0.1
+
+
+def test_what_runs_on_torch_is_said_once_by_name():
+    model = gemma4()
+    with pytest.warns(UserWarning, match=r"layers of Gemma4TextAttention with head_dim 512 run on torch's"):
+        model(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS)
+        gemma4()(IDS)
+
+
+@pytest.mark.parametrize("settings", [{"recipe": "token"}, {"impl": "reference"}])
+def test_a_named_recipe_refuses_and_says_how_to_name_one_for_the_others(settings):
+    match = r"""Gemma4TextAttention, layer 1: head_dim 512 is not supported.*\["layers"\] = \{"1": \{"recipe": "auto"""
+    with pytest.raises(ValueError, match=match):
+        outcome(gemma4(sagebwd=settings))
+    counts.clear()
+    outcome(gemma4(sagebwd=settings | {"layers": {"1": {"recipe": "auto", "impl": None}}}))
+    assert counts == {TOKEN: 1, TORCH: 1}
+
+
+def test_documents_that_differ_between_queries_and_keys_are_refused():
+    q = torch.randn(1, 2, 8, 512)
+    offsets = [torch.tensor([0, split, 8], dtype=torch.int32) for split in (3, 4)]
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q that differ from cu_seq_lens_k"):
+        transformers_wide.documents_of_wide_heads(q, q, q, *offsets, 5, 4, {"is_causal": True})
+
+
+@pytest.mark.rounding
+def test_compiled():
+    expected = outcome(gemma4())
+    torch._dynamo.reset()
+    model = gemma4()
+    compiled = torch.compile(model, backend="aot_eager")
+    actual = outcome(compiled)[0], torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    for a, e in zip(actual, expected):
+        assert relative_l2(a, e) < 1e-3

@@ -1,0 +1,299 @@
+"""Numbers of README and of the pages of speed, error and training, cell by cell, from the files that they name."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from sagebwd.benchmarks.shapes import value_dim_of
+
+ROOT = Path(__file__).parent.parent
+GRID = ROOT / "docs" / "results" / "grid"
+INTERVAL = r"[+-]\.\d{3} to [+-]\.\d{3}(?!\d)"
+
+
+def test_speeds_of_token_by_length_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed-token.md").read_text(encoding="utf-8")
+    text = text[text.index("## `token` on the portable kernels by length") :]
+    (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
+    times = {
+        (row["recipe"], row["tokens"], row["head_dim"], row["causal"]): row
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if (row["impl"], row["direction"]) == ("triton", "fwd+bwd") and row["kv_heads"] * row["head_dim"] == 2048
+    }
+    lines = re.findall(r"^\| `(\w+)` \| (\d+)K \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 6
+    for recipe, tokens, cells in lines:
+        columns = [
+            times[recipe, 1024 * int(tokens), head_dim, causal] for head_dim in (64, 128) for causal in (False, True)
+        ]
+        expected = [f"{row['peer_ms'] / row['ms']:.2f} / {row['fa2_ms'] / row['ms']:.2f}" for row in columns]
+        assert cells.split(" | ") == expected
+
+
+def best_of(name):
+    """Of each call of `mixed`, forward and backward, in a file: its speed over the best peer's, and the peer."""
+    return {
+        (row["head_dim"], value_dim_of(row), row["causal"], row["tokens"]): (row["peer_ms"] / row["ms"], row["peer"])
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if (row["impl"], row["recipe"], row["direction"]) == ("hopper", "mixed", "fwd+bwd")
+        and row["heads"] == row["kv_heads"]
+    }
+
+
+def test_speeds_in_the_readme_are_those_of_the_file():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)
+    best = best_of(name)
+    assert {peer for _, peer in best.values()} == {"fa4", "cudnn"}
+    lines = re.findall(r"^\| ([\d/]+) \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 8
+    least, most = re.search(
+        r"at 8K tokens, forward \+ backward .*\n.* is ([\d.]+) to ([\d.]+) times as fast", text
+    ).groups()
+    at_8k = [ratio for (_, _, _, tokens), (ratio, _) in best.items() if tokens == 8192]
+    assert (least, most) == (f"{min(at_8k):.2f}", f"{max(at_8k):.2f}")
+    for width, cells in lines:
+        head_dim, _, value_dim = width.partition("/")
+        calls = [
+            (int(head_dim), int(value_dim or head_dim), causal, tokens)
+            for causal in (True, False)
+            for tokens in (4096, 8192)
+        ]
+        found = [best.get(call) for call in calls]
+        expected = [
+            "not timed" if one is None else f"{one[0]:.2f}" + " (cuDNN)" * (one[1] == "cudnn") for one in found
+        ]
+        assert cells.split(" | ") == expected
+
+
+def test_what_the_readme_says_beside_its_tables_is_the_files():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    passed, failed, link = re.search(
+        r"([\d]+) passed, (\d+) failed and a few were not reached \(\[file\]\((.*?)\)", text
+    ).groups()
+    suite = json.loads((ROOT / link).read_text(encoding="utf-8"))
+    assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"]["failed"])
+    assert suite["left"]
+    newest = max((ROOT / "benchmarks" / "results").glob("gpu-suite_h200_*.json"), key=lambda path: path.name)
+    assert (ROOT / link) == newest
+    pattern = r"At 2K tokens and head_dim 64 or 128 the ratio is ([\d.]+) to ([\d.]+) \(\[file\]\((.*?)\)"
+    least, most, link = re.search(pattern, text).groups()
+    at_2k = [ratio for (*_, tokens), (ratio, _) in best_of(link).items() if tokens == 2048]
+    assert len(at_2k) == 4
+    assert (least, most) == (f"{min(at_2k):.2f}", f"{max(at_2k):.2f}")
+    mean, link = re.search(r"the mean from 4K to 16K tokens is ([\d.]+) \(\[file\]\((.*?)\)", text).groups()
+    on_h100 = best_of(link)
+    assert {call[-1] for call in on_h100} == {4096, 8192, 16384}
+    assert mean == f"{statistics.geometric_mean(ratio for ratio, _ in on_h100.values()):.2f}"
+
+
+def between(values):
+    """A range as pages have it, without zeros before the point."""
+    return f"{min(values):.2f} to {max(values):.2f}".replace("0.", ".")
+
+
+def test_what_index_limits_and_questions_repeat_is_the_files():
+    index, limits, questions = (
+        " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+        for name in ("index", "limits", "questions")
+    )
+    best = best_of("benchmarks/results/attention_h200_2026-11-25_90298a8.json")
+    assert f"`mixed` is {between([ratio for ratio, _ in best.values()])} times as fast" in index
+    for width, said in ((192, "is {} times as fast as the best BF16 kernel"), (96, "At 96 it is {} times as fast")):
+        assert said.format(between([best[call][0] for call in best if call[:2] == (width, width)])) in limits
+    slower = {call[:2] for call, (ratio, _) in best.items() if ratio < 1}
+    assert slower == {(96, 96), (192, 192)}
+    assert "all widths that were timed but 96 and 192" in limits
+    ratio = f"{best[256, 256, True, 4096][0]:.2f}"
+    assert (
+        f"At 256 on an H200 `mixed` is {ratio} times as fast as the best BF16 kernel at 4K tokens under a causal"
+        in questions
+    )
+    steps = json.loads((ROOT / "benchmarks/results/training_h200_2026-11-23_0c6affd.json").read_text())["rows"]
+    own = [row["speedup"] for row in steps if row["recipe"] == "mixed"]
+    assert f"a step of a 325M model is {between(own)} times as fast" in index
+    suite, matrix = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["counts"]
+        for name in ("gpu-suite_h200_2026-11-25_90298a8", "matrix_h200_2026-11-24_65c8fbd")
+    )
+    assert f"{suite['passed']} GPU tests passed, {suite['failed']} failed" in index
+    assert f"of {sum(matrix.values())} widths, forms of call and recipes {matrix['ok']} are right" in index
+    assert f"are right and {matrix['refused']} refused" in index
+
+
+def test_speeds_of_widths_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    (name,) = set(re.findall(r"`(benchmarks/results/attention_h200_2026-11-25_[\w./-]+json)`", text))
+    rows = {
+        (row["impl"], row["head_dim"], row["value_dim"], row["causal"], row["tokens"], row["direction"]): row
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+    }
+    lines = re.findall(r"^\| (\d+)/?(\d*), (\d)K(, causal)? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 30
+    for head_dim, value_dim, thousands, causal, cells in lines:
+        call = int(head_dim), int(value_dim or head_dim), bool(causal), 1024 * int(thousands)
+        found = [rows.get((impl, *call, "fwd+bwd")) for impl in ("hopper", "fa4", "cudnn")]
+        times = ["-" if row is None else f"{row['ms']:.3f}" + ", wrong" * (row["gate"] != "ok") for row in found]
+        ways = [rows["hopper", *call, way] for way in ("fwd", "bwd", "fwd+bwd")]
+        fwd, bwd, both = (f"{row['peer_ms'] / row['ms']:.2f}" for row in ways)
+        assert cells.split(" | ") == [*times, f"{fwd} / {bwd} / **{both}**"]
+
+
+def test_tflops_in_speed_are_those_of_the_file():
+    text = (ROOT / "docs" / "results" / "speed.md").read_text(encoding="utf-8")
+    name = re.findall(r"`(benchmarks/results/attention_[\w./-]+json)`", text)[0]
+    tflops = {
+        (row["impl" if row["recipe"] == "bf16" else "recipe"], row["head_dim"], row["causal"], row["tokens"],
+         row["direction"]): row["tflops"]
+        for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+        if row["heads"] == row["kv_heads"]
+    }  # fmt: skip
+    lines = re.findall(r"^\| (\d+), (none|causal), (\d+)(K?).*? \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 16
+    for head_dim, mask, number, thousands, cells in lines:
+        shape = int(head_dim), mask == "causal", int(number) * (1024 if thousands else 1)
+        fa4, mixed = (
+            [tflops[kernel, *shape, way] for way in ("fwd", "bwd", "fwd+bwd")] for kernel in ("fa4", "mixed")
+        )
+        ratio = " / ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(mixed, fa4)).rsplit(" ", 1)
+        expected = [" / ".join(f"{x:.0f}" for x in fa4), " / ".join(f"{x:.0f}" for x in mixed)]
+        expected += [
+            f"{ratio[0]} **{ratio[1]}**",
+            *(f"{tflops[name, *shape, 'fwd+bwd']:.0f}" for name in ("cudnn", "fa2")),
+        ]
+        assert cells.split(" | ") == expected
+
+
+def test_errors_in_the_readme_are_those_of_the_files():
+    from sagebwd.analysis import summary
+
+    text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "docs" / "results"
+    errors, tensors = {}, ("o", "dq", "dk", "dv")
+    for path in results.glob("gaussian_plain*.json"):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            if row["sigma"] == 1:
+                errors[row["recipe"], "Gaussian", row["tensor"]] = row["relative_l2"]
+                errors["the paper's printed figures", "Gaussian", row["tensor"]] = row["expected_l2"]
+    weights = {}
+    for row in json.loads((results / "sinks_64.json").read_text(encoding="utf-8"))["rows"]:
+        if row["kind"] == "first":
+            kind = f"first key {row['weight']:.2f}".replace("0.", ".")
+            weights[kind] = row["weight"]
+            errors |= {(row["recipe"], kind, name): row[name] for name in tensors}
+    for recipe, own in summary.overall(summary.read(results / "trace_smollm2.json.xz")).items():
+        errors |= {(recipe, "a trained model", name): own[name][0] for name in tensors}
+    head = re.search(r"^\| recipe \| (Gaussian .*) \|$", text, re.MULTILINE).group(1).split(" | ")
+    assert head == ["Gaussian", "first key .49", "first key .93", "a trained model"]
+    assert "49% and 93% of the weight" in text
+    assert [f"{weights[kind]:.0%}" for kind in head[1:3]] == ["49%", "93%"]
+    lines = re.findall(r"^\| `?([^|`]+)`? \| (.*(?:[.\d]+ / ){3}.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 5
+    for name, cells in lines:
+        for kind, cell in zip(head, cells.split(" | "), strict=True):
+            expected = [errors.get((name, kind, tensor)) for tensor in tensors]
+            if expected[0] is None:
+                assert cell == "not given", (name, kind)
+                continue
+            found = [float(number) for number in cell.split(" / ")]
+            assert all(abs(a - b) <= 5.1e-5 for a, b in zip(found, expected, strict=True)), (name, kind)
+
+
+def test_what_deterministic_costs_in_troubleshooting_is_the_files():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    pattern = r"a backward that takes ([\d.]+) to ([\d.]+) times\s+as\s+long.*?\[file\]\((.*?)\)"
+    ((least, most, link),) = re.findall(pattern, text, re.DOTALL)
+    rows = json.loads((ROOT / "docs" / link).read_text(encoding="utf-8"))["rows"]
+    times = {
+        (row["recipe"], row["head_dim"], row["tokens"], row["causal"], row["kv_heads"]): row["ms"]
+        for row in rows
+        if (row["impl"], row["direction"]) == ("hopper", "bwd")
+    }
+    ratios = [
+        ms / times["mixed", *shape] for (recipe, *shape), ms in times.items() if recipe.endswith("(deterministic)")
+    ]
+    assert len(ratios) == 6
+    assert (least, most) == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+
+
+def spelt(interval, digits=3):
+    """An interval of gaps as documents have it."""
+    return " to ".join(f"{end:+.{digits}f}" for end in interval).replace("0.", ".")
+
+
+def gaps_of(name):
+    """By variant, over every seed of a cell of the grid."""
+    from sagebwd.training.gaps import gaps
+
+    folders = [path for path in (GRID / name, *sorted(GRID.glob(f"{name}-seed?"))) if path.exists()]
+    return {row.variant: row for row in gaps(folders)}
+
+
+def test_gaps_of_runs_are_those_of_the_files():
+    text = (ROOT / "docs" / "results" / "pretraining-runs.md").read_text(encoding="utf-8")
+    pattern = r"^\| (no )?QK-norm, (16|131)K(, 4e-3)? \| (.*[+-]\.\d{4}.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 6
+    for no, tokens, rate, cells in lines:
+        name = f"{'no-' * bool(no)}qknorm-{'small' if tokens == '16' else 'large'}{'-4e-3' * bool(rate)}"
+        found = gaps_of(name)
+        expected = []
+        for row in (found["token"], found["paper"]):
+            expected += [row.mean, *row.gaps] if len(row.gaps) > 1 else [row.mean]
+        assert [float(number) for number in re.findall(r"[+-]\.\d{4}", cells)] == [round(x, 4) for x in expected], name
+        intervals = [spelt(row.interval) for row in (found["token"], found["paper"]) if row.interval]
+        assert re.findall(INTERVAL, cells) == intervals, name
+    lines = re.findall(r"^\| (16|131)K, seed \d \| .* \| ([+-]\.\d{4}) \|$", text, re.MULTILINE)
+    for tokens, size in (("16", "small"), ("131", "large")):
+        expected = gaps_of(f"fp32-sums-{size}")["mixed"].gaps
+        assert [float(gap) for found, gap in lines if found == tokens] == [round(x, 4) for x in expected]
+
+
+def test_verdicts_are_those_of_the_files():
+    """Gap, interval, pairs, p and commit of each recipe; and the README's of the recipes with QK-norm."""
+    text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
+    pattern = r"^\| `(\w+)` \| (no )?QK-norm, (16|131)K \| (\S+) \((\S+ to \S+)\) \| (\d+) \| (\S+) \| (.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) >= 8
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    cells = {
+        name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1).split(" | ")
+        for name in ("mixed", "token", "paper")
+    }
+    for recipe, no, tokens, gap, between, pairs, p, commits in lines:
+        small = tokens == "16"
+        cell = "fp32-sums" if recipe == "mixed" else "no-qknorm" if no else "qknorm"
+        name = f"{cell}-{'small' if small else 'large'}"
+        row = gaps_of(name)[recipe]
+        expected = f"{row.mean:+.4f}".replace("0.", "."), spelt(row.interval, 4), str(len(row.gaps)), row.commits
+        assert (gap, between, pairs, tuple(re.findall("`(.*?)`", commits))) == expected, name
+        assert p == f"{row.p:.4f}".replace("0.", ".")
+        if not no:
+            text = f"{row.mean:+.3f}".replace("0.", ".") + f" ({spelt(row.interval)})"
+            assert cells[recipe][0 if small else 1] == text
+            assert set(re.findall("`(.*?)`", commits)) <= set(re.findall("`(.*?)`", cells[recipe][2]))
+            if (recipe, small) == ("token", True):
+                said = f"is equivalent to full precision within .02 nats (p = {row.p:.2f})".replace("0.", ".")
+                assert said in " ".join(readme.split())
+
+
+@pytest.mark.parametrize("folder", ["500-steps", "120-steps"])
+def test_losses_of_the_325m_model_are_those_of_the_files(folder):
+    from sagebwd.training.packed import read
+
+    page = {"500-steps": "log/2026-11-25-pretraining.md", "120-steps": "results/pretraining-runs.md"}[folder]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = text[text.index(f"`docs/results/325m/{folder}`") :]
+    table = text[text.index("| held-out loss at step (tokens) |") :].split("\n\n")[0]
+    heading, _, *lines = (line.split("|")[2:-1] for line in table.splitlines())
+    steps = [int(cell.split("(")[0]) for cell in heading]
+    assert len(steps) >= 6
+    losses = {}
+    for run in read(ROOT / "docs" / "results" / "325m" / folder):
+        found = {line["step"]: line["held_out_loss"] for line in run["metrics"] if "held_out_loss" in line}
+        losses[run["run"]] = [found[step] for step in steps]
+    full, recipe = losses.values()
+    for line, expected in zip(lines, [full, recipe, [b - a for a, b in zip(full, recipe)]], strict=True):
+        assert [float(cell.strip(" *")) for cell in line] == [round(x, 4) for x in expected]

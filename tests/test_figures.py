@@ -1,0 +1,85 @@
+"""The pictures of the documents: what is drawn is what the results have."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+from sagebwd.commands import figures
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+GRID = ROOT / "docs" / "results" / "grid"
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield
+    plt.close("all")
+
+
+def test_speed_by_width():
+    path = RESULTS / "attention_h200_2026-11-25_90298a8.json"
+    rows = [
+        row
+        for row in json.loads(path.read_text())["rows"]
+        if (row["recipe"], row["direction"]) == ("mixed", "fwd+bwd")
+    ]
+    axes = figures.widths([path]).axes
+    for axis, causal in zip(axes, (True, False), strict=True):
+        drawn = sorted(bar.get_height() for bar in axis.patches)
+        assert drawn == pytest.approx(sorted(row["peer_ms"] / row["ms"] for row in rows if row["causal"] == causal))
+        hatched = [bar.get_height() for bar in axis.patches if bar.get_hatch()]
+        assert len(hatched) == sum(row["peer"] == "cudnn" for row in rows if row["causal"] == causal)
+
+
+def test_steps_by_context():
+    path = RESULTS / "training_h200_2026-11-23_0c6affd.json"
+    whole, attention = figures.contexts([path]).axes
+    rows = json.loads(path.read_text())["rows"]
+    mixed = {row["context"]: row for row in rows if row["recipe"] == "mixed"}
+    (steps,) = [x for x in whole.containers if x.get_label() == "mixed"]
+    assert dict(zip(*steps.lines[0].get_data())) == {tokens: row["step_ms"] for tokens, row in mixed.items()}
+    (own,) = [x for x in attention.lines if x.get_label() == "mixed"]
+    parts = {tokens: row["parts"]["attention"] + row["parts"]["passes"] for tokens, row in mixed.items()}
+    assert dict(zip(*own.get_data())) == parts
+
+
+def test_gaps_with_their_intervals():
+    from sagebwd.training.gaps import gaps
+
+    folders = sorted(GRID.glob("fp32-sums-small-seed?"))
+    (row,) = [row for row in gaps(folders) if row.variant == "mixed"]
+    (axis,) = figures.gaps(folders).axes
+    assert any(tuple(line.get_xdata()) == row.interval for line in axis.lines)
+    assert any(tuple(line.get_xdata()) == row.gaps for line in axis.lines)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["mixed, 16K tokens a step"]
+
+
+def test_layers_of_a_model():
+    from sagebwd.analysis import layers, summary
+
+    path = ROOT / "docs" / "results" / "trace_smollm2.json.xz"
+    rows = [row for row in summary.read(path) if row.recipe == "token"]
+    axes = figures.layers([path]).axes
+    (line,) = [x for x in axes[2].lines if x.get_label() == "token"]
+    assert list(line.get_ydata()) == [row.relative_l2["dq"] for row in layers.means(rows)]
+
+
+@pytest.mark.parametrize(("kind", "files", "message"), [
+    ("pie", ["x.json"], "accepted: widths, contexts, gaps, layers"),
+    ("widths", ["x.json", "y.json"], "expected one results file, got 2"),
+    ("gaps", [str(GRID / "no-qknorm-small")], "two pairs of runs or more"),
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_said(kind, files, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        figures.figure(kind, [Path(file) for file in files], tmp_path / "picture.png")
+    assert not (tmp_path / "picture.png").exists()
