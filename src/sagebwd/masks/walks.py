@@ -73,7 +73,7 @@ def of_keys(
         entry = entry.expand(group, len(number), order.shape[2]).flatten(0, 1).mT.expand_as(order)
         found = torch.stack([entry, of_tile, rank, torch.zeros_like(rank)], -1)
         found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
-        lists = torch.cat([*_counts(order), torch.zeros_like(order[..., :2]), found], -1).int()
+        lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
         # strides of whole 16 numbers are one kernel's
         return F.pad(lists, (0, -lists.shape[-1] % 16))
 

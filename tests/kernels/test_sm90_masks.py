@@ -1,0 +1,78 @@
+"""Masks of elements on Hopper's kernels against the recipe emulator, on a GPU of compute capability 9.0."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.kernels.calls import KernelCall
+
+pytest.importorskip("triton")
+from sagebwd.kernels.sm90.widths import FORMS
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
+
+CALLS = {
+    "bool-all-gqa": KernelCall(mask="bool-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
+    "bool-rows": KernelCall(mask="bool-rows", heads=2, kv_heads=2, tokens_q=200, tokens_k=260),
+    "bool-columns": KernelCall(mask="bool-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
+    "bool-heads-causal": KernelCall(mask="bool-heads", tokens_q=700, tokens_k=700, is_causal=True),
+    "bool-batch-window": KernelCall(mask="bool-batch", batch=2, tokens_q=450, tokens_k=400, window=(160, 20)),
+    "bool-matrix-key-mask": KernelCall(mask="bool-matrix", batch=2, masked=True, tokens_q=260, tokens_k=390),
+    "dlse": KernelCall(mask="bool-matrix", tokens_q=200, tokens_k=200, with_dlse=True),
+    "one-token": KernelCall(mask="bool-none", tokens_q=1, tokens_k=1),
+    "document": KernelCall(mask="document", tokens_q=1270, tokens_k=1270, heads=4, kv_heads=2),
+    "documents-whole": KernelCall(mask="document", tokens_q=1536, tokens_k=1536, heads=2, kv_heads=1),
+    "prefix-batch": KernelCall(mask="prefix", batch=2, tokens_q=570, tokens_k=740, masked=True),
+    "chunked": KernelCall(mask="chunked", tokens_q=830, tokens_k=830, heads=2, kv_heads=2),
+    "sinks-heads": KernelCall(mask="sinks", tokens_q=640, tokens_k=640, sink=12),
+    "fp16": KernelCall(mask="document", dtype=torch.float16, tokens_q=400, tokens_k=400),
+}
+CHANGES = {
+    "": {"recipe": "mixed"},
+    "deterministic-": {"recipe": "mixed", "deterministic": True},
+    "plain-": {"recipe": "mixed(rotate=False)"},
+    "16bit-": {"recipe": "mixed(dv=16bit, dq=16bit, dk=16bit)"},  # whose backward is the portable one
+}
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_is_the_recipe(change, name, head_dim, value_dim):
+    if change in ("plain-", "16bit-") and name not in ("bool-all-gqa", "document"):
+        pytest.skip("two masks are enough")
+    call = dataclasses.replace(CALLS[name], head_dim=head_dim, value_dim=value_dim, device="cuda", **CHANGES[change])
+    call.check("hopper")
+
+
+@pytest.mark.parametrize("pair", [(72, 72), (80, 80), (192, 192), (40, 24)])
+@pytest.mark.parametrize("name", ["bool-all-gqa", "document"])
+def test_narrower_widths(name, pair):
+    call = dataclasses.replace(CALLS[name], head_dim=pair[0], value_dim=pair[1], device="cuda", recipe="mixed")
+    call.check("hopper")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+def test_a_mask_that_shows_all_gives_what_no_mask_gives(head_dim, value_dim):
+    shape = {"tokens_q": 640, "tokens_k": 768, "head_dim": head_dim, "value_dim": value_dim, "device": "cuda"}
+    shape |= {"recipe": "mixed", "deterministic": True}
+    plain, masked = KernelCall(**shape), KernelCall(mask="bool-none", **shape)
+    inputs = plain.inputs()
+    one, other = plain.run("hopper", inputs), masked.run("hopper", inputs)
+    assert one["lse"].allclose(other["lse"], atol=1e-3)
+    masked.check_outputs(inputs, other, ("o", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+def test_deterministic_runs_are_equal_bit_for_bit(head_dim, value_dim):
+    call = KernelCall(
+        recipe="mixed", mask="sinks", tokens_q=1500, tokens_k=1500, heads=4, kv_heads=2, deterministic=True,
+        head_dim=head_dim, value_dim=value_dim, device="cuda",
+    )  # fmt: skip
+    inputs = call.inputs()
+    first = call.run("hopper", inputs)
+    for _ in range(4):
+        again = call.run("hopper", inputs)
+        assert all(torch.equal(first[name], again[name]) for name in ("o", "dq", "dk", "dv"))

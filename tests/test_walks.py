@@ -1,0 +1,129 @@
+"""Lists and bits of masks for Hopper's kernels, walked as those do, against the mask's elements."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagebwd.masks.band import Band
+from sagebwd.masks.mask import TILE, Mask
+from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
+from tests.masks import KINDS, drawn
+
+SHAPES = [(2, 4, 300, 500), (1, 2, 128, 96), (2, 2, 257, 130), (1, 1, 1, 1)]
+BANDS = [Band(), Band(upper=0), Band(lower=-70, upper=40)]
+BOOLEAN = [kind for kind in KINDS if not kind.startswith("bias")]
+FORWARD_TILES = [(192, 128), (128, 128), (192, 96), (128, 96)]
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """(TILE, TILE) bool of (TILE, 4) words: column 8j + 2t + b at bit 2j + b of word t."""
+    columns = torch.arange(TILE)
+    j, t, b = columns // 8, columns % 8 // 2, columns % 2
+    return (words[:, t] >> (2 * j + b) & 1).bool()
+
+
+def broadcast(x: Tensor, batch: int, head: int) -> Tensor:
+    return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+
+def seen_of(mask: Mask, key_mask: Tensor, shape: tuple[int, ...], band: Band) -> Tensor:
+    """(B, H, N, M) bool: every pair that counts."""
+    batch, heads, tokens_q, tokens_k = shape
+    elements = mask.part(slice(0, tokens_q), slice(0, tokens_k)).expand(batch, heads, tokens_q, tokens_k)
+    seen = elements & key_mask[:, None, None]
+    visible = band.mask(torch.arange(tokens_q), torch.arange(tokens_k))
+    return seen if visible is None else seen & visible
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x (N, M) as whole tiles of ``rows`` x ``columns``, False beyond."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+
+
+def case(kind: str, shape: tuple[int, ...]) -> tuple[Mask, Tensor]:
+    """A mask and which keys count: those that any query sees, and of some batch elements not all."""
+    mask = drawn(kind, shape, torch.bfloat16, 3, "cpu")
+    key_mask = mask.keys.expand(shape[0], shape[3]).clone()
+    key_mask[-1, shape[3] // 2 :] &= shape[3] == 1
+    return mask, key_mask
+
+
+def bits(walk: Walk, batch: int, head: int) -> Tensor:
+    """All pairs that the bits show, whole tiles of them."""
+    grid = broadcast(walk.tiles, batch, head)
+    return torch.cat([torch.cat([unpacked(walk.words[t]) for t in row], 1) for row in grid])
+
+
+def test_bits_of_a_tile():
+    tiles = torch.rand(3, TILE, TILE, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert all(torch.equal(unpacked(words), tile) for words, tile in zip(pack(tiles), tiles))
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("kind", BOOLEAN)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_meet_what_they_see(shape, kind, band):
+    mask, key_mask = case(kind, shape)
+    seen = seen_of(mask, key_mask, shape, band)
+    batch, heads, *tokens = shape
+    for tile in FORWARD_TILES:
+        walk = of_queries(mask, key_mask, tuple(tokens), band, tile)
+        for b in range(batch):
+            for h in range(heads):
+                of_bits = bits(walk, b, h)[: tokens[0], : tokens[1]]
+                want = padded(seen[b, h], *tile)
+                for row, listed in enumerate(broadcast(walk.lists, b, h)):
+                    in_part, whole = listed[:2].tolist()
+                    met = listed[2 : 2 + in_part + whole].tolist()
+                    assert in_part >= 1
+                    assert len(set(met)) == len(met)
+                    queries = want[row * tile[0] : (row + 1) * tile[0]]
+                    there = {
+                        n for n in range(want.shape[1] // tile[1]) if queries[:, n * tile[1] :][:, : tile[1]].any()
+                    }
+                    assert there <= set(met)
+                    for block in met[in_part:]:
+                        real = min(tokens[0] - row * tile[0], tile[0])
+                        assert queries[:real, block * tile[1] : (block + 1) * tile[1]].all()
+                # what bits show is what elements show
+                elements = mask.part(slice(0, tokens[0]), slice(0, tokens[1])).expand(*shape)[b, h]
+                assert torch.equal(of_bits, elements)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("kind", BOOLEAN)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_meet_the_queries_that_see_them(shape, kind, band):
+    mask, key_mask = case(kind, shape)
+    seen = seen_of(mask, key_mask, shape, band)
+    batch, heads, *tokens = shape
+    for block_q, group in ((64, 2 - heads % 2), (128, heads)):
+        walk = of_keys(mask, key_mask, tuple(tokens), band, (block_q, TILE), group)
+        assert all(size == 1 or stride % 16 == 0 for size, stride in zip(walk.lists.shape[:3], walk.lists.stride()))
+        for b in range(batch):
+            for key_head in range(heads // group):
+                found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+                for block_k, listed in enumerate(broadcast(walk.lists, b, key_head)):
+                    in_part, whole = listed[:2].tolist()
+                    rows = listed[4 : 4 + 4 * (in_part + whole)].view(-1, 4).tolist()
+                    for number, (entry, tile, rank, _) in enumerate(rows):
+                        head, block = key_head * group + (entry >> HEAD_BIT), entry & ((1 << HEAD_BIT) - 1)
+                        want = padded(seen[b, head], block_q, TILE).mT
+                        pairs = want[block_k * TILE :, block * block_q :][:TILE, :block_q]
+                        assert pairs.any() or number < in_part
+                        if number >= in_part:
+                            assert pairs.all()
+                        of_bits = unpacked(walk.words[tile])[:, block * block_q % TILE :][:, :block_q]
+                        elements = mask.part(slice(0, tokens[0]), slice(0, tokens[1])).expand(*shape)[b, head]
+                        elements = padded(elements, block_q, TILE).mT[block_k * TILE :, block * block_q :]
+                        assert torch.equal(of_bits, elements[:TILE, :block_q])
+                        found.setdefault((head, block), []).append((block_k, rank))
+                # nothing that is seen is missing, and blocks of keys add to a block of queries from the last on
+                for head in range(key_head * group, key_head * group + group):
+                    want = padded(seen[b, head], block_q, TILE)
+                    for block in range(want.shape[0] // block_q):
+                        pairs = want[block * block_q : (block + 1) * block_q].unflatten(1, (-1, TILE))
+                        there = pairs.any(0).any(-1).nonzero()[:, 0].tolist()
+                        met = sorted(found.get((head, block), []))
+                        assert set(there) <= {k for k, _ in met}
+                        assert [rank for _, rank in met] == list(range(len(met) - 1, -1, -1))
