@@ -39,10 +39,12 @@ class Config:
         """Queries of a step of dK and dV."""
         return recipe.block_q if self.step is None else min(recipe.block_q, self.step)
 
-    @property
-    def options(self) -> dict[str, int | None]:
-        """What Triton takes at a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+    def options(self, call: Call) -> dict[str, int | float | bool | None]:
+        """What Triton takes at a launch, and what all kernels take of a call by name."""
+        return {
+            **call.band, "scale": call.scale, "head_dim": call.head_dim, "BLOCK_D": call.block_d,
+            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers,
+        }  # fmt: skip
 
 
 # (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> configuration.

@@ -43,7 +43,7 @@ from sagebwd.kernels.portable.blocks import (
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.lists import Masked
+from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
     added,
     load_row_values,
@@ -359,10 +359,7 @@ def launch_dkdv(
             tile_maxima,
             Strided.of(dk, keys),
             dv,
-            call.key_mask,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            Masked.of(None if call.lists is None else call.lists.by_key),
+            *masks_of(call, by_key=True),
             Groups.of(call),
             keys.heads,
             call.group,
@@ -372,15 +369,11 @@ def launch_dkdv(
             queries.blocks(recipe.block_q),
             keys.grid(recipe.block_k),
             grid,
-            **call.band,
-            scale=call.scale,
-            head_dim=call.head_dim,
             PAD_Q=recipe.block_q,
             TILE_K=recipe.block_k,
             BLOCK_Q=block_q,
             BLOCK_K=config.rows,
-            BLOCK_D=call.block_d,
-            **config.options,
+            **config.options(call),
         )
 
     run_best(kernel, call, run)

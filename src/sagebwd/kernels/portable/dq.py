@@ -41,7 +41,7 @@ from sagebwd.kernels.portable.blocks import (
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.lists import Masked
+from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
     added,
     load_row_values_of,
@@ -282,10 +282,7 @@ def launch_dq(
             smooth_q,
             tile_maxima,
             Strided.of(dq, queries),
-            call.key_mask,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            Masked.of(None if call.lists is None else call.lists.by_query),
+            *masks_of(call),
             queries.heads,
             call.group,
             queries.tokens,
@@ -295,17 +292,13 @@ def launch_dq(
             keys.blocks(recipe.block_k),
             keys.grid(recipe.block_k),
             grid,
-            **call.band,
-            scale=call.scale,
-            head_dim=call.head_dim,
             TURNED=call.turned if recipe.dq == INT8 else 0,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             PAD_Q=recipe.block_q,
             BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,
-            BLOCK_D=call.block_d,
-            **config.options,
+            **config.options(call),
         )
 
     run_best("dq", call, run)

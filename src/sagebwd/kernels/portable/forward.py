@@ -47,7 +47,7 @@ from sagebwd.kernels.portable.blocks import (
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_score, value_of
-from sagebwd.kernels.portable.lists import Masked
+from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.recipe import FP8, INT8
@@ -363,10 +363,7 @@ def launch_forward(
             Strided.of(o, queries),
             lse,
             row_max,
-            call.key_mask,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            Masked.of(None if call.lists is None else call.lists.by_query),
+            *masks_of(call),
             queries.heads,
             call.group,
             queries.tokens,
@@ -376,16 +373,12 @@ def launch_forward(
             queries.blocks(recipe.block_q),
             keys.blocks(recipe.block_k),
             grid,
-            **call.band,
-            scale=call.scale,
-            head_dim=call.head_dim,
             INT8_O=o_int8,
             K_TOKEN=recipe.k_scale != "block",
             V_SCALE=recipe.v_scale,
             BLOCK_Q=config.rows,
             BLOCK_K=recipe.block_k,
-            BLOCK_D=call.block_d,
-            **config.options,
+            **config.options(call),
         )
 
     run_best("forward", call, run)

@@ -63,6 +63,12 @@ class Masked(NamedTuple):
         )  # fmt: skip
 
 
+def masks_of(call: Call, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, Tensor | None, Masked | None]:
+    """What kernels take of masks: of keys, where sequences begin, and elements with lists by query or by key."""
+    listed = None if call.lists is None else call.lists.by_key if by_key else call.lists.by_query
+    return call.key_mask, call.queries.cu_seqlens, call.keys.cu_seqlens, Masked.of(listed)
+
+
 def strides(x: Tensor) -> tuple[int, ...]:
     """Strides, 0 where there is one for all."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
