@@ -42,7 +42,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, rank_of, tile_of
+from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
@@ -81,11 +81,9 @@ def accumulate(
     k_t_memory, ds_memory, dq_memory, ones = own_memory
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, blocks_q, group = tensors.added, sizes.blocks_q, sizes.group
+    added, key_mask, blocks_q, group = tensors.added, tensors.key_mask, sizes.blocks_q, sizes.group
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    # of a mask of elements blocks in part alone have keys that do not count
-    key_mask = None if LISTED else tensors.key_mask
     TILE: gl.constexpr = WIDTH.backward
     BLOCK_Q: gl.constexpr = TILE.queries
     STAGES: gl.constexpr = TILE.stages
@@ -159,7 +157,7 @@ def accumulate(
         heads = group if KIND.GROUPED and not LISTED else 1
         last_rank, last_entry, last_block = None, 0, end
         if LISTED:
-            last_entry, last_rank = entry_of(walk, at, 0), rank_of(walk, at, 0)
+            _, last_entry, last_rank = met_of(walk, at, 0)
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
             ahead = begun - begin
@@ -173,12 +171,12 @@ def accumulate(
                     rows, copy_scales = memory.rows.index(stage), memory.scales.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
-                    to_row, to_block, known_rank, first_q = row, gl.maximum(i, 1), None, i * BLOCK_Q
+                    to_row, to_block, known_rank, met, first_q = row, gl.maximum(i, 1), None, 0, i * BLOCK_Q
                     if LISTED:
                         last_head, last_block = head_and_block(last_entry)
                         to_row, to_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-                        known_rank, last_rank = last_rank, rank_of(walk, at, i)
-                        last_entry = entry_of(walk, at, i)
+                        known_rank = last_rank
+                        met, last_entry, last_rank = met_of(walk, at, i)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif KIND.GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
@@ -195,21 +193,12 @@ def accumulate(
                         ones, memory.delta, memory.v, CONSUMER, memory.do, stage, no_dp, TILE.in_halves and IN_ORDER
                     )
                     p, whole = probabilities(
-                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask,
-                        KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED,
-                        KIND.RAGGED and not LISTED, BLOCK_Q, S_LAYOUT,
+                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met,
+                        KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
-                    if LISTED:
-                        whole = part == 1
-                        if part == 0:
-                            seen = pairs_seen(
-                                walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries,
-                                KIND.HAS_LOWER, KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
-                            )  # fmt: skip
-                            p = gl.where(seen, p, 0.0)
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED or LISTED, S_LAYOUT, OPERAND)
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -283,7 +272,9 @@ def accumulate(
             add_dq_rows(dq_desc, dq_memory, dq * factors.sum_scale, last_row, CONSUMER, added, counter, rank, count)
         else:
             store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
-            add_dq(dq_desc, dq_part, last_row, column + gl.maximum(last_block, 1) * BLOCK_Q, added, counter, rank, count)
+            add_dq(
+                dq_desc, dq_part, last_row, column + gl.maximum(last_block, 1) * BLOCK_Q, added, counter, rank, count
+            )
         if added is not None:
             count_added(added, counter)
 

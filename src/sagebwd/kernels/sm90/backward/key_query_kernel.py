@@ -31,7 +31,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
-from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, rank_of, tile_of
+from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated, scaled
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
@@ -83,7 +83,7 @@ def load(
         for number in range(begin, end):
             head, i = first_head, number
             if walk is not None:
-                head, i = head_and_block(entry_of(walk, at, number))
+                head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
             z = z_q + head
             free = (step & 1) ^ 1
@@ -116,11 +116,9 @@ def accumulate(
     k_t_memory, ds_memory, dq_memory = own_memory
     dq_desc, dk_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, blocks_q, sum_scale = tensors.added, sizes.blocks_q, factors.sum_scale
+    added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    # of a mask of elements blocks in part alone have keys that do not count
-    key_mask = None if LISTED else tensors.key_mask
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -166,7 +164,7 @@ def accumulate(
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     last_rank, last_entry, last_block = None, 0, end
     if LISTED:
-        last_entry, last_rank = entry_of(walk, at, 0), rank_of(walk, at, 0)
+        _, last_entry, last_rank = met_of(walk, at, 0)
     for head in range(heads):
         ahead = begun - begin
         for part in gl.static_range(len(edges) - 1):
@@ -178,12 +176,12 @@ def accumulate(
                 # where this step adds dQ of the step before; at the first zeros times K, NaN if that is: to a block of
                 # this sequence, never to the one before
                 to_head = first_head + head
-                to_block, known_rank, first_q = gl.maximum(i, 1), None, i * BLOCK_Q
+                to_block, known_rank, met, first_q = gl.maximum(i, 1), None, 0, i * BLOCK_Q
                 if LISTED:
                     to_head, last_block = head_and_block(last_entry)
                     to_head, to_block = first_head + to_head, last_block + 1
-                    known_rank, last_rank = last_rank, rank_of(walk, at, i)
-                    last_entry = entry_of(walk, at, i)
+                    known_rank = last_rank
+                    met, last_entry, last_rank = met_of(walk, at, i)
                     first_q = head_and_block(last_entry)[1] * BLOCK_Q
                 elif KIND.GROUPED:
                     to_head = gl.where(i == begin, last_head, to_head)
@@ -205,21 +203,12 @@ def accumulate(
                 v = memory.v.index(anew(CONSUMER))
                 dp = warpgroup_mma(v, memory.do.index(anew(0)).permute((1, 0)), delta, is_async=True)
                 p, whole = probabilities(
-                    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask,
-                    KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED,
-                    KIND.RAGGED and not LISTED, BLOCK_Q, S_LAYOUT,
+                    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met,
+                    KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
-                if LISTED:
-                    whole = part == 1
-                    if part == 0:
-                        seen = pairs_seen(
-                            walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries,
-                            KIND.HAS_LOWER, KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
-                        )  # fmt: skip
-                        p = gl.where(seen, p, 0.0)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO), count=1)
-                codes = ds_operand(p, dp, whole, keep_key, key_mask, KIND.RAGGED or LISTED, S_LAYOUT, OPERAND)
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()

@@ -23,39 +23,22 @@ def list_of(walk, batch, head, first_k):
 
 
 @gluon.jit
-def field_of(walk, at, i, FIELD: gl.constexpr):
-    """A number of a list's block i."""
-    return gl.load(walk.lists + (at + (i + 1) * FIELDS + FIELD))
-
-
-@gluon.jit
-def entry_of(walk, at, i):
-    """Block i of a list, in one number for `head_and_block`."""
-    return field_of(walk, at, i, 0)
-
-
-@gluon.jit
 def head_and_block(entry):
-    """Of those that share the keys' head a query head, and a block of its queries."""
+    """Of those that share the keys' head a query head, and a block of its queries: a listed block's first field."""
     return entry >> HEAD_BIT, entry & ((1 << HEAD_BIT) - 1)
 
 
 @gluon.jit
-def tile_of(walk, at, i):
-    """The tile of a mask's bits where block i of a list is."""
-    return field_of(walk, at, i, 1)
-
-
-@gluon.jit
-def rank_of(walk, at, i):
-    """How many blocks of keys behind the program's add to dQ of block i of its list."""
-    return field_of(walk, at, i, 2)
+def met_of(walk, at, i):
+    """Where a list has its block i; its first field; how many blocks of keys behind the program's add to its dQ."""
+    met = at + (i + 1) * FIELDS
+    return met, gl.load(walk.lists + met), gl.load(walk.lists + met + 2)
 
 
 @gluon.jit
 def pairs_seen(
-    words, tile, first_k, keys, keep_key, first_q, queries, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+    walk, met, first_k, keys, keep_key, first_q, queries, KIND: gl.constexpr, BLOCK_Q: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Which pairs of 64 keys with BLOCK_Q queries count, as a score tile: one word of bits a thread and key."""
     EIGHTS: gl.constexpr = BLOCK_Q // 8
@@ -71,8 +54,8 @@ def pairs_seen(
     THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, FOLDED))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, THREADS))
     lane = gl.arange(0, 4, gl.SliceLayout(0, THREADS))
-    at = tile * (TILE * 4) + first_k % TILE * 4
-    word = gl.load(words + at + gl.expand_dims(row * 4, 1) + gl.expand_dims(lane, 0))
+    at = gl.load(walk.lists + met + 1) * (TILE * 4) + first_k % TILE * 4
+    word = gl.load(walk.words + at + gl.expand_dims(row * 4, 1) + gl.expand_dims(lane, 0))
     word = word >> (first_q % TILE // 4)
     keep = gl.convert_layout(keep_key.to(gl.int32), gl.SliceLayout(1, THREADS), assert_trivial=True)
     word = word & -gl.expand_dims(keep, 1)
@@ -83,8 +66,8 @@ def pairs_seen(
     word = gl.expand_dims(gl.expand_dims(word, 1), 3)
     seen = ((word >> (eight * 2 + one)) & 1) != 0
     seen = gl.convert_layout(seen.reshape([ROWS, BLOCK_Q]), LAYOUT, assert_trivial=True)
-    if HAS_LOWER or HAS_UPPER:
+    if KIND.HAS_LOWER or KIND.HAS_UPPER:
         rows_q = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
         distance = gl.expand_dims(keys, 1) - gl.expand_dims(rows_q, 0)
-        seen = seen & visible(distance, queries.lower, queries.upper, HAS_LOWER, HAS_UPPER)
+        seen = seen & visible(distance, queries.lower, queries.upper, KIND.HAS_LOWER, KIND.HAS_UPPER)
     return seen

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sagebwd.kernels.sm90.backward.key_blocks import key_block, queries_met
-from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of
+from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
 
@@ -105,7 +105,7 @@ def load_queries(
         for number in range(begin, begin + count):
             head, i = first_head, number
             if walk is not None:
-                head, i = head_and_block(entry_of(walk, at, number))
+                head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
             z = z_q + head
             stage = step % STAGES

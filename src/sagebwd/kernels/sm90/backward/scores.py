@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from sagebwd.kernels.sm90.backward.listed import pairs_seen
 from sagebwd.kernels.sm90.backward.pieces import pieces_of
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
@@ -69,19 +70,24 @@ def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met, KIND: gl.constexpr,
+    IN_PART: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P^T, 0 where masked, and whether the block is whole: no mask cuts it, no end.
 
+    IN_PART: a causal mask or one of elements may cut the block; met: where that one's list, if there is one, has it.
     KEYS_END: keys past the end are masked too, as they must be where dQ reduces over keys. key_scale is of
     `same_of_pairs`, so that a product with a query's serves two scores.
     """
+    LISTED: gl.constexpr = walk is not None
+    HAS_LOWER: gl.constexpr = KIND.HAS_LOWER and not LISTED
+    HAS_UPPER: gl.constexpr = KIND.HAS_UPPER and IN_PART and not LISTED
+    ENDS: gl.constexpr = KEYS_END and not LISTED
     x = s.to(gl.float32) * (plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1))
     # masked afterwards: a branch before them would let ptxas put off all exponentials until dP is there
     p = exp2(x - plane(rows, 0, BLOCK_Q, LAYOUT))
     whole = first_q + BLOCK_Q <= queries.length
-    if KEYS_END:
+    if ENDS:
         whole = whole & (first_k + ROWS <= place.length)
     whole = whole & inside_band(first_q, first_k, queries.lower, queries.upper, BLOCK_Q, ROWS, HAS_LOWER, HAS_UPPER)
     if HAS_LOWER or HAS_UPPER:  # noqa: SIM102 (one is of compile time)
@@ -89,9 +95,14 @@ def probabilities(
             rows_q = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
             distance = gl.expand_dims(keys, 1) - gl.expand_dims(rows_q, 0)
             p = gl.where(visible(distance, queries.lower, queries.upper, HAS_LOWER, HAS_UPPER), p, 0.0)
-    if key_mask is not None:
+    if LISTED:
+        whole = not IN_PART
+        if IN_PART:
+            seen = pairs_seen(walk, met, first_k, keys, keep_key, first_q, queries, KIND, BLOCK_Q, LAYOUT)
+            p = gl.where(seen, p, 0.0)
+    elif key_mask is not None:
         p = gl.where(gl.expand_dims(keep_key, 1), p, 0.0)
-    elif KEYS_END:  # noqa: SIM102 (one is of compile time)
+    elif ENDS:  # noqa: SIM102 (one is of compile time)
         if not whole:
             p = gl.where(gl.expand_dims(keep_key, 1), p, 0.0)
     return p, whole
@@ -115,12 +126,14 @@ def difference(ones, delta_memory, v_memory, consumer, do_memory, stage, none, A
 
 
 @gluon.jit
-def ds_operand(p, dp, whole, keep_key, key_mask, RAGGED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr):
+def ds_operand(
+    p, dp, whole, keep_key, key_mask, walk, RAGGED: gl.constexpr, LAYOUT: gl.constexpr, OPERAND: gl.constexpr
+):
     """dS^T in e4m3, of P^T and its `difference`, 0 where masked. whole: as `probabilities` returns it."""
     ds = p * gl.convert_layout(dp, LAYOUT, assert_trivial=True)
-    if key_mask is not None:
+    if key_mask is not None and walk is None:
         ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-    if RAGGED:  # noqa: SIM102 (one is of compile time)
+    if RAGGED or walk is not None:  # noqa: SIM102 (one is of compile time)
         if not whole:
             # what lies past the end need not be finite
             ds = gl.where(p == 0, 0.0, ds)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
-from sagebwd.kernels.sm90.backward.listed import entry_of, head_and_block, list_of, pairs_seen, tile_of
+from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import repeated
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
@@ -59,7 +59,7 @@ def load(
         for number in range(begin, end):
             head, i = first_head, number
             if walk is not None:
-                head, i = head_and_block(entry_of(walk, at, number))
+                head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
             z = z_q + head
             stage, phase = ring(step, STAGES)
@@ -87,8 +87,6 @@ def accumulate(
     STAGES: gl.constexpr = WIDTH.backward.stages
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    # of a mask of elements blocks in part alone have keys that do not count
-    key_mask = None if LISTED else tensors.key_mask
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -126,18 +124,14 @@ def accumulate(
                 stage, phase = ring(step, STAGES)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
-                first_q = (head_and_block(entry_of(walk, at, i))[1] if LISTED else i) * BLOCK_Q
+                met, block = 0, i
+                if LISTED:
+                    met, entry, _ = met_of(walk, at, i)
+                    block = head_and_block(entry)[1]
                 p = probabilities(
-                    s, memory.rows.index(stage), key_scale, keys, keep_key, first_q, first_k, place, queries,
-                    key_mask, KIND.HAS_LOWER and not LISTED, KIND.HAS_UPPER and part == 0 and not LISTED, False,
-                    BLOCK_Q, S_LAYOUT,
+                    s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, place, queries,
+                    tensors.key_mask, walk, met, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
                 )[0]  # fmt: skip
-                if LISTED and part == 0:
-                    seen = pairs_seen(
-                        walk.words, tile_of(walk, at, i), first_k, keys, keep_key, first_q, queries, KIND.HAS_LOWER,
-                        KIND.HAS_UPPER, BLOCK_Q, S_LAYOUT,
-                    )  # fmt: skip
-                    p = gl.where(seen, p, 0.0)
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 never = step < 0

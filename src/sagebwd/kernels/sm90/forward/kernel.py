@@ -317,9 +317,7 @@ class Forward:
                 if const_expr(self.variant.upper):
                     stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
                 last = cutlass.min(full_end, end - 1)
-                stage, phase = self.unmasked(
-                    every, last, last - full_begin, q_norms, largest_k_norm, stage, phase
-                )
+                stage, phase = self.unmasked(every, last, last - full_begin, q_norms, largest_k_norm, stage, phase)
                 if const_expr(self.variant.lower):
                     last = cutlass.min(full_begin, end - 1)
                     stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)

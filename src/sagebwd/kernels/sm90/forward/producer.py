@@ -67,7 +67,9 @@ class Memory(NamedTuple):
         tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
         barriers = smem.allocate_array(Int64, 2 + 4 * stages)
         rings = (barriers + 2 + n * stages for n in range(4))
-        return cls(*tiles, keys_kept, block, mask_tiles, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1)
+        return cls(
+            *tiles, keys_kept, block, mask_tiles, q_words, q_scale, q_norm, tile, *rings, barriers, barriers + 1
+        )
 
     def begin(self, warpgroups: int, stages: int) -> None:
         """Count who arrives at the barriers: TMA's bytes, or a thread of each computing warp."""
