@@ -82,8 +82,8 @@ class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
     recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`, or ``BIAS``). impl: as the public functions take
-    it; None is the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
-    alone computes, or None.
+    it; None is the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own
+    attention alone computes, or None.
     """
 
     recipe: Recipe | str

@@ -29,8 +29,8 @@ class Row(NamedTuple):
     """One implementation of a direction.
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
-    which are filled up to it with zeros, or None. widths: those, in words. biases: whether it takes masks that are added.
-    extra: whether it needs the extra ``hopper``.
+    which are filled up to it with zeros, or None. widths: those, in words. biases: whether it takes masks that are
+    added. extra: whether it needs the extra ``hopper``.
     """
 
     direction: str

@@ -14,7 +14,7 @@ from sagebwd.call import Call
 
 
 class Walk(NamedTuple):
-    """A mask of elements: a `sagebwd.masks.walks.Walk` of keys, and strides of its lists, 0 where there is one for all."""
+    """A mask of elements: a `sagebwd.masks.walks.Walk` of keys, and strides of its lists, 0 of what is one for all."""
 
     lists: Tensor
     words: Tensor

@@ -47,6 +47,16 @@ def ds_barriers():
 
 
 @gluon.jit
+def store_no_ds(ds_memory, ds_full, slot, CONSUMER: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """A block of zeros in place of a warpgroup's dS^T."""
+    none = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+    ds_memory.index(slot * CONSUMERS + CONSUMER).store(none)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(ds_full.index(slot), count=1)
+
+
+@gluon.jit
 def copy_keys(k_t_memory, consumer, k, key_scale, largest):
     """e4m3 of 64 keys' codes, by pieces of channels, times their scales and 2^g, transposed as dS^T is: to memory, as
     dQ's operand."""

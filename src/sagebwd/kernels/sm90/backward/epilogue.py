@@ -58,3 +58,14 @@ def store_gradient(
         for piece in gl.static_range(len(pieces)):
             part = memory.index(piece % memory.shape[0])
             store_block(desc, part, pieces[piece], row, piece * pieces[0].shape[1])
+
+
+@gluon.jit
+def store_both(
+    dk, dv, tensors, dk_desc, dv_desc, out, place, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others."""
+    # how many channels are in memory stands beside them if not all are
+    EACH: gl.constexpr = 4 if len(tensors.strides) == 8 else 3
+    store_gradient(dk, tensors.dk, tensors.strides[:EACH], dk_desc, out, place, first_k, sizes, RAGGED, LAYOUT)
+    store_gradient(dv, tensors.dv, tensors.strides[-EACH:], dv_desc, out, place, first_k, sizes, RAGGED, LAYOUT)

@@ -31,8 +31,9 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     dq_product,
     ds_barriers,
     store_dq,
+    store_no_ds,
 )
-from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
+from sagebwd.kernels.sm90.backward.epilogue import places, store_both
 from sagebwd.kernels.sm90.backward.key_blocks import (
     edges_of,
     head_and_number,
@@ -81,8 +82,7 @@ def accumulate(
     k_t_memory, ds_memory, dq_memory, ones = own_memory
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, key_mask, blocks_q, group = tensors.added, tensors.key_mask, sizes.blocks_q, sizes.group
-    walk = tensors.walk
+    added, key_mask, walk, blocks_q, group = tensors.added, tensors.key_mask, tensors.walk, sizes.blocks_q, sizes.group
     LISTED: gl.constexpr = walk is not None
     TILE: gl.constexpr = WIDTH.backward
     BLOCK_Q: gl.constexpr = TILE.queries
@@ -105,15 +105,11 @@ def accumulate(
     # rows of dQ^T a head, by which blocks are counted; or heads are, and dQ has rows of its own
     HEAD: gl.constexpr = 1 if IN_PIECES else WIDTH.head_dim
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    # strides of one gradient, and how many channels are in memory if not all
-    EACH: gl.constexpr = 4 if len(tensors.strides) == 8 else 3
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
-    no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dq_part = dq_memory[0].index(CONSUMER)
-    pitch = blocks_q * BLOCK_Q
-    begun = 0
+    pitch, begun = blocks_q * BLOCK_Q, 0
     # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
     for turn in range(turns if IN_TURN else 1):
         place = place_of(program_number(turn), turn, tensors, sizes)
@@ -134,10 +130,7 @@ def accumulate(
         # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-        ds_memory.index(slot * CONSUMERS + CONSUMER).store(no_codes)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(ds_full.index(slot), count=1)
+        store_no_ds(ds_memory, ds_full, slot, CONSUMER, BLOCK_Q)
         # what registers are left for, tensor cores need not read from shared memory again and again
         if not IN_PIECES:
             k_t = k_t_memory.index(0).slice(CHANNEL, ROWS, 0), k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
@@ -265,30 +258,20 @@ def accumulate(
             last_row, last_block, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
             KIND, BLOCK_Q, HEAD, last_rank,
         )  # fmt: skip
-        counter = gl.where(begin < end, counter, -1)
+        counter, last_block = gl.where(begin < end, counter, -1), gl.maximum(last_block, 1)
         if IN_PIECES:
             store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
-            last_row = last_row * pitch + column + gl.maximum(last_block, 1) * BLOCK_Q
+            last_row = last_row * pitch + column + last_block * BLOCK_Q
             add_dq_rows(dq_desc, dq_memory, dq * factors.sum_scale, last_row, CONSUMER, added, counter, rank, count)
         else:
             store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
-            add_dq(
-                dq_desc, dq_part, last_row, column + gl.maximum(last_block, 1) * BLOCK_Q, added, counter, rank, count
-            )
+            add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, added, counter, rank, count)
         if added is not None:
             count_added(added, counter)
-
         # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
         out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
-        dk_acc = scaled(dk_acc, factors.scale)
-        store_gradient(
-            dk_acc, tensors.dk, tensors.strides[:EACH], dk_desc, out, place, place.first + CONSUMER * ROWS, sizes,
-            KIND.RAGGED, OUT_LAYOUT,
-        )  # fmt: skip
-        store_gradient(
-            dv_acc, tensors.dv, tensors.strides[-EACH:], dv_desc, out, place, place.first + CONSUMER * ROWS, sizes,
-            KIND.RAGGED, OUT_LAYOUT,
-        )  # fmt: skip
+        dk_acc, first_k = scaled(dk_acc, factors.scale), place.first + CONSUMER * ROWS
+        store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, first_k, sizes, KIND.RAGGED, OUT_LAYOUT)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 

@@ -28,6 +28,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     counter_rank_and_count,
     ds_barriers,
     store_dq,
+    store_no_ds,
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
@@ -141,7 +142,6 @@ def accumulate(
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
-    no_codes = gl.zeros([BLOCK_Q, ROWS // 2], gl.int16, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
     dk = repeated(none, 4)
     dq_part = dq_memory.index(CONSUMER)
     mbarrier.wait(barriers.keys_full, 0)
@@ -149,10 +149,7 @@ def accumulate(
     copy_keys(k_t_memory, CONSUMER, (k,), key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     # a block of zeros goes before the first: every step has one to compute dQ of
-    ds_memory.index(CONSUMER).store(no_codes)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(ds_full.index(0), count=1)
+    store_no_ds(ds_memory, ds_full, 0, CONSUMER, BLOCK_Q)
     first_head = z_q + place.head * sizes.group
     last_head = first_head
     # blocks of dQ are counted from the one before a sequence's first

@@ -86,8 +86,8 @@ def load_queries(
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    Origins: row of a sequence's first query, and steps of a head. walk, at: as of `queries_met`. step: how many blocks the ring has had; returned
-    with these counted in.
+    Origins: row of a sequence's first query, and steps of a head. walk, at: as of `queries_met`. step: how many blocks
+    the ring has had; returned with these counted in.
     """
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do

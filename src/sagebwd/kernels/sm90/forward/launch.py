@@ -75,8 +75,9 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
     tile = widths.width(call.head_dim, call.value_dim).forward
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
-        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None, lists=call.lists is not None, negative=call.scale < 0,
-        row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
+        upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
+        lists=call.lists is not None, negative=call.scale < 0, row_max=with_row_max, rotation=call.rotation,
+        lacking=call.lacking,
     )  # fmt: skip
     arguments = Arguments(
         q=q,

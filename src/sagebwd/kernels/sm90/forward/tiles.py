@@ -13,6 +13,8 @@ from sagebwd.kernels.sm90.forward.variant import MASK_TILE, SCALE_BLOCK, Variant
 ptx = cute.arch.inline_ptx
 # Of 32 columns a bit each, the two of every eight that a thread holds, which come first: side by side.
 GATHERED = "{ .reg .b32 x; and.b32 x, {$r0}, 0x03030303; mul.lo.u32 x, x, 0x01041040; shr.u32 {$w0}, x, 24; }"
+# A word of so many ones, 32 too.
+LOWEST = "{ .reg .b32 x; shl.b32 x, 1, {$r0}; sub.s32 {$w0}, x, 1; }"
 # Two words one behind the other, without the first one's lowest bits.
 SHIFTED = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
 
@@ -160,8 +162,4 @@ class Tiles:
         """The bits of a word of a row whose columns are below a bound, less the thread's first."""
         bound = cutlass.min(cutlass.max(bound, 0), MASK_TILE)
         count = bound // 8 * 2 + cutlass.min(bound % 8, 2)
-        return ptx(
-            "{ .reg .b32 x; shl.b32 x, 1, {$r0}; sub.s32 {$w0}, x, 1; }",
-            write_only_types=[Int32],
-            read_only_args=[count],
-        )
+        return ptx(LOWEST, write_only_types=[Int32], read_only_args=[count])
