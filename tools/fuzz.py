@@ -83,7 +83,7 @@ class Case:
     def drawn(cls, seed: int, longest: int, recipe: str | None, impl: str | None = None) -> Case:
         """The case of a seed, no sequence longer than ``longest``.
 
-        No mask is where a named recipe or ``impl`` takes none.
+        No additive mask is where a named recipe or ``impl`` takes none.
         """
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
         repeated, spoilt = rng.random() < 0.01, rng.random() < 0.2
@@ -97,8 +97,6 @@ class Case:
 
         layout = kernels.choice(("dense", "dense", "padded", "packed", "masked"))
         fp8 = recipe is not None and FP8 in asdict(Recipe.parse(recipe)).values()
-        if layout == "masked" and (fp8 or impl == "hopper"):
-            layout = "dense"
         head_dim, value_dim = _widths(kernels)
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         grouped = kernels.random() < 0.5
@@ -112,7 +110,8 @@ class Case:
             lengths_k = (*lengths_k[:-1], 0)
         if layout in ("dense", "masked"):
             lengths_k = lengths_k[:1] * batch
-        mask = kernels.choice(MASKS)
+        hopper = fp8 or impl == "hopper"
+        mask = kernels.choice([kind for kind in MASKS if not (hopper and kind.startswith("bias"))])
         if layout == "masked" and mask in MODS:  # of each batch element its own
             repeated = False
         return cls(

@@ -50,9 +50,11 @@ def costs(group: list[Cell]) -> list[float]:
     for cell in group:
         kernels = cell.width, _leader(cell)
         refused = cell.width > MAX_HEAD_DIM or cell.recipe == "mixed"
-        cost = 0.0 if refused or kernels in met else COSTS[cell.layout] * (0.4 + cell.width / 200)
+        hopper = cell.recipe == AUTO and not cell.mask.startswith("bias")
+        layout = "dense" if hopper and cell.layout == "masked" else cell.layout
+        cost = 0.0 if refused or kernels in met else COSTS[layout] * (0.4 + cell.width / 200)
         cost *= 1 if cell.width % 16 else 0.5
-        if cell.recipe == AUTO and cell.layout != "masked":  # on Hopper's kernels, of which others compile most
+        if hopper:  # on Hopper's kernels, of which others compile most
             cost *= 1 if (cell.head_dim, cell.value_dim) in HOPPER else 0.05
         found.append(cost if cell.recipe in (AUTO, "token") else 0.7 * cost)
         met.add(kernels)
