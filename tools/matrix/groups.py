@@ -55,7 +55,7 @@ def costs(group: list[Cell]) -> list[float]:
         cost *= 1 if cell.width % 16 else 0.5
         if hopper:  # on Hopper's kernels, of which others compile most; most masks of elements are one kernel's there
             cost *= 1 if (cell.head_dim, cell.value_dim) in HOPPER else 0.05
-            cost *= 0.4 if cell.layout == "masked" else 1
+            cost *= 0.2 if cell.layout == "masked" else 1
         found.append(cost if cell.recipe in (AUTO, "token") else 0.7 * cost)
         met.add(kernels)
     return found
