@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.crossings import BIAS, FULL, MASK
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.masks.mask import Mask
 from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
@@ -81,9 +81,9 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`, or ``BIAS``). impl: as the public functions take
-    it; None is the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own
-    attention alone computes, or None.
+    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`). impl: as the public functions take it; None is
+    the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
+    alone computes, or None.
     """
 
     recipe: Recipe | str
@@ -104,7 +104,7 @@ class Ask(NamedTuple):
     @property
     def masked(self) -> bool:
         """By a mask that is more than causal, a window and key padding."""
-        return self.kind in (MASK, BIAS)
+        return self.kind == MASK
 
 
 class Size(NamedTuple):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto import crossings
-from sagebwd.auto.crossings import BIAS, Crossing
+from sagebwd.auto.crossings import Crossing
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import table
 from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
-from sagebwd.recipe import AUTO, FP8, Recipe
+from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
     from sagebwd.kernels.host.replay import Recording
@@ -188,13 +188,6 @@ def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
     where the extra is missing.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
-    if ask.kind == BIAS and not table.row(FORWARD, impl).biases:
-        return "an additive mask runs on impl='triton'; a boolean one, or a BlockMask, on impl='hopper' too"
-    if ask.masked and impl == "triton" and FP8 in (recipe.dv, recipe.dq, recipe.dk):
-        return (
-            f"recipe {str(recipe)!r} has FP8 gradients, which Hopper's own kernels alone compute, and these take no "
-            "additive mask; give a boolean one, or use recipe='token' for this call"
-        )
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
         for candidate in (impl, "triton") if impl == "hopper" else (impl,):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.auto.crossings import BIAS, FULL, MASK
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
@@ -77,8 +77,7 @@ def _chosen(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tens
     if dispatch.SEPARATOR in impl:
         return dispatch.named(_parsed(recipe), impl)
     wanted = recipe if recipe == AUTO else _parsed(recipe)
-    kind = FULL if mask is None else BIAS if mask.is_floating_point() else MASK
-    return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, kind, impl))
+    return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, FULL if mask is None else MASK, impl))
 
 
 def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tensor | None) -> Choice:

@@ -10,7 +10,7 @@ import torch
 import sagebwd
 from sagebwd import dispatch
 from sagebwd.auto import crossings
-from sagebwd.auto.crossings import BIAS, FORWARD, FULL, KINDS, PACKED, TRAINING, WINDOW, Crossing
+from sagebwd.auto.crossings import FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW, Crossing
 from sagebwd.call import Size
 from tests.auto.calls import ASK, LARGE, crossing
 from tools.crossings import ROOT, TABLE, of_file, text_of
@@ -68,8 +68,8 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
 
 
 def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
-    measured += [crossing(256), crossing(512, kind=BIAS, impl="triton/triton")]
-    assert runs(ASK._replace(kind=BIAS)) == "triton/triton"
+    measured += [crossing(256), crossing(512, kind=MASK, impl="triton/triton")]
+    assert runs(ASK._replace(kind=MASK)) == "triton/triton"
     monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     dispatch.crossings_of.cache_clear()

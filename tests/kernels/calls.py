@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.analysis.gaussian import with_sinks
-from sagebwd.auto.crossings import BIAS, FULL, MASK
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import Mask
@@ -146,9 +146,7 @@ class KernelCall:
         """Who runs the call: of an implementation, or of a choice's name, whatever GPU is here."""
         recipe = Recipe.parse(self.recipe)
         if dispatch.SEPARATOR not in impl:
-            device, kind = torch.device(self.device), FULL
-            if self.mask:
-                kind = BIAS if self.mask.startswith("bias") else MASK
+            device, kind = torch.device(self.device), MASK if self.mask else FULL
             found = dispatch._rows(impl, recipe, Ask(recipe, *self.dims, self.dtype, device, kind))
             assert not isinstance(found, str), found
             impl = dispatch.SEPARATOR.join(row.impl for row in found)

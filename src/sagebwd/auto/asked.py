@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch, mask_argument, switches
 from sagebwd.auto import torch_attention
-from sagebwd.auto.crossings import BIAS, FULL, MASK, PACKED, PADDING
+from sagebwd.auto.crossings import FULL, MASK, PACKED, PADDING
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
@@ -83,7 +83,7 @@ def asked_of(
     checks.sinks(sinks, query)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     elements = mask_argument.elements_of(attn_mask, query, key)
-    masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else kind_of(elements)
+    masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
     only_torch = checks.only_torch(query, value, elements, dropout_p)
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
@@ -132,11 +132,6 @@ def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
     if ask.recipe != AUTO or ask.impl is not None or more:
         return False
     return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
-
-
-def kind_of(elements: Tensor) -> str:
-    """Of a mask of elements, which of the kernels' loops it takes."""
-    return BIAS if elements.is_floating_point() else MASK
 
 
 def _trains(*tensors: Tensor | None) -> bool:

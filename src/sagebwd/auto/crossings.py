@@ -24,8 +24,6 @@ DIRECTIONS = (FORWARD, TRAINING)
 # not; anything else that a mask of elements says.
 KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
-# Numbers that a mask of elements adds to scores: nobody has timed those.
-BIAS = "bias"
 # Batch x heads x tokens x value_dim of what is timed, about: one sequence of a small model, one of 4096 tokens with 32
 # heads of 128, and a training step of 16384 tokens.
 SIZES = (1 << 22, 1 << 24, 1 << 25)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.auto import crossings
 from sagebwd.auto.asked import choice_of, packed_choice_of
-from sagebwd.auto.crossings import BIAS, DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing, widths_text
+from sagebwd.auto.crossings import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing, widths_text
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
@@ -18,7 +18,6 @@ from sagebwd.recipe import AUTO
 # In words, where the kind's own name is none.
 _KINDS = {kind: kind for kind in KINDS} | {
     FULL: "no mask", WINDOW: "a window", PADDING: "key padding", MASK: "a mask of elements",
-    BIAS: "an additive mask",
 }  # fmt: skip
 
 

@@ -29,8 +29,8 @@ class Row(NamedTuple):
     """One implementation of a direction.
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
-    which are filled up to it with zeros, or None. widths: those, in words. biases: whether it takes masks that are
-    added. extra: whether it needs the extra ``hopper``.
+    which are filled up to it with zeros, or None. widths: those, in words. extra: whether it needs the extra
+    ``hopper``.
     """
 
     direction: str
@@ -40,7 +40,6 @@ class Row(NamedTuple):
     fields: dict[str, tuple]
     form: Callable[[int, int], tuple[int, int] | None]
     widths: str
-    biases: bool
     extra: bool = False
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
@@ -77,14 +76,14 @@ ROWS = (
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
             "smooth_k": (True,), "smooth_q": (False,),
         },
-        widths.of_call, _HOPPER_WIDTHS, biases=False, extra=True,
+        widths.of_call, _HOPPER_WIDTHS, extra=True,
     ),
     Row(
         FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, _TILES, _the_greater,
-        f"1 to {MAX_HEAD_DIM}", biases=True,
+        f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
-        FORWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", biases=True,
+        FORWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any",
     ),
     Row(
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
@@ -92,17 +91,17 @@ ROWS = (
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
         },
-        widths.of_call, _HOPPER_WIDTHS, biases=False,
+        widths.of_call, _HOPPER_WIDTHS,
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,
-        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}", biases=True,
+        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
-        BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any", biases=True,
+        BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any",
     ),
-    Row(FORWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any", biases=True),
-    Row(BACKWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any", biases=True),
+    Row(FORWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any"),
+    Row(BACKWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any"),
 )  # fmt: skip
 
 _OF = {(row.direction, row.impl): row for row in ROWS}

@@ -32,11 +32,13 @@ class Walk(NamedTuple):
     each block of queries its number with its head above `HEAD_BIT`, its tile, and how many blocks of keys behind the
     program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
+    bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
     """
 
     lists: Tensor
     words: Tensor
     tiles: Tensor
+    bias: Tensor | None = None
 
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Walk:
@@ -50,7 +52,8 @@ def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band
         missing = (in_part == 0).int()
         return torch.cat([in_part + missing, (whole - missing).clamp(min=0), _in_part_first(order).int()], -1)
 
-    return Walk(_memory.get((mask.blocks, key_mask), ("queries", *settings), make), *_bits(mask, tokens, False))
+    lists = _memory.get((mask.blocks, key_mask), ("queries", *settings), make)
+    return Walk(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
 
 
 def of_keys(
@@ -77,7 +80,9 @@ def of_keys(
         # strides of whole 16 numbers are one kernel's
         return F.pad(lists, (0, -lists.shape[-1] % 16))
 
-    return Walk(_memory.get((mask.blocks, key_mask), ("keys", group, *settings), make), words, tiles)
+    return Walk(
+        _memory.get((mask.blocks, key_mask), ("keys", group, *settings), make), words, tiles, _bias(mask, tokens[1])
+    )
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +92,20 @@ def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
 
 def _in_part_first(order: Tensor) -> Tensor:
     return torch.argsort(torch.where(order == 0, 3, order), dim=-1, stable=True)
+
+
+def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
+    elements = mask.elements
+    if not mask.is_bias:
+        return None
+    if elements.dtype == torch.float64 or elements.shape[3] != tokens_k or (tokens_k > 1 and elements.stride(3) != 1):
+        # kernels do not read it as it lies
+        def make() -> Tensor:
+            narrow = elements.float() if elements.dtype == torch.float64 else elements
+            return narrow.expand(-1, -1, -1, tokens_k).contiguous()
+
+        return _memory.get((elements,), ("bias", tokens_k), make)
+    return elements
 
 
 def _by_key(x: Tensor, group: int) -> Tensor:

@@ -22,14 +22,26 @@ class Walk(NamedTuple):
     head: int
     row: int
 
-    @classmethod
-    def of(cls, call: Call) -> Walk | None:
-        """None without a mask."""
-        if call.lists is None:
-            return None
-        lists, words, _ = call.lists
-        batch, head, row, _ = (0 if size == 1 else stride for size, stride in zip(lists.shape, lists.stride()))
-        return cls(lists, words, batch, head, row)
+
+class Bias(NamedTuple):
+    """What a mask of elements adds to scores, and its strides: (B, H, N, M), the last one 1."""
+
+    elements: Tensor
+    batch: int
+    head: int
+    query: int
+
+
+def walk_and_bias(call: Call) -> tuple[Walk | None, Bias | None]:
+    """Those of a call's mask, None without."""
+    if call.lists is None:
+        return None, None
+    lists, words, _, bias = call.lists
+    return Walk(lists, words, *_strides(lists)), None if bias is None else Bias(bias, *_strides(bias))
+
+
+def _strides(x: Tensor) -> list[int]:
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride())]
 
 
 class Tensors(NamedTuple):
@@ -44,7 +56,8 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     strides: tuple[int, ...]  # of dk, and of dv if they are others
-    walk: Walk | None = None
+    walk: Walk | None
+    bias: Bias | None
 
 
 class Factors(NamedTuple):

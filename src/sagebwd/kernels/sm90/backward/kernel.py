@@ -186,8 +186,8 @@ def accumulate(
                         ones, memory.delta, memory.v, CONSUMER, memory.do, stage, no_dp, TILE.in_halves and IN_ORDER
                     )
                     p, whole = probabilities(
-                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met,
-                        KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, group, key_mask, walk,
+                        tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])

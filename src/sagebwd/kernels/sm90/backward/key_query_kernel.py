@@ -200,8 +200,8 @@ def accumulate(
                 v = memory.v.index(anew(CONSUMER))
                 dp = warpgroup_mma(v, memory.do.index(anew(0)).permute((1, 0)), delta, is_async=True)
                 p, whole = probabilities(
-                    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met,
-                    KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, sizes.group, key_mask,
+                    walk, tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO), count=1)

@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, Walk
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, walk_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
@@ -101,7 +101,7 @@ def backward(
     operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
     tensors = Tensors(
         k_scale, largest, call.key_mask, dk, dv, added, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv), Walk.of(call),
+        gradient_strides(call, dk, dv), *walk_and_bias(call),
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
     turns, heads_at_once = 1, 1

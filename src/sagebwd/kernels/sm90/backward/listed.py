@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, visible
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, visible
 from sagebwd.masks import mask as masks
 from sagebwd.masks import walks
 
@@ -71,3 +71,15 @@ def pairs_seen(
         distance = gl.expand_dims(keys, 1) - gl.expand_dims(rows_q, 0)
         seen = seen & visible(distance, queries.lower, queries.upper, KIND.HAS_LOWER, KIND.HAS_UPPER)
     return seen
+
+
+@gluon.jit
+def bias_of(bias, walk, met, keys, seen, first_q, place, group, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """What is added to a score tile, FP32, 0 where it is not seen."""
+    head = place.head * group + head_and_block(gl.load(walk.lists + met))[0]
+    at = place.batch.to(gl.int64) * bias.batch + head.to(gl.int64) * bias.head
+    stride = anew(bias.query)  # what follows from it would be kept in registers
+    at += first_q.to(gl.int64) * stride
+    rows_q = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT)) * stride
+    elements = bias.elements + at + gl.expand_dims(keys, 1) + gl.expand_dims(rows_q, 0)
+    return gl.load(elements, mask=seen, other=0).to(gl.float32)

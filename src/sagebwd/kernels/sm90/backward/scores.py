@@ -4,10 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sagebwd.kernels.sm90.backward.listed import pairs_seen
+from sagebwd.kernels.sm90.backward.listed import bias_of, pairs_seen
 from sagebwd.kernels.sm90.backward.pieces import pieces_of
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
+    LOG2_E,
     ROWS,
     anew,
     exp2,
@@ -70,8 +71,8 @@ def scores(k, q_memory, full, step, more, none, never, STAGES: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, key_mask, walk, met, KIND: gl.constexpr,
-    IN_PART: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+    s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, group, key_mask, walk, bias, met,
+    KIND: gl.constexpr, IN_PART: gl.constexpr, KEYS_END: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """P^T, 0 where masked, and whether the block is whole: no mask cuts it, no end.
 
@@ -84,6 +85,10 @@ def probabilities(
     HAS_UPPER: gl.constexpr = KIND.HAS_UPPER and IN_PART and not LISTED
     ENDS: gl.constexpr = KEYS_END and not LISTED
     x = s.to(gl.float32) * (plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1))
+    if LISTED and IN_PART:
+        seen = pairs_seen(walk, met, first_k, keys, keep_key, first_q, queries, KIND, BLOCK_Q, LAYOUT)
+        if bias is not None:
+            x += bias_of(bias, walk, met, keys, seen, first_q, place, group, BLOCK_Q, LAYOUT) * LOG2_E
     # masked afterwards: a branch before them would let ptxas put off all exponentials until dP is there
     p = exp2(x - plane(rows, 0, BLOCK_Q, LAYOUT))
     whole = first_q + BLOCK_Q <= queries.length
@@ -98,7 +103,6 @@ def probabilities(
     if LISTED:
         whole = not IN_PART
         if IN_PART:
-            seen = pairs_seen(walk, met, first_k, keys, keep_key, first_q, queries, KIND, BLOCK_Q, LAYOUT)
             p = gl.where(seen, p, 0.0)
     elif key_mask is not None:
         p = gl.where(gl.expand_dims(keep_key, 1), p, 0.0)

@@ -130,7 +130,7 @@ def accumulate(
                     block = head_and_block(entry)[1]
                 p = probabilities(
                     s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, place, queries,
-                    tensors.key_mask, walk, met, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
+                    sizes.group, tensors.key_mask, walk, tensors.bias, met, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
                 )[0]  # fmt: skip
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)

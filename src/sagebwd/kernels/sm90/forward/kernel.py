@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
+from sagebwd.kernels.sm90.forward.elements import LOG2_E, Elements
 from sagebwd.kernels.sm90.forward.epilogue import Epilogue
 from sagebwd.kernels.sm90.forward.producer import Memory, Operands, Producer
 from sagebwd.kernels.sm90.forward.quantize import Quantizer
@@ -26,7 +27,6 @@ from sagebwd.kernels.sm90.forward.variant import MASK_TILE, REGISTERS, SCALE_BLO
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 ptx = cute.arch.inline_ptx
-LOG2_E = 1.4426950408889634
 # A smaller scale of a row would turn a masked score, -inf, into NaN.
 TINY = 1e-30
 # Whether something holds for all threads of a warpgroup.
@@ -45,6 +45,7 @@ class Forward:
         self.dtype = DTYPES[variant.dtype]
         self.tiles, self.softmax = Tiles(variant), Softmax(variant)
         self.producer, self.quantizer = Producer(variant, self.tiles), Quantizer(variant)
+        self.elements = Elements(variant)
         self.epilogue = Epilogue(variant, self.tiles, self.softmax)
 
     def placeholders(self) -> list:
@@ -86,6 +87,7 @@ class Forward:
             lists=by_head(size(), size()) if variant.lists else None,
             words=compact(Int32, size(), MASK_TILE, 4) if variant.lists else None,
             tiles=by_head(size(), size()) if variant.lists else None,
+            bias=self.bias_placeholder(batch, heads, tokens_q, tokens_k) if variant.bias else None,
             cu_seqlens_q=compact(Int32, size()) if packed else None,
             cu_seqlens_k=compact(Int32, size()) if packed else None,
             tiles_taken=compact(Int32, 1),
@@ -96,6 +98,12 @@ class Forward:
             scale=Float32(0),
         )
         return [*arguments, make_fake_stream()]
+
+    def bias_placeholder(self, *shape):
+        """Of what is added to scores."""
+        dtype = {**DTYPES, "float32": Float32}[self.variant.bias]
+        strides = (cute.sym_int64() for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=dtype.width // 8)
 
     def matrices(self, x: cute.Tensor, transposed: bool = False):
         """x, (B, H, T, D) or packed (T, H, D), as (T, D, H[, B]); transposed, (D, T, H[, B])."""
@@ -114,8 +122,9 @@ class Forward:
         self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
-        words: cute.Tensor | None, tiles: cute.Tensor | None, cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor, programs: Int32, longest: Int32, lower: Int32,
+        words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
+        programs: Int32, longest: Int32, lower: Int32,
         upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
@@ -140,7 +149,7 @@ class Forward:
         count = blocks_q * heads * batch
         self.kernel(
             k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
-            (lists, words, tiles), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
+            (lists, words, tiles, bias), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
             blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
             grid=[cutlass.min(programs, count), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
@@ -356,8 +365,10 @@ class Forward:
         words = self.tiles.words(memory.keys_kept, stage)
         if const_expr(self.variant.lists):
             tiles = [memory.mask_tiles[index, part, stage] for part in range(self.variant.tiles_met)]
-            return [], self.tiles.listed_words(grid.words, tiles, words, block, rows, low, high)
-        return (low, high), words
+            words = self.elements.words(grid.words, tiles, words, block, rows, low, high)
+            bias = self.elements.bias(grid.bias, block, rows, place) if const_expr(self.variant.bias) else []
+            return [], words, bias
+        return (low, high), words, []
 
     @cute.jit
     def skip(self, memory, index: Int32, count: Int32, stage: Int32, phase: Int32):
@@ -422,7 +433,7 @@ class Forward:
         else:
             factors = self.factors(scales, block, place)
             cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-        seen = ([], [])
+        seen = ([], [], [])
         if const_expr(masked and self.variant.lists):  # asked for early: they come from memory
             seen = self.seen(fixed, block, stage)
         self.wait_turn(index)

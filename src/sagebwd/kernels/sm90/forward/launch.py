@@ -71,13 +71,13 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device), queries.per_token(device),
         queries.per_token(device), queries.per_token(device) if with_row_max else None,
     )  # fmt: skip
-    heads = queries.batch, queries.heads, -1, -1
+    heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
-        lists=call.lists is not None, negative=call.scale < 0, row_max=with_row_max, rotation=call.rotation,
-        lacking=call.lacking,
+        lists=call.lists is not None, bias="" if bias is None else str(bias.dtype).removeprefix("torch."),
+        negative=call.scale < 0, row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
     )  # fmt: skip
     arguments = Arguments(
         q=q,
@@ -94,6 +94,7 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         lists=None if call.lists is None else call.lists.lists.expand(*heads),
         words=None if call.lists is None else call.lists.words,
         tiles=None if call.lists is None else call.lists.tiles.expand(*heads),
+        bias=None if bias is None else bias.expand(*heads[:2], queries.tokens, call.keys.tokens),
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
         tiles_taken=codes.tiles_taken,

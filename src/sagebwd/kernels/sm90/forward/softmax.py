@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from sagebwd.kernels.sm90.forward.elements import LOG2_E, bit, row_of
 from sagebwd.kernels.sm90.forward.variant import Variant
 
 ptx = cute.arch.inline_ptx
@@ -37,16 +38,6 @@ def exp2(x):
 def log2(x):
     """log2(x); -inf of 0."""
     return ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def bit(place: int) -> Int32:
-    """A word of one bit."""
-    return Int32((1 << place) - (1 << 32 if place == 31 else 0))
-
-
-def row_of(size: int, r: int) -> list[int]:
-    """Registers of a tile of ``size`` that are of row ``r``."""
-    return [i for i in range(size) if i // 2 % 2 == r]
 
 
 class State(NamedTuple):
@@ -83,10 +74,11 @@ class Softmax:
         seen, top, total, decay, _ = state
         size, negative = cute.size(scores), const_expr(self.variant.negative)
         if const_expr(masked):
-            unseen = Float32.inf if negative else -Float32.inf
-            bounds, words = kept
+            unseen = Float32.inf if negative and not self.variant.bias else -Float32.inf
+            bounds, words, bias = kept
             for i in cutlass.range_constexpr(size):
                 r, column = i // 2 % 2, i // 4 * 8 + i % 2
+                score = scores[i].to(Float32)
                 if const_expr(self.variant.lists):
                     keep = (words[r] & bit(i // 4 * 2 + i % 2)) != 0
                 else:
@@ -96,7 +88,13 @@ class Softmax:
                         keep = keep & (column >= low[r])
                     if const_expr(self.variant.key_mask):
                         keep = keep & ((words[column // 32] & (1 << (column % 32))) != 0)
-                x[i] = scores[i].to(Float32) if keep else unseen
+                if const_expr(self.variant.bias):
+                    x[i] = unseen
+                    if keep:  # what is not kept may lie outside
+                        x[i] = score * factors[self.part(i)][r] + bias[r][column].to(Float32) * LOG2_E
+                else:
+                    x[i] = score if keep else unseen
+        factors = self.left(factors, masked)
         tops = []
         for r in cutlass.range_constexpr(2):
             best = self.largest(x if const_expr(masked) else scores, r, 0, masked) * factors[0][r]
@@ -127,9 +125,13 @@ class Softmax:
         """Which of a step's scales register i of a score tile has."""
         return i // 4 * 8 // self.variant.tile.scale_keys
 
+    def left(self, factors: list, masked: bool) -> list:
+        """What x is still to be multiplied by: nothing where something was added to scores."""
+        return [(Float32(1), Float32(1))] * len(factors) if masked and self.variant.bias else factors
+
     def largest(self, scores: cute.Tensor, r: int, part: int, masked: bool):
         """Of scores that share a scale, the one of a thread's row that is largest once scaled, as FP32."""
-        negative = self.variant.negative
+        negative = self.variant.negative and not (masked and self.variant.bias)
         if masked:
             best_of = cute.arch.fmin if negative else cute.arch.fmax
         else:
@@ -144,7 +146,7 @@ class Softmax:
     def exponentials(self, scores: cute.Tensor, x: cute.Tensor, state, factors, masked: cutlass.Constexpr):
         """P into x, of scores, or of x where masked, and its sum; each row's new part of the sum."""
         _, top, total, _, _ = state
-        parts = []
+        parts, factors = [], self.left(factors, masked)
         for r in cutlass.range_constexpr(2):
             shift = -top[r]
             if const_expr(masked):  # a row may have seen no key yet

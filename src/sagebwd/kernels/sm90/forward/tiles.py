@@ -8,15 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from sagebwd.kernels.sm90.forward.variant import MASK_TILE, SCALE_BLOCK, Variant
-
-ptx = cute.arch.inline_ptx
-# Of 32 columns a bit each, the two of every eight that a thread holds, which come first: side by side.
-GATHERED = "{ .reg .b32 x; and.b32 x, {$r0}, 0x03030303; mul.lo.u32 x, x, 0x01041040; shr.u32 {$w0}, x, 24; }"
-# A word of so many ones, 32 too.
-LOWEST = "{ .reg .b32 x; shl.b32 x, 1, {$r0}; sub.s32 {$w0}, x, 1; }"
-# Two words one behind the other, without the first one's lowest bits.
-SHIFTED = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
 
 
 class Grid(NamedTuple):
@@ -36,6 +28,7 @@ class Grid(NamedTuple):
     lists: Any  # of a mask of elements, or None
     words: Any
     mask_tiles: Any
+    bias: Any
 
 
 class Place(NamedTuple):
@@ -135,31 +128,3 @@ class Tiles:
     def list_of(self, grid, place):
         """The list of blocks of keys that a tile meets: how many with masks, how many without, and which."""
         return grid.lists[place.batch, place.head, place.first_q // self.M, None]
-
-    def listed_words(self, words: cute.Tensor, tiles: list, keys_kept: list, block, rows: cute.Tensor, low, high):
-        """Of each of a thread's rows which columns of a block count, a bit for each register that it has of the row.
-
-        tiles: of ``words`` that the block meets. keys_kept, low, high: as `words` and `bounds` give them.
-        """
-        keys = Int32(0)
-        for part, word in enumerate(keys_kept):
-            pairs = ptx(GATHERED, write_only_types=[Int32], read_only_args=[word])
-            keys = keys | (pairs << 8 * part)
-        kept, lane = [], cute.arch.lane_idx() % 4
-        for r in range(2):
-            row = rows[r] % MASK_TILE
-            word = words[tiles[0], row, lane]
-            if len(tiles) > 1:
-                past = block * self.N % MASK_TILE // 32 * 8
-                word = ptx(SHIFTED, write_only_types=[Int32], read_only_args=[word, words[tiles[1], row, lane], past])
-            word = word & keys & self.columns_below(high[r])
-            if self.variant.lower:
-                word = word & ~self.columns_below(low[r])
-            kept.append(word)
-        return kept
-
-    def columns_below(self, bound):
-        """The bits of a word of a row whose columns are below a bound, less the thread's first."""
-        bound = cutlass.min(cutlass.max(bound, 0), MASK_TILE)
-        count = bound // 8 * 2 + cutlass.min(bound % 8, 2)
-        return ptx(LOWEST, write_only_types=[Int32], read_only_args=[count])

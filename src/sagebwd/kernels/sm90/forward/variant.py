@@ -27,6 +27,7 @@ class Variant:
     varlen: bool = False
     key_mask: bool = False
     lists: bool = False  # a mask of elements beside a key_mask: a list says which blocks of keys a tile meets
+    bias: str = ""  # of which dtype the mask's elements are added, if they are
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
@@ -87,6 +88,7 @@ class Arguments(NamedTuple):
     lists: Any  # None, or with words and tiles a `sagebwd.masks.walks.Walk`, of tiles of queries; (B, H, ., .)
     words: Any
     tiles: Any  # (B, H, ., .)
+    bias: Any  # None, or what is added to scores, (B, H, N, M), any strides but the last
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     tiles_taken: Any  # INT32, one 0, which counts up and ends at 0
