@@ -67,7 +67,7 @@ def wrong_tensors(
 def emulated(
     shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None
 ) -> Outcome:
-    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype; mask: one for all sequences and heads."""
+    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype; mask: one for all heads."""
     q, k, v, do = (shape.last_key_head(x).to(dtype) for x in inputs)
     keys = None if mask is None else mask.keys.expand(1, shape.tokens)
     emulator = Emulator(q, k, v, recipe, shape.head_dim**-0.5, Band.of(shape.is_causal), keys, mask)

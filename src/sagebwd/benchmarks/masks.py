@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -42,9 +43,9 @@ class Measurement:
 
     attention: a recipe, a packed one, or one of `PEERS`. impl: who runs ours. shown: the share of all pairs. host_ms:
     how long the host took to issue what the device took ms for. mask_ms: what the first call under a mask costs more.
-    block_mask_ms: how long torch takes to make the BlockMask. gate: "ok", "FAILED" of ours that is not its recipe,
-    "wrong" of a peer, or why there is no time. over: the time of each peer that is right, and of the packed call by
-    the same recipe, over this one; of rows that are right.
+    block_mask_ms: how long torch takes to make the BlockMask. gate: "ok", "FAILED" of ours that is not its recipe or
+    breaks, "wrong" of a peer, or why it does not run. over: the time of each peer that is right, and of the packed call
+    by the same recipe, over this one; of rows that are right.
     """
 
     mask: str
@@ -111,7 +112,7 @@ def measure_case(
             check = partial(_our_gates, case, name, attention, mask, inputs, block_mask)
         gates[name] = check()
         tell(f"{case}, {name}: {gates[name][BOTH]}, compiled and checked in {time.perf_counter() - began:.0f} s")
-    rows = []
+    rows, shown = [], mask.elements.count_nonzero().item() / mask.elements.numel()
     for direction in DIRECTIONS:
         timed = {name: found[name] for name in found if gates[name][direction].startswith(("ok", "wrong"))}
         runs = {name: _run(attention, inputs, block_mask, direction) for name, attention in timed.items()}
@@ -120,7 +121,7 @@ def measure_case(
         right = {name: ms for name, (ms, _) in times.items() if gates[name][direction] == "ok"}
         for name in found:
             ms, host_ms = times.get(name, (None, None))
-            shape, shown = case.shape, mask.elements.float().mean().item()
+            shape = case.shape
             flops = shape.flops("fwd") + (shape.flops("bwd") if direction == BOTH else 0)
             peers = {peer: right[peer] for peer in (*PEERS, PACKED + name) if peer in right and peer != name}
             rows.append(Measurement(
@@ -156,7 +157,8 @@ def _our_gates(
     """Whether a recipe's kernels are the recipe, of packed sequences in the last."""
     problem = _problem(attention, inputs, block_mask, BOTH)
     if problem is not None:
-        return dict.fromkeys(DIRECTIONS, problem)
+        refused = problem.startswith(f"does not run: {NotImplementedError.__name__}")
+        return dict.fromkeys(DIRECTIONS, problem if refused else f"FAILED, {problem}")
     recipe, call = Recipe.parse(name.removeprefix(PACKED)), _under(attention, block_mask)
     if name.startswith(PACKED):
         shape, last = replace(case.shape, is_causal=True), slice(case.bounds()[-2], None)
@@ -224,11 +226,12 @@ def _compile(
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         calls = {pool.submit(_call, case, names, device, impl): case for case in cases}
         for done, future in enumerate(as_completed(calls), 1):
-            future.result()
-            tell(f"compiled {done} of {len(cases)}: {calls[future]}")
+            error = future.exception()  # of a process that died: what it lacks is compiled when it is timed
+            tell(f"compiled {done} of {len(cases)}: {calls[future]}{'' if error is None else f', {error}'}")
 
 
 def _call(case: Case, names: tuple[str, ...], device: str, impl: str | None) -> None:
+    torch._inductor.config.compile_threads = 1  # the processes are as many as there is work for
     inputs, block_mask = case.shape.inputs(device, torch.bfloat16), case.block_mask(case.mask_mod(device), device)
     for attention in attentions(case, names, device, impl).values():
         for direction in DIRECTIONS:
