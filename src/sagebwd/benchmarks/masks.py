@@ -25,7 +25,7 @@ from sagebwd import dispatch
 from sagebwd.auto import crossings
 from sagebwd.benchmarks.attention import ROUNDS, time_interleaved
 from sagebwd.benchmarks.gates import Outcome, emulated, gate, wrong_tensors
-from sagebwd.benchmarks.mask_cases import PACKED, PEERS, Attention, Case, attentions
+from sagebwd.benchmarks.mask_cases import DENSE, PACKED, PEERS, Attention, Case, attentions
 from sagebwd.call import Ask
 from sagebwd.masks.mask import Mask, of_tensor
 from sagebwd.recipe import Recipe
@@ -42,10 +42,10 @@ class Measurement:
     """One row of the result file; times in ms, rates in TFLOPS of the pairs that the mask shows.
 
     attention: a recipe, a packed one, or one of `PEERS`. impl: who runs ours. shown: the share of all pairs. host_ms:
-    how long the host took to issue what the device took ms for. mask_ms: what the first call under a mask costs more.
-    block_mask_ms: how long torch takes to make the BlockMask. gate: "ok", "FAILED" of ours that is not its recipe or
-    breaks, "wrong" of a peer, or why it does not run. over: the time of each peer that is right, and of the packed call
-    by the same recipe, over this one; of rows that are right.
+    how long the host took to issue what the device took ms for. mask_ms: what the first call under a BlockMask costs
+    more; None of what reads none. block_mask_ms: how long torch takes to make the BlockMask. gate: "ok", "FAILED" of
+    ours that is not its recipe or breaks, "wrong" of a peer, or why it does not run. over: the time of each peer that
+    is right, and of the packed call by the same recipe, over this one; of rows that are right.
     """
 
     mask: str
@@ -117,7 +117,8 @@ def measure_case(
         timed = {name: found[name] for name in found if gates[name][direction].startswith(("ok", "wrong"))}
         runs = {name: _run(attention, inputs, block_mask, direction) for name, attention in timed.items()}
         times = time_interleaved(runs, device, rounds)
-        new = {name: _new_mask_ms(timed[name], inputs, block_mask, direction, device) for name in timed}
+        readers = [name for name in timed if name != DENSE and not name.startswith(PACKED)]
+        new = {name: _new_mask_ms(timed[name], inputs, block_mask, direction, device) for name in readers}
         right = {name: ms for name, (ms, _) in times.items() if gates[name][direction] == "ok"}
         for name in found:
             ms, host_ms = times.get(name, (None, None))

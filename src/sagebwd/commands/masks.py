@@ -86,17 +86,20 @@ def _table(rows: list) -> Table:
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("attention")
     for way in ways:
-        for heading in (f"{way} ms / TFLOPS", "host ms", "mask ms", "over"):
+        for heading in (f"{way} ms / TFLOPS", "mask ms", "over"):
             table.add_column(heading, justify="left" if heading == "over" else "right")
     for name in dict.fromkeys(row.attention for row in rows):
         cells = []
         for row in (row for row in rows if row.attention == name):
             if row.ms is None:
-                cells += ["FAILED" if row.gate.startswith("FAILED") else "does not run", "", "", ""]
+                cells += ["FAILED" if row.gate.startswith("FAILED") else "does not run", "", ""]
                 continue
             over = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in row.over.items())
             wrong = "" if row.gate == "ok" else " wrong"
-            times = f"{row.ms:.3f} / {row.tflops:.0f}{wrong}", f"{row.host_ms:.3f}", f"{row.mask_ms:.2f}"
-            cells += [*times, over]
+            cells += [
+                f"{row.ms:.3f} / {row.tflops:.0f}{wrong}",
+                "" if row.mask_ms is None else f"{row.mask_ms:.2f}",
+                over,
+            ]
         table.add_row(name, *cells)
     return table
