@@ -13,6 +13,7 @@ from torch import Tensor
 from sagebwd.benchmarks.peers import Attention
 from sagebwd.benchmarks.shapes import Shape
 from sagebwd.masks.band import Band
+from sagebwd.masks.mask import Mask
 from sagebwd.meaning.conformance import violation
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.reference import Emulator
@@ -27,27 +28,35 @@ PEER_TOKENS = 128
 Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def gate(shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...]) -> str:
+def gate(
+    shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...], mask: Mask | None = None,
+    tokens: slice = slice(None),
+) -> str:  # fmt: skip
     """Whether the call is the recipe: "ok" or "FAILED".
 
     By `sagebwd.meaning.conformance`, with the emulator in the inputs' dtype for the kernel's precision.
+
+    mask: what the call has beside ``shape.is_causal``. tokens: a sequence of packed ones, which alone is looked at.
     """
-    low, high = (emulated(shape, recipe, inputs, dtype) for dtype in (inputs[0].dtype, torch.float64))
+    one = tuple(x[..., tokens, :] for x in inputs)
+    low, high = (emulated(shape, recipe, one, dtype, mask) for dtype in (inputs[0].dtype, torch.float64))
     eps = torch.finfo(inputs[0].dtype).eps
-    problems = [
-        violation(kernel, *sides, eps) for kernel, *sides in zip(_computed(shape, attention, inputs), low, high)
-    ]
+    computed = (x[..., tokens, :] for x in _computed(shape, attention, inputs))
+    problems = [violation(kernel, *sides, eps) for kernel, *sides in zip(computed, low, high)]
     return "ok" if problems == [None] * len(problems) else "FAILED"
 
 
-def wrong_tensors(shape: Shape, attention: Attention, exact: Outcome, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+def wrong_tensors(
+    shape: Shape, attention: Attention, exact: Outcome, inputs: tuple[Tensor, ...], *, backward: bool = True
+) -> dict[str, float]:
     """The tensors, of `TENSORS`, that a full-precision attention computes wrongly, with the relative L2 error
     of the worst `PEER_TOKENS` tokens.
 
-    exact: `emulated` of the same inputs by recipe "full" in FP64, which is attention itself.
+    exact: `emulated` of the same inputs by recipe "full" in FP64, which is attention itself. backward: False for an
+    attention that has none, of which O is looked at.
     """
     wrong = {}
-    for name, actual, expected in zip(TENSORS, _computed(shape, attention, inputs), exact):
+    for name, actual, expected in zip(TENSORS, _computed(shape, attention, inputs, backward), exact):
         pieces = zip(actual.split(PEER_TOKENS, dim=-2), expected.split(PEER_TOKENS, dim=-2))
         worst = max((relative_l2(*pair) for pair in pieces), key=lambda error: (math.isnan(error), error))
         if not worst <= PEER_LIMIT:
@@ -55,16 +64,23 @@ def wrong_tensors(shape: Shape, attention: Attention, exact: Outcome, inputs: tu
     return wrong
 
 
-def emulated(shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Outcome:
-    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype."""
+def emulated(
+    shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None
+) -> Outcome:
+    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype; mask: one for all heads."""
     q, k, v, do = (shape.last_key_head(x).to(dtype) for x in inputs)
-    emulator = Emulator(q, k, v, recipe, shape.head_dim**-0.5, Band.of(shape.is_causal))
+    keys = None if mask is None else mask.keys.expand(1, shape.tokens)
+    emulator = Emulator(q, k, v, recipe, shape.head_dim**-0.5, Band.of(shape.is_causal), keys, mask)
     o, lse, _ = emulator.forward()
     return (o, *emulator.backward(do, o, lse))
 
 
-def _computed(shape: Shape, attention: Attention, inputs: tuple[Tensor, ...]) -> Outcome:
+def _computed(
+    shape: Shape, attention: Attention, inputs: tuple[Tensor, ...], backward: bool = True
+) -> tuple[Tensor, ...]:
     *tensors, do = inputs
+    if not backward:
+        return (shape.last_key_head(attention(*tensors)),)
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = attention(*leaves)
     return tuple(shape.last_key_head(x) for x in (out, *torch.autograd.grad(out, leaves, do)))

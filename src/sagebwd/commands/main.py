@@ -1,5 +1,5 @@
 """The command line: `sagebwd pretrain | compare | seeds | gaps | tokenize | finetune | task | gaussian | trace |
-bench | bench-training | figure | doctor`.
+bench | bench-masks | bench-training | figure | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -20,6 +20,7 @@ try:
     from sagebwd.commands import bench as cli_bench
     from sagebwd.commands import figures as cli_figures
     from sagebwd.commands import finetune as cli_finetune
+    from sagebwd.commands import masks as cli_masks
     from sagebwd.commands import seeds as cli_seeds
     from sagebwd.commands import trace as cli_trace
     from sagebwd.commands.terminal import console, errors, interruptible, progress, quiet
@@ -177,6 +178,7 @@ def _published(cosine: float | None, relative_l2: float | None) -> str:
 app.command()(cli_trace.trace)
 app.command()(cli_figures.figure)
 app.command()(cli_bench.bench)
+app.command("bench-masks")(cli_masks.bench_masks)
 app.command("bench-training")(cli_bench.bench_training)
 
 

@@ -1,0 +1,217 @@
+"""The benchmark of block masks: what its masks show, what it says of whom, on a CPU at small shapes."""
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagebwd import sage_attention
+from sagebwd.benchmarks import mask_cases as cases
+from sagebwd.benchmarks import masks as bench
+from sagebwd.commands import main as cli
+from tests.scaled import scaled
+
+pytestmark = pytest.mark.rounding
+
+
+@pytest.fixture(autouse=True)
+def few_heads(monkeypatch):
+    monkeypatch.setattr(cases, "HEADS", 4)
+    monkeypatch.setattr(cases, "KV_HEADS", 2)
+
+
+def case_of(kind, tokens=256):
+    return cases.Case.of(kind, 16, tokens)
+
+
+def shown(case):
+    return case.dense(case.mask_mod("cpu"), "cpu")[0, 0]
+
+
+def test_the_standard_masks():
+    assert cases.Case.of("documents", 128).bounds()[-1] == sum(cases.LENGTHS) == cases.TOKENS
+    assert cases.Case.of("chunks", 128).bounds() == list(range(0, 16385, 2048))
+    with pytest.raises(ValueError, match=r"mask='tree' is not known; accepted: documents, chunks"):
+        case_of("tree")
+    with pytest.raises(ValueError, match="fast"):
+        cases.check_name("packed fast")
+
+
+@pytest.mark.parametrize("kind", ["documents", "chunks"])
+def test_what_can_be_packed_is_causal_within_each_sequence(kind):
+    case = case_of(kind, 300)
+    lengths = torch.tensor(case.bounds()).diff()
+    assert len(lengths) == 8
+    assert lengths.min() > 0
+    assert torch.equal(shown(case), torch.block_diag(*(torch.ones(n, n).tril() for n in lengths.tolist())).bool())
+
+
+def test_masks_that_cannot_be_packed():
+    causal = torch.ones(256, 256).tril().bool()
+    prefix, window = causal.clone(), causal & ~causal.tril(-16)
+    prefix[:, :64] = True
+    window[:, :4] = causal[:, :4]
+    assert torch.equal(shown(case_of("prefix")), prefix)
+    assert torch.equal(shown(case_of("window")), window)
+    blocks = shown(case_of("random", 2048)).unflatten(0, (16, 128)).unflatten(2, (16, 128)).transpose(1, 2)
+    assert torch.equal(blocks.any(-1).any(-1), blocks.all(-1).all(-1))
+    seen = blocks[:, :, 0, 0]
+    assert seen.diagonal().all()
+    assert 0.4 < seen.float().mean() < 0.65
+    assert all(case_of(kind).bounds() is None for kind in ("prefix", "window", "random"))
+
+
+def with_flash_attention_4(monkeypatch, calls):
+    """Modules in place of FlashAttention-4's, which compute with integers that are tensors of one."""
+
+    def flash_attn_func(q, k, v, mask_mod, aux_tensors, block_sparse_tensors, block_sparse_tensors_bwd):
+        calls.append((block_sparse_tensors, block_sparse_tensors_bwd))
+        places = [torch.tensor([i]) for i in range(q.shape[1])]
+        mask = torch.tensor([[bool(mask_mod(0, 0, i, j, None, aux_tensors)) for j in places] for i in places])
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True).transpose(1, 2), None
+
+    def lists(*tensors, block_size):
+        return (*tensors, block_size)
+
+    contents = {
+        "flash_attn": {},
+        "flash_attn.cute": {"flash_attn_func": flash_attn_func},
+        "flash_attn.cute.block_sparsity": {"BlockSparseTensorsTorch": lists},
+        "flash_attn.cute.utils": {"scalar_to_ssa": lambda value, dtype: value},
+        "cutlass": {"Int32": int},
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
+    calls = []
+    with_flash_attention_4(monkeypatch, calls)
+    monkeypatch.setattr(cases, "BLOCK", 16)
+    case = case_of(kind, 64)
+    mask = case.block_mask(case.mask_mod("cpu"), "cpu")
+    found = cases.attentions(case, ["fa4", "sdpa"], "cpu")
+    outputs = [attention(*case.shape.inputs("cpu", torch.float32)[:3], mask) for attention in found.values()]
+    torch.testing.assert_close(*outputs)
+    ((forward, backward),) = calls
+    assert forward == (
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, (16, 16)
+    )  # fmt: skip
+    assert backward == (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices, (16, 16))
+
+
+def test_rows_of_one_mask():
+    names = ["token", "mixed", "packed token", "flex", "flex-flash", "sdpa"]
+    rows = bench.measure_case(case_of("documents"), names, "cpu", rounds=1)
+    found = {(row.attention, row.direction): row for row in rows}
+    assert list(found) == [(name, way) for way in ("fwd", "fwd+bwd") for name in names]
+    for (name, way), row in found.items():
+        if name == "flex-flash" or (name, way) == ("flex", "fwd+bwd"):  # of which a CPU has none
+            assert row.gate.startswith("does not run: NotImplementedError: ")
+            assert (row.ms, row.host_ms, row.tflops, row.mask_ms, row.over) == (None, None, None, None, {})
+            continue
+        assert row.gate == "ok"
+        assert min(row.ms, row.host_ms, row.tflops) > 0
+        assert (row.mask_ms is None) == (name in ("packed token", "sdpa"))  # which read no BlockMask
+        assert (row.mask_ms or 0) >= 0
+        assert row.shown == pytest.approx(shown(case_of("documents")).float().mean().item())
+        assert row.impl == (None if name in cases.PEERS else "reference/reference")
+        expected = {"flex", "sdpa", f"packed {name}"} - {name}
+        assert set(row.over) == {peer for peer in expected if (peer, way) in found and found[peer, way].ms is not None}
+        for peer, ratio in row.over.items():
+            assert ratio == pytest.approx(found[peer, way].ms / row.ms)
+
+
+def with_dense(monkeypatch, **factors):
+    """SDPA alone, wrong by factors."""
+    real = cases.attentions
+
+    def attentions(case, names, device, impl):
+        found = real(case, names, device, impl)
+        dense = found["sdpa"]
+        found["sdpa"] = lambda q, k, v, mask: scaled(lambda *x: dense(*x, mask), **factors)(q, k, v)
+        return found
+
+    monkeypatch.setattr(bench, "attentions", attentions)
+
+
+@pytest.mark.parametrize(("factors", "ways"), [({"dk": 1.5}, ["fwd+bwd"]), ({"o": 1.5}, ["fwd", "fwd+bwd"])])
+def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, ways):
+    with_dense(monkeypatch, **factors)
+    rows = bench.measure_case(case_of("prefix"), ["token", "sdpa"], "cpu", rounds=1)
+    for row in rows:
+        assert row.ms is not None  # timed all the same
+        if row.direction not in ways:
+            assert row.gate == "ok"
+            assert row.over.keys() == ({"sdpa"} if row.attention == "token" else set())
+            continue
+        assert row.over == {}
+        assert row.gate.startswith(f"wrong: {'dk' if 'dk' in factors else 'o'} 0.5") == (row.attention == "sdpa")
+
+
+def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch):
+    def refuses(*tensors, recipe, **options):
+        if recipe == "mixed":
+            raise NotImplementedError("no FP8 under a mask\nand more")
+        return sage_attention(*tensors, recipe=recipe, **options)
+
+    monkeypatch.setattr(cases, "sage_attention", refuses)
+    rows = bench.measure_case(case_of("window"), ["mixed", "packed mixed", "token"], "cpu", rounds=1)
+    gates = {row.attention: row.gate for row in rows}
+    assert gates == {"mixed": "does not run: NotImplementedError: no FP8 under a mask", "token": "ok"}
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["sagebwd", "bench-masks", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    return stop.value.code, " ".join(out.split()), " ".join(err.split())
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    options = "--device", "cpu", "--impl", "reference", "--tokens", 128, "--head-dim", 16, "--rounds", 1
+    chosen = "--mask", "chunks", "--attention", "token", "--attention", "packed token", "--attention", "fa4"
+    named = "--output", tmp_path, "--commit", "abc", "--kernels-hash", "123"
+    code, out, err = run(monkeypatch, capsys, *options, *chosen, *named)
+    assert code == 0
+    assert "chunks D16 H4/2 B1 N128, 6.6% of pairs" in out
+    assert "fa4: does not run: " in out
+    assert "1 of 1: chunks D16 H4/2 B1 N128, token: ok" in err
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("masks_cpu_")
+    assert path.stem.endswith("_abc")
+    content = json.loads(path.read_text())
+    assert (content["commit"], content["kernels"], content["gpu"]) == ("abc", "123", "cpu")
+    assert len(content["rows"]) == 6
+
+    real = sage_attention
+    monkeypatch.setattr(cases, "sage_attention", lambda *x, **options: 1.2 * real(*x, **options))
+    code, _, err = run(monkeypatch, capsys, *options, *chosen[:4], *named)
+    assert code == 2
+    assert "some masks FAILED the correctness gate" in err
+    (row, _) = json.loads(path.read_text())["rows"]
+    assert (row["gate"], row["ms"]) == ("FAILED", None)
+
+
+def test_no_mask_is_begun_that_would_end_too_late(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def measure_case(case, *_):
+        clock.now += 10
+        return [case]
+
+    monkeypatch.setattr(bench, "measure_case", measure_case)
+    chosen, told = [replace(case_of("window"), kind=kind) for kind in cases.KINDS], []
+    rows = list(bench.measure(chosen, ["token"], "cpu", seconds=35, tell=told.append))
+    assert [row.kind for (row,) in rows] == ["documents", "chunks", "prefix"]
+    assert told[-1].startswith("30 s, no time for 2 of 5, from window")
