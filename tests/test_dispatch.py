@@ -38,7 +38,6 @@ def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"kind": "mask"}, "triton/triton"),
         ({"impl": "triton"}, "triton/triton"),
         ({"impl": "reference"}, "reference/reference"),
         ({"device": CPU}, "reference/reference"),
@@ -114,8 +113,6 @@ def test_a_choice_has_the_rows_of_its_name(row):
         ({"dtype": torch.float32}, TypeError, "query: dtype float32 is not supported by impl='triton'; accepted: bfl"),
         ({"impl": "hopper", "recipe": TOKEN}, NotImplementedError, r"impl='hopper' .*recipe 'token' has o=int8"),
         ({"impl": "hopper", "value_dim": 300}, NotImplementedError, "head_dim 64/300 is not one of 1 to 256"),
-        ({"impl": "hopper", "kind": "mask"}, NotImplementedError, "masks other than causal"),
-        ({"recipe": MIXED, "kind": "mask"}, NotImplementedError, "use recipe='token' for this call"),
         ({"recipe": MIXED, "impl": "triton"}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
         ({"recipe": TOKEN.replace(dp="int8")}, NotImplementedError, "dp=int8.*; impl='reference' does"),
         ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),

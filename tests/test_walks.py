@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import TILE, Mask
+from sagebwd.masks.mask import TILE, Mask, shown
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
 SHAPES = [(2, 4, 300, 500), (1, 2, 128, 96), (2, 2, 257, 130), (1, 1, 1, 1)]
-BANDS = [Band(), Band(upper=0), Band(lower=-70, upper=40)]
-BOOLEAN = [kind for kind in KINDS if not kind.startswith("bias")]
+BANDS = [Band(), Band(lower=-70, upper=0)]
 FORWARD_TILES = [(192, 128), (128, 128), (192, 96), (128, 96)]
 
 
@@ -29,8 +28,8 @@ def broadcast(x: Tensor, batch: int, head: int) -> Tensor:
 def seen_of(mask: Mask, key_mask: Tensor, shape: tuple[int, ...], band: Band) -> Tensor:
     """(B, H, N, M) bool: every pair that counts."""
     batch, heads, tokens_q, tokens_k = shape
-    elements = mask.part(slice(0, tokens_q), slice(0, tokens_k)).expand(batch, heads, tokens_q, tokens_k)
-    seen = elements & key_mask[:, None, None]
+    seen = shown(mask.part(slice(0, tokens_q), slice(0, tokens_k))).expand(batch, heads, tokens_q, tokens_k)
+    seen = seen & key_mask[:, None, None]
     visible = band.mask(torch.arange(tokens_q), torch.arange(tokens_k))
     return seen if visible is None else seen & visible
 
@@ -60,7 +59,7 @@ def test_bits_of_a_tile():
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("kind", BOOLEAN)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries_meet_what_they_see(shape, kind, band):
     mask, key_mask = case(kind, shape)
@@ -82,16 +81,16 @@ def test_queries_meet_what_they_see(shape, kind, band):
                         n for n in range(want.shape[1] // tile[1]) if queries[:, n * tile[1] :][:, : tile[1]].any()
                     }
                     assert there <= set(met)
-                    for block in met[in_part:]:
+                    for block in met[in_part:]:  # where nothing is added either
                         real = min(tokens[0] - row * tile[0], tile[0])
                         assert queries[:real, block * tile[1] : (block + 1) * tile[1]].all()
                 # what bits show is what elements show
-                elements = mask.part(slice(0, tokens[0]), slice(0, tokens[1])).expand(*shape)[b, h]
+                elements = shown(mask.part(slice(0, tokens[0]), slice(0, tokens[1]))).expand(*shape)[b, h]
                 assert torch.equal(of_bits, elements)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("kind", BOOLEAN)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_keys_meet_the_queries_that_see_them(shape, kind, band):
     mask, key_mask = case(kind, shape)
@@ -114,7 +113,7 @@ def test_keys_meet_the_queries_that_see_them(shape, kind, band):
                         if number >= in_part:
                             assert pairs.all()
                         of_bits = unpacked(walk.words[tile])[:, block * block_q % TILE :][:, :block_q]
-                        elements = mask.part(slice(0, tokens[0]), slice(0, tokens[1])).expand(*shape)[b, head]
+                        elements = shown(mask.part(slice(0, tokens[0]), slice(0, tokens[1]))).expand(*shape)[b, head]
                         elements = padded(elements, block_q, TILE).mT[block_k * TILE :, block * block_q :]
                         assert torch.equal(of_bits, elements[:TILE, :block_q])
                         found.setdefault((head, block), []).append((block_k, rank))
@@ -127,3 +126,18 @@ def test_keys_meet_the_queries_that_see_them(shape, kind, band):
                         met = sorted(found.get((head, block), []))
                         assert set(there) <= {k for k, _ in met}
                         assert [rank for _, rank in met] == list(range(len(met) - 1, -1, -1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bias")])
+def test_what_is_added_lies_as_kernels_read_it(kind):
+    shape = 2, 4, 30, 50
+    mask, key_mask = case(kind, shape)
+    walk = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), 2)
+    assert walk.bias.stride(3) == 1
+    assert torch.equal(walk.bias.expand(*shape), mask.elements.expand(*shape))
+    copied = walk.bias.data_ptr() != mask.elements.data_ptr()
+    assert copied == (mask.elements.shape[3] == 1)
+    again = of_queries(mask, key_mask, shape[2:], Band(), (128, 128))
+    assert again.bias.data_ptr() == walk.bias.data_ptr()
+    double = Mask(mask.elements.double(), None, mask.blocks, mask.keys)
+    assert of_keys(double, key_mask, shape[2:], Band(), (64, TILE), 2).bias.dtype == torch.float32

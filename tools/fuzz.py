@@ -81,10 +81,7 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, longest: int, recipe: str | None, impl: str | None = None) -> Case:
-        """The case of a seed, no sequence longer than ``longest``.
-
-        No additive mask is where a named recipe or ``impl`` takes none.
-        """
+        """The case of a seed, no sequence longer than ``longest``."""
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
         repeated, spoilt = rng.random() < 0.01, rng.random() < 0.2
         if repeated:
@@ -96,7 +93,6 @@ class Case:
             return rng.choice([rng.randint(1, longest), rng.choice((1, 17, 63, 64, 65, 127, 128, 129)), longest])
 
         layout = kernels.choice(("dense", "dense", "padded", "packed", "masked"))
-        fp8 = recipe is not None and FP8 in asdict(Recipe.parse(recipe)).values()
         head_dim, value_dim = _widths(kernels)
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         grouped = kernels.random() < 0.5
@@ -110,8 +106,7 @@ class Case:
             lengths_k = (*lengths_k[:-1], 0)
         if layout in ("dense", "masked"):
             lengths_k = lengths_k[:1] * batch
-        hopper = fp8 or impl == "hopper"
-        mask = kernels.choice([kind for kind in MASKS if not (hopper and kind.startswith("bias"))])
+        mask = kernels.choice(MASKS)
         if layout == "masked" and mask in MODS:  # of each batch element its own
             repeated = False
         return cls(

@@ -68,8 +68,8 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
 
 
 def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
-    measured += [crossing(256), crossing(512, kind=MASK, impl="triton/triton")]
-    assert runs(ASK._replace(kind=MASK)) == "triton/triton"
+    measured += [crossing(256), crossing(512, kind=MASK)]
+    assert runs(ASK._replace(kind=MASK)) == "hopper/hopper"
     monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     dispatch.crossings_of.cache_clear()

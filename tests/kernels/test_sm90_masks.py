@@ -27,6 +27,11 @@ CALLS = {
     "prefix-batch": KernelCall(mask="prefix", batch=2, tokens_q=570, tokens_k=740, masked=True),
     "chunked": KernelCall(mask="chunked", tokens_q=830, tokens_k=830, heads=2, kv_heads=2),
     "sinks-heads": KernelCall(mask="sinks", tokens_q=640, tokens_k=640, sink=12),
+    "bias-all-gqa": KernelCall(mask="bias-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
+    "bias-columns": KernelCall(mask="bias-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
+    "bias-matrix-causal-key-mask": KernelCall(mask="bias-matrix", tokens_q=330, is_causal=True, masked=True),
+    "bias-float32-window": KernelCall(mask="bias-float32", tokens_q=300, tokens_k=280, window=(150, 5)),
+    "bias-fp16": KernelCall(mask="bias-rows", dtype=torch.float16, tokens_q=200, tokens_k=150),
     "fp16": KernelCall(mask="document", dtype=torch.float16, tokens_q=400, tokens_k=400),
 }
 CHANGES = {
@@ -41,8 +46,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_is_the_recipe(change, name, head_dim, value_dim):
-    if change in ("plain-", "16bit-") and name not in ("bool-all-gqa", "document"):
-        pytest.skip("two masks are enough")
+    if change in ("plain-", "16bit-") and name not in ("bool-all-gqa", "bias-all-gqa", "document"):
+        pytest.skip("three masks are enough")
     call = dataclasses.replace(CALLS[name], head_dim=head_dim, value_dim=value_dim, device="cuda", **CHANGES[change])
     call.check("hopper")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
-from sagebwd.auto.crossings import BIAS, FULL, MASK
+from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask
@@ -115,13 +115,6 @@ class Cell(Case):
         """That of the kernels, which the lesser is filled up to."""
         return max(self.head_dim, self.value_dim)
 
-    @property
-    def mask_kind(self) -> str:
-        """What `sagebwd.dispatch` is asked of: of a mask of elements which, else none."""
-        if self.layout != "masked":
-            return FULL
-        return BIAS if self.mask.startswith("bias") else MASK
-
     def may_be_refused(self, device: str, impl: str | None) -> bool:
         """Whether the package may say that it does not take the call."""
         if self.width > MAX_HEAD_DIM:
@@ -131,14 +124,14 @@ class Cell(Case):
         recipe = RECIPES[self.recipe]
         if FP8 not in (recipe.dv, recipe.dq, recipe.dk) and impl != "hopper":
             return False
-        return not dispatch.is_hopper(torch.device(device)) or self.mask_kind == BIAS
+        return not dispatch.is_hopper(torch.device(device))
 
     def emulated_as(self, device: str, impl: str | None) -> Cell:
         """The same with the recipe that "auto" stands for."""
         if self.recipe != AUTO:
             return self
-        dims = self.head_dim, self.value_dim
-        choice = dispatch.choose(Ask(AUTO, *dims, self.dtype, torch.device(device), self.mask_kind, impl))
+        dims, kind = (self.head_dim, self.value_dim), MASK if self.layout == "masked" else FULL
+        choice = dispatch.choose(Ask(AUTO, *dims, self.dtype, torch.device(device), kind, impl))
         return replace(self, recipe=str(choice.recipe))
 
     def inputs(self, device: str) -> list[Tensor]:

@@ -50,10 +50,9 @@ def costs(group: list[Cell]) -> list[float]:
     for cell in group:
         kernels = cell.width, _leader(cell)
         refused = cell.width > MAX_HEAD_DIM or cell.recipe == "mixed"
-        hopper = cell.recipe == AUTO and not cell.mask.startswith("bias")
         cost = 0.0 if refused or kernels in met else COSTS[cell.layout] * (0.4 + cell.width / 200)
         cost *= 1 if cell.width % 16 else 0.5
-        if hopper:  # on Hopper's kernels, of which others compile most; most masks of elements are one kernel's there
+        if cell.recipe == AUTO:  # on Hopper's kernels, of which others compile most; most masks are one kernel's there
             cost *= 1 if (cell.head_dim, cell.value_dim) in HOPPER else 0.05
             cost *= 0.2 if cell.layout == "masked" else 1
         found.append(cost if cell.recipe in (AUTO, "token") else 0.7 * cost)

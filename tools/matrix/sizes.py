@@ -26,8 +26,6 @@ KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), ("token", "float16"))
 FEW_FORMS = ("causal", "packed-causal", "padding")
-OF_HOPPER = tuple(name for name, form in FORMS.items() if not form.mask.startswith("bias"))
-"""Those that Hopper's kernels run; under an additive mask `auto` is `token`."""
 THIRDS = (
     (
         "causal", "17-tokens", "more-keys-causal", "fewer-keys-causal", "deterministic", "head-nan", "packed",
@@ -84,10 +82,9 @@ def _cover() -> Iterator[Cell]:
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
     for dims in EVERY:
-        yield from _rows(dims, OF_HOPPER if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
+        yield from _rows(dims, FORMS if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
     for number, dims in enumerate(widths.FORMS):
         yield from _rows(dims, FEW_FORMS[number % 3 :][:1], AUTO, "float16")
-    yield from _refused()
 
 
 def _every() -> Iterator[Cell]:
@@ -98,9 +95,3 @@ def _every() -> Iterator[Cell]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
     for dims in widths.FORMS:
         yield from _rows(dims, FORMS, AUTO, "float16")
-    yield from _refused()
-
-
-def _refused() -> Iterator[Cell]:
-    for dims in KINDS:
-        yield from _rows(dims, ("bias",), "mixed", "bfloat16")
