@@ -11,6 +11,7 @@ arguments answers several.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sagebwd.call import Call, Saved
@@ -67,11 +69,21 @@ def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.Com
 
 
 def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [BINARIES / program, *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """What a program of this triton prints of a kernel, kept beside the kernel in triton's cache.
+
+    Most of what nvdisasm takes is its start, a quarter of a second.
+    """
+    cubin, name = kernel.asm["cubin"], f"{program}.txt"
+    asked = f"{triton.__version__} {program} {options}".encode()
+    kept = get_cache_manager(hashlib.sha256(asked + cubin).hexdigest())
+    if (path := kept.get_file(name)) is None:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [BINARIES / program, *options, file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        path = kept.put(text, name, binary=False)
+    return Path(path).read_text(encoding="utf-8")
 
 
 def sass(kernel: triton.compiler.CompiledKernel) -> list[str]:
@@ -215,6 +227,7 @@ def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: st
 
 def serve() -> None:
     """Answer calls, a line of JSON each, with rows or an error; each in a process forked from this one."""
+    triton_key()  # a hash of the compiler itself, which is kept, and which every process would else make again
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -53,11 +53,15 @@ def test_kernels_of_this_project_are_told_by_their_folder():
     assert {breakdown.part_of(name) for name in own} == {"attention", "passes"}
 
 
+def test_what_sinks_add_is_a_pass():
+    assert breakdown.part_of("weigh_kernel") == breakdown.part_of("gradient_kernel") == "passes"
+
+
 def test_a_kernel_that_is_renamed_is_counted(tmp_path, monkeypatch):
     (tmp_path / "operands").mkdir()
     for place, name in (("new.py", "sweep_kernel"), ("operands/new.py", "pack_kernel")):
         (tmp_path / place).write_text(f"@triton.jit(do_not_specialize=[0])\ndef {name}(n):\n    pass\n")
-    monkeypatch.setattr(breakdown, "KERNELS", tmp_path)
+    monkeypatch.setattr(breakdown, "PACKAGE", tmp_path)
     breakdown.own_kernels.cache_clear()
     try:
         assert [breakdown.part_of(x) for x in ("sweep_kernel", "pack_kernel")] == ["attention", "passes"]

@@ -1,5 +1,7 @@
 """Forward and backward as CUDA graphs: captured by hand, and by torch.compile(mode="reduce-overhead")."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,27 @@ def draw(seed: int) -> list[Tensor]:
     ]
 
 
+def check_captured(run: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Assert that o, dq, dk and dv of a graph are those of calls, for other inputs too."""
+    static = draw(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # which compiles, and records what is then replayed
+        for _ in range(4):
+            run(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*static)
+    for seed in (1, 2):
+        given = draw(seed)
+        for x, new in zip(static, given):
+            x.copy_(new)
+        graph.replay()
+        for name, x, e in zip(("o", "dq", "dk", "dv"), captured, run(*given)):
+            assert torch.equal(x, e), name
+
+
 @pytest.mark.parametrize("recipe", recipes())
 def test_forward_and_backward_in_a_cuda_graph(recipe):
     def run(q, k, v, do):
@@ -36,23 +59,7 @@ def test_forward_and_backward_in_a_cuda_graph(recipe):
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     with switches(deterministic=True):
-        static = draw(0)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # which compiles, and records what is then replayed
-            for _ in range(4):
-                run(*static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run(*static)
-        for seed in (1, 2):
-            given = draw(seed)
-            for x, new in zip(static, given):
-                x.copy_(new)
-            graph.replay()
-            for name, x, e in zip(("o", "dq", "dk", "dv"), captured, run(*given)):
-                assert torch.equal(x, e), name
+        check_captured(run)
 
 
 @pytest.mark.parametrize("form", ["boolean", "BlockMask", "sinks"])
@@ -74,23 +81,7 @@ def test_masks_and_sinks_in_a_cuda_graph(form):
         o = sage_attention(*leaves, is_causal=True, recipe="token", **masks)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
-    static = draw(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(4):
-            run(*static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(*static)
-    for seed in (1, 2):
-        given = draw(seed)
-        for x, new in zip(static, given):
-            x.copy_(new)
-        graph.replay()
-        for name, x, e in zip(("o", "dq", "dk", "dv"), captured, run(*given)):
-            assert torch.equal(x, e), name
+    check_captured(run)
 
 
 @pytest.mark.parametrize("recipe", recipes())

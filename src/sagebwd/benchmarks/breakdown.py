@@ -20,7 +20,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-KERNELS = Path(__file__).parents[1] / "kernels"
+PACKAGE = Path(__file__).parents[1]
+# Folders whose kernels are passes; those of all others are attention itself.
+OF_PASSES = ("operands", "sinks")
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(r"sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+")
 ATTENTION = re.compile(
@@ -64,15 +66,15 @@ def breakdown(
 def own_kernels() -> dict[str, str]:
     """Triton's and Gluon's kernels of this project by name, and which of `PARTS` each is.
 
-    Read from the sources, so that a kernel that is renamed or new is counted: those in a folder ``operands`` are
-    passes, all others attention.
+    Read from the sources, so that a kernel that is renamed or new is counted.
     """
     found = {}
-    for path in sorted(KERNELS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "_kernel(" in source else ():
             decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
             if any(".jit" in x for x in decorators) and node.name.endswith("_kernel"):
-                found[node.name] = "passes" if path.parent.name == "operands" else "attention"
+                found[node.name] = "passes" if path.parent.name in OF_PASSES else "attention"
     return found
 
 
