@@ -91,7 +91,7 @@ def with_flash_attention_4(monkeypatch, calls):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("kind", cases.MASKS)
 def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
     calls = []
     with_flash_attention_4(monkeypatch, calls)
@@ -106,6 +106,25 @@ def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, (16, 16)
     )  # fmt: skip
     assert backward == (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices, (16, 16))
+
+
+@pytest.mark.parametrize(("kind", "window"), [("gpt-oss", (None, None)), ("gpt-oss-window", (127, None))])
+def test_flash_attention_4_is_given_the_same_layer_with_sinks(kind, window, monkeypatch):
+    given = {}
+
+    def flash_attn_func(q, k, v, **settings):
+        given.update(settings)
+        return q, None
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn.cute"].flash_attn_func = flash_attn_func
+    case = case_of(kind, 64)
+    sinks = case.sinks("cpu")
+    (attention,) = cases.attentions(case, ["fa4", "sdpa"], "cpu", sinks=sinks).values()
+    q, *rest, _ = case.shape.inputs("cpu", torch.bfloat16)
+    assert torch.equal(attention(q, *rest, None), q)
+    assert given == {"causal": True, "window_size": window, "learnable_sink": sinks}
 
 
 def test_rows_of_one_mask():
@@ -130,12 +149,35 @@ def test_rows_of_one_mask():
             assert ratio == pytest.approx(found[peer, way].ms / row.ms)
 
 
+@pytest.mark.parametrize("kind", cases.BANDS)
+def test_layers_with_sinks(kind, monkeypatch):
+    monkeypatch.setattr(cases, "GPT_OSS_HEADS", 4)
+    monkeypatch.setattr(cases, "GPT_OSS_KV_HEADS", 2)
+    monkeypatch.setattr(cases, "SPAN", 30)
+    assert shown(case_of(kind)).sum(-1).max() == (30 if kind == "gpt-oss-window" else 256)
+    rows = bench.measure_case(case_of(kind), ["token", "flex", "flex-flash", "packed token"], "cpu", rounds=1)
+    gates = {(row.attention, row.direction): row.gate for row in rows}
+    assert {name for name, _ in gates} == {"token", "flex"}  # the others take no sinks
+    assert gates["token", "fwd"] == gates["token", "fwd+bwd"] == gates["flex", "fwd"] == "ok"
+    assert {row.attention: row.over.keys() for row in rows if row.direction == "fwd"}["token"] == {"flex"}
+    assert all(row.mask_ms is None for row in rows)
+
+
+@pytest.mark.parametrize("name", ["sinks", "window"])
+def test_a_layer_whose_sinks_or_window_are_forgotten_fails_the_gate(name, monkeypatch):
+    real, forgotten = sage_attention, {"sinks": None} if name == "sinks" else {"window": (-1, -1)}
+    monkeypatch.setattr(cases, "sage_attention", lambda *x, **options: real(*x, **options | forgotten))
+    monkeypatch.setattr(cases, "SPAN", 30)
+    (row, *_) = bench.measure_case(case_of("gpt-oss-window"), ["token"], "cpu", rounds=1)
+    assert row.gate == "FAILED"
+
+
 def with_dense(monkeypatch, **factors):
     """SDPA alone, wrong by factors."""
     real = cases.attentions
 
-    def attentions(case, names, device, impl):
-        found = real(case, names, device, impl)
+    def attentions(case, names, device, impl, sinks):
+        found = real(case, names, device, impl, sinks)
         dense = found["sdpa"]
         found["sdpa"] = lambda q, k, v, mask: scaled(lambda *x: dense(*x, mask), **factors)(q, k, v)
         return found
@@ -211,7 +253,7 @@ def test_no_mask_is_begun_that_would_end_too_late(monkeypatch):
         return [case]
 
     monkeypatch.setattr(bench, "measure_case", measure_case)
-    chosen, told = [replace(case_of("window"), kind=kind) for kind in cases.KINDS], []
+    chosen, told = [replace(case_of("window"), kind=kind) for kind in cases.MASKS], []
     rows = list(bench.measure(chosen, ["token"], "cpu", seconds=35, tell=told.append))
     assert [row.kind for (row,) in rows] == ["documents", "chunks", "prefix"]
     assert told[-1].startswith("30 s, no time for 2 of 5, from window")

@@ -18,6 +18,7 @@ from sagebwd.meaning.conformance import violation
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
+from sagebwd.sinks import epilogue
 
 TENSORS = ("o", "dq", "dk", "dv")
 PEER_LIMIT = 0.05
@@ -30,16 +31,16 @@ Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def gate(
     shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...], mask: Mask | None = None,
-    tokens: slice = slice(None),
+    tokens: slice = slice(None), band: Band | None = None, sinks: Tensor | None = None,
 ) -> str:  # fmt: skip
     """Whether the call is the recipe: "ok" or "FAILED".
 
     By `sagebwd.meaning.conformance`, with the emulator in the inputs' dtype for the kernel's precision.
 
-    mask: what the call has beside ``shape.is_causal``. tokens: a sequence of packed ones, which alone is looked at.
+    mask, band, sinks: as of `emulated`. tokens: a sequence of packed ones, which alone is looked at.
     """
     one = tuple(x[..., tokens, :] for x in inputs)
-    low, high = (emulated(shape, recipe, one, dtype, mask) for dtype in (inputs[0].dtype, torch.float64))
+    low, high = (emulated(shape, recipe, one, dtype, mask, band, sinks) for dtype in (inputs[0].dtype, torch.float64))
     eps = torch.finfo(inputs[0].dtype).eps
     computed = (x[..., tokens, :] for x in _computed(shape, attention, inputs))
     problems = [violation(kernel, *sides, eps) for kernel, *sides in zip(computed, low, high)]
@@ -65,14 +66,24 @@ def wrong_tensors(
 
 
 def emulated(
-    shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None
-) -> Outcome:
-    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype; mask: one for all heads."""
+    shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None,
+    band: Band | None = None, sinks: Tensor | None = None,
+) -> Outcome:  # fmt: skip
+    """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype.
+
+    mask: one for all heads, beside the band. band: ``shape.is_causal``'s by default. sinks: a logit a query head.
+    """
     q, k, v, do = (shape.last_key_head(x).to(dtype) for x in inputs)
     keys = None if mask is None else mask.keys.expand(1, shape.tokens)
-    emulator = Emulator(q, k, v, recipe, shape.head_dim**-0.5, Band.of(shape.is_causal), keys, mask)
-    o, lse, _ = emulator.forward()
-    return (o, *emulator.backward(do, o, lse))
+    scale, band = shape.head_dim**-0.5, Band.of(shape.is_causal) if band is None else band
+    emulator = Emulator(q, k, v, recipe, scale, band, keys, mask)
+    o, lse, k_mean = emulator.forward()
+    if sinks is None:
+        return (o, *emulator.backward(do, o, lse))
+    weight = epilogue.weigh(o, lse, q, k_mean, sinks[-q.shape[1] :], scale, None, shape.tokens)
+    dq, dk, dv = emulator.backward(do, o, lse)
+    epilogue.gradient(do, None, o, weight, dq, k_mean, scale, None, shape.tokens)
+    return o, dq, dk, dv
 
 
 def _computed(

@@ -1,7 +1,8 @@
 """The block masks that `sagebwd bench-masks` times, and the attentions that compute under them.
 
 A mask is one rule of query and key, which torch evaluates for its BlockMask and FlashAttention-4 compiles into its
-kernel, so that all attentions of a case are given the same.
+kernel, so that all attentions of a case are given the same. Layers of gpt-oss, with their sinks, need no such mask but
+in FlexAttention: all others take the band itself.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from torch.nn.attention.flex_attention import (
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.benchmarks.peers import FLASH_ATTENTION_4
 from sagebwd.benchmarks.shapes import Shape
+from sagebwd.masks.band import UNLIMITED, Band
 from sagebwd.recipe import Recipe
 
-DOCUMENTS, CHUNKS, PREFIX, WINDOW, RANDOM = KINDS = ("documents", "chunks", "prefix", "window", "random")
+DOCUMENTS, CHUNKS, PREFIX, WINDOW, RANDOM = MASKS = ("documents", "chunks", "prefix", "window", "random")
 """Documents of several lengths, chunks of an eighth and all but RANDOM are causal; PREFIX: but for the first quarter,
 which all see; WINDOW: of a sixteenth, beside the first `KEPT` tokens; RANDOM: half of the blocks, not causal."""
+GPT_OSS, GPT_OSS_WINDOW = BANDS = ("gpt-oss", "gpt-oss-window")
+"""Its two kinds of layers, causal, of all keys and of the last `SPAN`, with a logit a query head beside the keys."""
+KINDS = MASKS + BANDS
 HEADS, KV_HEADS, TOKENS, BLOCK, KEPT = 16, 4, 16384, 128, 4
+GPT_OSS_HEADS, GPT_OSS_KV_HEADS, SPAN = 64, 8, 128
 LENGTHS = 4219, 2741, 1893, 1311, 2512, 977, 1650, 1081
 """Of the documents in `TOKENS`; of other lengths in proportion."""
 
@@ -60,7 +66,8 @@ class Case:
         """Raises ValueError for a kind that there is not."""
         if kind not in KINDS:
             raise ValueError(f"mask={kind!r} is not known; accepted: {', '.join(KINDS)}")
-        return Case(kind, Shape(head_dim, HEADS, KV_HEADS, 1, tokens, False))
+        heads = (GPT_OSS_HEADS, GPT_OSS_KV_HEADS) if kind in BANDS else (HEADS, KV_HEADS)
+        return Case(kind, Shape(head_dim, *heads, 1, tokens, False))
 
     def __str__(self) -> str:
         shape = self.shape
@@ -72,6 +79,18 @@ class Case:
         if self.kind == DOCUMENTS:
             return [0, *(end * tokens // TOKENS for end in itertools.accumulate(LENGTHS))]
         return [min(tokens, self._chunk() * i) for i in range(9)] if self.kind == CHUNKS else None
+
+    def band(self) -> Band | None:
+        """The mask of a layer of gpt-oss."""
+        window = SPAN - 1 if self.kind == GPT_OSS_WINDOW else UNLIMITED
+        return Band.of(True, window) if self.kind in BANDS else None
+
+    def sinks(self, device: str) -> Tensor | None:
+        """A logit a query head, for which gradients are wanted, of a layer of gpt-oss."""
+        if self.kind not in BANDS:
+            return None
+        drawn = torch.randn(self.shape.heads, generator=torch.Generator().manual_seed(0))
+        return drawn.to(device, torch.bfloat16).requires_grad_()
 
     def _chunk(self) -> int:
         return -(-self.shape.tokens // 8)
@@ -89,6 +108,8 @@ class Case:
             PREFIX: lambda at, q, k: (k < prefix) | (k <= q),
             WINDOW: lambda at, q, k: (k <= q) & ((q - k < window) | (k < KEPT)),
             RANDOM: lambda at, q, k: at(q // BLOCK * blocks + k // BLOCK) == 1,
+            GPT_OSS: lambda at, q, k: k <= q,
+            GPT_OSS_WINDOW: lambda at, q, k: (k <= q) & (q - k < SPAN),
         }[self.kind]
 
     def table(self, device: str) -> Tensor | None:
@@ -122,9 +143,22 @@ def check_name(name: str) -> None:
         Recipe.parse(name.removeprefix(PACKED))
 
 
-def attentions(case: Case, names: Iterable[str], device: str, impl: str | None = None) -> dict[str, Attention]:
-    """Those that the case has: packed ones only of what can be packed. A peer that is not here raises when called."""
+def attentions(
+    case: Case, names: Iterable[str], device: str, impl: str | None = None, sinks: Tensor | None = None
+) -> dict[str, Attention]:
+    """Those that the case has: packed ones only of what can be packed, and of layers with sinks those that take these.
+
+    sinks: the case's. A peer that is not here raises when called.
+    """
     torch._dynamo.reset()  # or all masks' graphs are one function's, and beyond eight of these none is compiled
+    if sinks is not None:
+        made = {
+            FLEX: lambda: partial(_flex_beside(device), sinks),
+            FLASH_ATTENTION_4: lambda: partial(_flash_attention_4_beside, sinks, case.band()),
+        }
+        found = {name: made[name]() for name in names if name in made}
+        ours = (name for name in names if name not in PEERS and not name.startswith(PACKED))
+        return found | {name: partial(_ours_beside, name, impl, sinks, case.band()) for name in ours}
     made = {
         FLEX: lambda: _flex(device),
         FLEX_FLASH: lambda: _flex_flash(device),
@@ -148,6 +182,18 @@ def _ours(recipe: str, impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: 
     return sage_attention(q, k, v, block_mask=mask, enable_gqa=True, recipe=recipe, impl=impl)
 
 
+def _window(band: Band) -> tuple[int, int]:
+    """Of a causal call."""
+    return UNLIMITED if band.lower is None else -band.lower, UNLIMITED
+
+
+def _ours_beside(
+    recipe: str, impl: str | None, sinks: Tensor, band: Band, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+) -> Tensor:
+    settings = {"is_causal": True, "window": _window(band), "enable_gqa": True}
+    return sage_attention(q, k, v, sinks=sinks, **settings, recipe=recipe, impl=impl)
+
+
 def _packed(recipe: str, impl: str | None, offsets: Tensor, longest: int, *call: Tensor | BlockMask) -> Tensor:
     rows = (x[0].transpose(0, 1) for x in call[:3])
     out = sage_attention_varlen(*rows, offsets, offsets, longest, longest, is_causal=True, recipe=recipe, impl=impl)
@@ -162,6 +208,16 @@ def _flex(device: str, **options: object) -> Attention:
     """Compiled but on a CPU, where no time is a claim."""
     run = torch.compile(flex_attention, dynamic=False) if device.startswith("cuda") else flex_attention
     return lambda q, k, v, mask: run(q, k, v, block_mask=mask, enable_gqa=True, **options)
+
+
+def _flex_beside(device: str) -> Attention:
+    """With sinks as Transformers gives them to FlexAttention: O is weighed by what lse says, in the compiled graph."""
+
+    def weighed(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+        out, lse = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+        return (out * torch.sigmoid(lse - sinks[:, None].float())[..., None]).to(out.dtype)
+
+    return torch.compile(weighed, dynamic=False) if device.startswith("cuda") else weighed
 
 
 def _flex_flash(device: str) -> Attention:
@@ -188,6 +244,15 @@ def _flash_attention_4(
         aux_tensors=None if table is None else [table],
         block_sparse_tensors=lists(*of_queries, block_size=mask.BLOCK_SIZE),
         block_sparse_tensors_bwd=lists(*of_keys, block_size=mask.BLOCK_SIZE),
+    )
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def _flash_attention_4_beside(sinks: Tensor, band: Band, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    cute = importlib.import_module("flash_attn.cute")
+    window = tuple(None if size == UNLIMITED else size for size in _window(band))
+    out = cute.flash_attn_func(
+        *(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=window, learnable_sink=sinks
     )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 

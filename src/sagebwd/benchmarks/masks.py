@@ -102,22 +102,23 @@ def measure_case(
     inputs, mask_mod = case.shape.inputs(device, torch.bfloat16), case.mask_mod(device)
     block_mask = case.block_mask(mask_mod, device)
     _, block_mask_ms = _timed(lambda: case.block_mask(mask_mod, device), device)
-    mask = of_tensor(case.dense(mask_mod, device))
-    exact = emulated(case.shape, Recipe.named("full"), inputs, torch.float64, mask)
-    found, gates = attentions(case, names, device, impl), {}
+    mask, sinks = of_tensor(case.dense(mask_mod, device)), case.sinks(device)
+    beside = None if sinks is None else sinks.detach()
+    exact = emulated(case.shape, Recipe.named("full"), inputs, torch.float64, mask, sinks=beside)
+    found, gates = attentions(case, names, device, impl, sinks), {}
     for name, attention in found.items():
         began = time.perf_counter()
         check = partial(_peer_gates, case, attention, exact, inputs, block_mask)
         if name not in PEERS:
-            check = partial(_our_gates, case, name, attention, mask, inputs, block_mask)
+            check = partial(_our_gates, case, name, attention, mask, inputs, block_mask, beside)
         gates[name] = check()
         tell(f"{case}, {name}: {gates[name][BOTH]}, compiled and checked in {time.perf_counter() - began:.0f} s")
     rows, shown = [], mask.elements.count_nonzero().item() / mask.elements.numel()
     for direction in DIRECTIONS:
         timed = {name: found[name] for name in found if gates[name][direction].startswith(("ok", "wrong"))}
-        runs = {name: _run(attention, inputs, block_mask, direction) for name, attention in timed.items()}
+        runs = {name: _run(attention, inputs, block_mask, direction, sinks) for name, attention in timed.items()}
         times = time_interleaved(runs, device, rounds)
-        readers = [name for name in timed if name != DENSE and not name.startswith(PACKED)]
+        readers = [name for name in timed if name != DENSE and not name.startswith(PACKED) and sinks is None]
         new = {name: _new_mask_ms(timed[name], inputs, block_mask, direction, device) for name in readers}
         right = {name: ms for name, (ms, _) in times.items() if gates[name][direction] == "ok"}
         for name in found:
@@ -134,12 +135,16 @@ def measure_case(
     return rows
 
 
-def _run(attention: Attention, inputs: Inputs, block_mask: BlockMask, direction: str) -> Callable[[], object]:
+def _run(
+    attention: Attention, inputs: Inputs, block_mask: BlockMask, direction: str, sinks: Tensor | None = None
+) -> Callable[[], object]:
+    """sinks: those of the attention, whose gradient is then computed too."""
     *tensors, do = inputs
     if direction == FORWARD:
-        return lambda: attention(*tensors, block_mask)
+        return torch.no_grad()(lambda: attention(*tensors, block_mask))
     leaves = [x.detach().requires_grad_() for x in tensors]
-    return lambda: torch.autograd.grad(attention(*leaves, block_mask), leaves, do)
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    return lambda: torch.autograd.grad(attention(*leaves, block_mask), wanted, do)
 
 
 def _problem(attention: Attention, inputs: Inputs, block_mask: BlockMask, direction: str) -> str | None:
@@ -153,8 +158,9 @@ def _problem(attention: Attention, inputs: Inputs, block_mask: BlockMask, direct
 
 
 def _our_gates(
-    case: Case, name: str, attention: Attention, mask: Mask, inputs: Inputs, block_mask: BlockMask
-) -> dict[str, str]:
+    case: Case, name: str, attention: Attention, mask: Mask, inputs: Inputs, block_mask: BlockMask,
+    sinks: Tensor | None,
+) -> dict[str, str]:  # fmt: skip
     """Whether a recipe's kernels are the recipe, of packed sequences in the last."""
     problem = _problem(attention, inputs, block_mask, BOTH)
     if problem is not None:
@@ -164,6 +170,8 @@ def _our_gates(
     if name.startswith(PACKED):
         shape, last = replace(case.shape, is_causal=True), slice(case.bounds()[-2], None)
         return dict.fromkeys(DIRECTIONS, gate(shape, call, recipe, inputs, tokens=last))
+    if sinks is not None:
+        return dict.fromkeys(DIRECTIONS, gate(case.shape, call, recipe, inputs, band=case.band(), sinks=sinks))
     return dict.fromkeys(DIRECTIONS, gate(case.shape, call, recipe, inputs, mask))
 
 
@@ -191,6 +199,8 @@ def _impl(case: Case, name: str, impl: str | None, inputs: Inputs) -> str | None
     if name in PEERS:
         return None
     kind = crossings.PACKED if name.startswith(PACKED) else crossings.MASK
+    if (band := case.band()) is not None:
+        kind = crossings.CAUSAL if band.lower is None else crossings.WINDOW
     try:
         return dispatch.choose(Ask.of(inputs[0], inputs[2], Recipe.parse(name.removeprefix(PACKED)), impl, kind)).name
     except NotImplementedError:
@@ -234,6 +244,6 @@ def _compile(
 def _call(case: Case, names: tuple[str, ...], device: str, impl: str | None) -> None:
     torch._inductor.config.compile_threads = 1  # the processes are as many as there is work for
     inputs, block_mask = case.shape.inputs(device, torch.bfloat16), case.block_mask(case.mask_mod(device), device)
-    for attention in attentions(case, names, device, impl).values():
+    for attention in attentions(case, names, device, impl, case.sinks(device)).values():
         for direction in DIRECTIONS:
             _problem(attention, inputs, block_mask, direction)

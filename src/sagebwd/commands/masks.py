@@ -16,7 +16,11 @@ KERNELS = "src/sagebwd/kernels"
 
 def bench_masks(
     mask: Annotated[
-        list[str] | None, typer.Option(help="documents, chunks, prefix, window or random; repeat [default: all].")
+        list[str] | None,
+        typer.Option(
+            help="documents, chunks, prefix, window or random; gpt-oss or gpt-oss-window, layers with sinks; repeat "
+            "[default: all but gpt-oss's]."
+        ),
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: 128, 64].")] = None,
     attention: Annotated[
@@ -39,7 +43,7 @@ def bench_masks(
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
     kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
 ) -> None:
-    """Speed of block masks, end to end, against FlexAttention and FlashAttention-4 under the same masks."""
+    """Speed of block masks, and of layers with sinks, end to end, against FlexAttention and FlashAttention-4."""
     quiet()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
     from sagebwd.benchmarks import mask_cases
@@ -54,7 +58,7 @@ def bench_masks(
     for name in names:
         mask_cases.check_name(name)
     cases = [
-        mask_cases.Case.of(kind, width, tokens) for width in head_dim or (128, 64) for kind in mask or mask_cases.KINDS
+        mask_cases.Case.of(kind, width, tokens) for width in head_dim or (128, 64) for kind in mask or mask_cases.MASKS
     ]
     if processes is None:
         processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
