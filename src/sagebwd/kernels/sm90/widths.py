@@ -65,13 +65,19 @@ class BackwardTile(NamedTuple):
 class Width(NamedTuple):
     """Kernels of one head_dim and value head_dim, which lesser ones are filled up to with zeros.
 
-    No call gets a row without a backward.
+    No call gets a row without a backward. listed: the forward's tile under a mask of elements, where it is another:
+    blocks of masks have 128 queries or twice as many, and a tile across two meets what either meets.
     """
 
     head_dim: int
     value_dim: int
     forward: ForwardTile
     backward: BackwardTile | None
+    listed: ForwardTile | None = None
+
+    def forward_of(self, has_lists: bool) -> ForwardTile:
+        """The forward's tile of calls with lists of blocks, or of others."""
+        return self.listed if has_lists and self.listed else self.forward
 
 
 # In the order in which a call tries them.
@@ -79,6 +85,7 @@ WIDTHS = (
     Width(
         64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
         BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True, row_warps=8, row_registers=80),
+        listed=ForwardTile(2, 128, 2),
     ),
     Width(
         96, 96, ForwardTile(3, 96, 3),

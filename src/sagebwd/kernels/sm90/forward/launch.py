@@ -28,7 +28,7 @@ def prepare(direction: str, call: Call) -> Call:
     """The call with lists of its mask's blocks, where there is a mask of elements."""
     if call.mask is None:
         return call
-    tile = widths.width(call.head_dim, call.value_dim).forward
+    tile = widths.width(call.head_dim, call.value_dim).forward_of(True)
     tokens = call.queries.tokens, call.keys.tokens
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     return call._replace(lists=of_queries(call.mask, call.key_mask, tokens, band, (tile.queries, tile.keys)))
@@ -72,7 +72,7 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         queries.per_token(device), queries.per_token(device) if with_row_max else None,
     )  # fmt: skip
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
-    tile = widths.width(call.head_dim, call.value_dim).forward
+    tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
