@@ -5,7 +5,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from sagebwd.masks import mask as masks
-from sagebwd.masks.mask import BLOCK, MASKED, SKIP, WHOLE, blocks_of, shown, tiles_of
+from sagebwd.masks import tiles
+from sagebwd.masks.mask import BLOCK, MASKED, SKIP, WHOLE, blocks_of, shown
+from sagebwd.masks.tiles import tiles_of
 from tests.masks import AXES, MODS, bias, boolean, dense, draw
 
 
@@ -38,7 +40,7 @@ def test_blocks_of_a_tensor(form, axes, monkeypatch):
 @pytest.mark.parametrize("kind", MODS)
 @pytest.mark.parametrize("block", [128, (64, 256), 48])
 def test_tiles_of_a_block_mask(kind, block, monkeypatch):
-    monkeypatch.setattr(masks, "TILES", 3)
+    monkeypatch.setattr(tiles, "TILES", 3)
     shape = (2, 3, 300, 270)
     mask, expected = tiles_of(draw(kind, shape, torch.bfloat16, 0, block)), dense(kind, shape)
     part = mask.part(slice(0, 320), slice(0, 384))
@@ -76,6 +78,6 @@ def test_lists_of_blocks_go_before_the_function():
 
 def test_partial_tiles_alone_are_stored():
     mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 1024, 1024, device="cpu")
-    tiles = tiles_of(mask)
-    assert tiles.elements.shape[0] == 2 + 8
-    assert torch.equal(tiles.tiles[0, 0].diagonal(), torch.arange(2, 10, dtype=torch.int32))
+    found = tiles_of(mask)
+    assert found.elements.shape[0] == 2 + 8
+    assert torch.equal(found.tiles[0, 0].diagonal(), torch.arange(2, 10, dtype=torch.int32))

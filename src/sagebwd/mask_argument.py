@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sagebwd import ops
 from sagebwd.masks.held import made_of
-from sagebwd.masks.mask import Mask, tiles_of
+from sagebwd.masks.mask import Mask
 from sagebwd.masks.remember import Memory
+from sagebwd.masks.tiles import tiles_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

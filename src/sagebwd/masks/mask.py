@@ -11,16 +11,11 @@ bias of zeros) needs no elements. It is made once a mask (`sagebwd.masks.remembe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 # Queries and keys of a block of the map: what every tile of the kernels is a multiple of.
 BLOCK = 32
@@ -32,8 +27,8 @@ SHOWS_ALL, HIDES_ALL = range(2)
 # A bias of at most this hides: half of the least number, or of bfloat16's for all that have its exponents.
 HIDDEN = {torch.float16: -32752.0}
 HIDDEN_ELSE = -1.6e38
-# Rows of queries, and tiles of a BlockMask, that are looked at together.
-ROWS, TILES = 4096, 256
+# Rows of queries that are looked at together.
+ROWS = 4096
 
 
 class Mask(NamedTuple):
@@ -111,72 +106,3 @@ def _reduced(x: Tensor, padding: bool) -> Tensor:
             x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing), value=padding)
     q, k = (min(BLOCK, x.shape[dim]) for dim in (2, 3))
     return x.unflatten(3, (-1, k)).unflatten(2, (-1, q)).transpose(3, 4)
-
-
-def tiles_of(block_mask: BlockMask) -> Mask:
-    """The mask of a BlockMask.
-
-    mask_mod is called for the tiles that the BlockMask shows in part alone.
-    """
-    from torch.nn.attention.flex_attention import create_mask
-
-    tokens_q, tokens_k = block_mask.seq_lengths
-    sizes, device = block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.device
-    asked = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = torch.zeros_like(asked)
-    if block_mask.full_kv_num_blocks is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    grid = -(-tokens_q // TILE), -(-tokens_k // TILE)
-    shows, hides = _of_tiles(full, sizes, grid).all(-1).all(-1), ~_of_tiles(asked | full, sizes, grid).any(-1).any(-1)
-    # the last tile of an axis is never whole: what lies beyond the tokens is hidden
-    for dim, tokens in ((2, tokens_q), (3, tokens_k)):
-        if tokens % TILE:
-            shows.select(dim, -1).fill_(False)
-    b, h, i, j = (~shows & ~hides).nonzero(as_tuple=True)
-
-    def asked_of(tile: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        at, q, k = (b[tile], h[tile]), i[tile] * TILE + row, j[tile] * TILE + column
-        inside = (q < tokens_q) & (k < tokens_k)
-        q, k = q.clamp(max=tokens_q - 1), k.clamp(max=tokens_k - 1)
-        place = q // sizes[0], k // sizes[1]
-        return inside & (full[(*at, *place)] | (asked[(*at, *place)] & block_mask.mask_mod(*at, q, k)))
-
-    constant = torch.stack([torch.ones(TILE, TILE, dtype=torch.bool), torch.zeros(TILE, TILE, dtype=torch.bool)])
-    elements = [constant.to(device)]
-    for first in range(0, len(b), TILES):
-        some = slice(first, first + TILES)
-        count = len(b[some])
-        elements.append(create_mask(_shifted(asked_of, first), count, 1, TILE, TILE, device)[:, 0])
-    elements = torch.cat(elements)
-    tiles = torch.where(shows, SHOWS_ALL, HIDES_ALL).int()
-    tiles[b, h, i, j] = torch.arange(2, len(elements), device=device, dtype=torch.int32)
-    reduced = _reduced(elements[:, None], False)[:, 0]
-    states = _states(reduced.any(-1).any(-1), reduced.all(-1).all(-1))[tiles.long()]
-    states = states.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, : -(-tokens_q // BLOCK), : -(-tokens_k // BLOCK)]
-    seen = torch.zeros(len(asked), grid[1], TILE, dtype=torch.int32, device=device)
-    columns = elements.any(1).int()
-    seen.index_put_((b, j), columns[2:], accumulate=True)
-    seen += shows.any(2).any(1).int()[..., None]
-    return Mask(elements, tiles, states.contiguous(), seen.flatten(1)[:, :tokens_k] > 0)
-
-
-def _shifted(mask_mod: Callable[..., Tensor], by: int) -> Callable[..., Tensor]:
-    return lambda b, h, q, k: mask_mod(b + by, h, q, k)
-
-
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """(B, H, n, m) bool: the blocks that a BlockMask lists."""
-    columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    dense = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=indices.device)
-    return dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
-
-
-def _of_tiles(blocks: Tensor, sizes: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """(B, H, *grid, n, m): the n x m places of each tile between which lie the bounds of blocks of any size."""
-    q, k = (
-        (torch.arange(count * TILE, device=blocks.device) // size).clamp(max=blocks.shape[dim] - 1).view(count, TILE)
-        for count, size, dim in zip(grid, sizes, (2, 3))
-    )
-    q, k = (x[:, :: math.gcd(size, TILE)] for x, size in zip((q, k), sizes))
-    return blocks[:, :, q[:, None, :, None], k[None, :, None, :]]
