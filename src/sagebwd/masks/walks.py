@@ -17,6 +17,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
 from sagebwd.masks.mask import ROWS, TILE, Mask, shown
 from sagebwd.masks.remember import Memory
+from sagebwd.masks.shares import shares_of
 
 # Where a listed block of queries has its head, of those that share a key head.
 HEAD_BIT = 20
@@ -33,12 +34,14 @@ class Walk(NamedTuple):
     program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
+    shares: `sagebwd.masks.shares.shares_of`, of the backward where its lists may be cut.
     """
 
     lists: Tensor
     words: Tensor
     tiles: Tensor
     bias: Tensor | None = None
+    shares: Tensor | None = None
 
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Walk:
@@ -57,9 +60,11 @@ def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band
 
 
 def of_keys(
-    mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], group: int
-) -> Walk:
-    """For the backward; group: query heads that a key head serves."""
+    mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], group: int,
+    heads: int = 0, by_turns: bool = False,
+) -> Walk:  # fmt: skip
+    """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
+    programs then come ``by_turns`` or not (`sagebwd.masks.shares.shares_of`)."""
     words, tiles = _bits(mask, tokens, True)
     settings = tokens, tile, band
 
@@ -80,9 +85,12 @@ def of_keys(
         # strides of whole 16 numbers are one kernel's
         return F.pad(lists, (0, -lists.shape[-1] % 16))
 
-    return Walk(
-        _memory.get((mask.blocks, key_mask), ("keys", group, *settings), make), words, tiles, _bias(mask, tokens[1])
-    )
+    made_of = mask.blocks, key_mask
+    lists, shares = _memory.get(made_of, ("keys", group, *settings), make), None
+    if heads:
+        cut = "shares", group, heads, by_turns, *settings
+        shares = _memory.get(made_of, cut, lambda: shares_of(lists, len(key_mask), heads, by_turns))
+    return Walk(lists, words, tiles, _bias(mask, tokens[1]), shares)
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,11 +32,19 @@ class Bias(NamedTuple):
     query: int
 
 
+class Shares(NamedTuple):
+    """What programs take of lists (`sagebwd.masks.shares`), and for each list that is cut, zeros to be added to."""
+
+    programs: Tensor
+    sums: Tensor  # (lists, 128 keys, dK's channels and dV's) FP32
+    arrived: Tensor  # (lists, 4) int32, how many programs of each of CONSUMERS have added
+
+
 def walk_and_bias(call: Call) -> tuple[Walk | None, Bias | None]:
     """Those of a call's mask, None without."""
     if call.lists is None:
         return None, None
-    lists, words, _, bias = call.lists
+    lists, words, _, bias, _ = call.lists
     return Walk(lists, words, *_strides(lists)), None if bias is None else Bias(bias, *_strides(bias))
 
 
@@ -58,6 +66,7 @@ class Tensors(NamedTuple):
     strides: tuple[int, ...]  # of dk, and of dv if they are others
     walk: Walk | None
     bias: Bias | None
+    shares: Shares | None  # where lists of blocks may be cut
 
 
 class Factors(NamedTuple):

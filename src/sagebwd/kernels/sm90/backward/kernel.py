@@ -55,6 +55,7 @@ from sagebwd.kernels.sm90.backward.scores import (
     same_of_pairs,
     scores,
 )
+from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -89,7 +90,7 @@ def accumulate(
     STAGES: gl.constexpr = TILE.stages
     IN_ORDER: gl.constexpr = added is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
-    IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER
+    IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
     PIECE: gl.constexpr = memory.k.shape[2]
     PIECES: gl.constexpr = WIDTH.head_dim // PIECE
     VALUE_PIECES: gl.constexpr = WIDTH.value_dim // PIECE
@@ -115,8 +116,9 @@ def accumulate(
         place = place_of(program_number(turn), turn, tensors, sizes)
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
-        at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
-        begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+        listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
+        at = listed[0]
+        begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
         edges = edges_of(begin, whole_from, end, walk, KIND)
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
@@ -244,7 +246,8 @@ def accumulate(
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-        place = place_of(program_number(turn), turn, tensors, sizes)
+        program, is_mine = program_number(turn), True
+        place = place_of(program, turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
@@ -270,8 +273,12 @@ def accumulate(
             count_added(added, counter)
         # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
         out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
-        dk_acc, first_k = scaled(dk_acc, factors.scale), place.first + CONSUMER * ROWS
-        store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, first_k, sizes, KIND.RAGGED, OUT_LAYOUT)
+        if tensors.shares is not None:
+            sums, is_mine = summed(dk_acc + dv_acc, tensors.shares, program, 0, CONSUMER, WIDTH, OUT_LAYOUT)
+            dk_acc, dv_acc = sums[:PIECES], sums[PIECES:]
+        if is_mine:
+            dk_acc, first_k = scaled(dk_acc, factors.scale), place.first + CONSUMER * ROWS
+            store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, first_k, sizes, KIND.RAGGED, OUT_LAYOUT)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -306,10 +313,14 @@ def backward_kernel(
     queries = queries_of(place, tensors, sizes)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # no program has a turn for blocks past its sequence's end
-    count = (place.length + SPAN - 1) // SPAN
-    whole = count // programs
-    _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
-    turns = gl.minimum(turns, whole + (key_block(whole, number, programs, IN_ORDER) < count).to(gl.int32))
+    if tensors.shares is None:
+        count = (place.length + SPAN - 1) // SPAN
+        whole = count // programs
+        _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
+        turns = gl.minimum(turns, whole + (key_block(whole, number, programs, IN_ORDER) < count).to(gl.int32))
+    else:
+        number = place.first // SPAN
+        turns = (place.first < place.length).to(gl.int32)
     if turns == 0:
         return
     z_q, _ = heads_of(place, sizes, VARLEN)
@@ -347,7 +358,7 @@ def backward_kernel(
     written = (dq_desc, dk_desc, dv_desc)
     heads = (place.head * group, place.head * group + group)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
     # fmt: off
     gl.warp_specialize(
         [

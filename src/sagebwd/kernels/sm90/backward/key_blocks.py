@@ -5,6 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sagebwd.kernels.sm90.backward.listed import SHARE
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
 
 
@@ -56,12 +57,18 @@ def place_of(program, turn, tensors, sizes, BY_TURNS: gl.constexpr = False):
     """The place of a program's turn.
 
     BY_TURNS: heads take programs by turns where blocks do not add to dQ in order too, but from the first block on.
+    Where lists are cut, these say which program has which place.
     """
     IN_ORDER: gl.constexpr = tensors.added is not None
-    head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
+    if tensors.shares is None:
+        head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
+        block = key_block(turn, number, sizes.programs, IN_ORDER)
+    else:
+        share = tensors.shares.programs + program * SHARE
+        head, block = gl.load(share), gl.load(share + 1)
     batch = head // sizes.heads_k
     start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
-    first = key_block(turn, number, sizes.programs, IN_ORDER) * (CONSUMERS * ROWS)
+    first = block * (CONSUMERS * ROWS)
     return Place(batch, head % sizes.heads_k, start, length, first)
 
 
@@ -87,14 +94,13 @@ def heads_of(place, sizes, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def queries_met(first_k, queries, walk, at, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
+def queries_met(first_k, queries, walk, listed, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end.
 
-    walk: of a mask of elements, whose list at ``at`` then counts them, those of all heads; or None.
+    walk: of a mask of elements, where ``listed`` counts them, those of all heads (`list_of`); or None.
     """
     if walk is not None:
-        in_part = gl.load(walk.lists + at)
-        return 0, in_part, in_part + gl.load(walk.lists + at + 1)
+        return 0, listed[1], listed[2]
     else:
         begin, whole_from, _, end = block_range(
             first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,

@@ -44,6 +44,7 @@ from sagebwd.kernels.sm90.backward.scores import (
     same_of_pairs,
     scores,
 )
+from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -71,13 +72,14 @@ def load(
     origin_k, origin_v, origin_q, origin_do = origins
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    blocks_q, z_q, block_0, walk, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-    at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
-    begin, _, end = queries_met(first_k, queries, walk, at, KIND, BLOCK_Q)
+    listed = list_of(walk, shares, batch, head_k, first_k)
+    at = listed[0]
+    begin, _, end = queries_met(first_k, queries, walk, listed, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -134,8 +136,9 @@ def accumulate(
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     z_q, z_k = heads_of(place, sizes, VARLEN)
-    at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
-    begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+    listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
+    at = listed[0]
+    begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
     edges = edges_of(begin, whole_from, end, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
@@ -246,7 +249,8 @@ def accumulate(
     if LISTED:
         last_head, last_block = head_and_block(last_entry)
         last_head, last_block = first_head + last_head, last_block + 1
-    place = place_of(program_number(0), 0, tensors, sizes, True)
+    program, is_mine = program_number(0), True
+    place = place_of(program, 0, tensors, sizes, True)
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
     mbarrier.wait(ds_full.index(slot), phase)
@@ -267,11 +271,15 @@ def accumulate(
     if added is not None:
         count_added(added, counter)
 
-    # over this warpgroup's V
-    store_gradient(
-        scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, places(memory.v.index(CONSUMER), dk_desc, 4),
-        place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
-    )  # fmt: skip
+    if tensors.shares is not None:
+        dk, is_mine = summed(dk, tensors.shares, program, 0, CONSUMER, WIDTH, PIECE)
+    if is_mine:
+        # over this warpgroup's V
+        store_gradient(
+            scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
+            places(memory.v.index(CONSUMER), dk_desc, 4), place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED,
+            PIECE,
+        )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -320,7 +328,7 @@ def key_query_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
     own = (k_t, ds, dq)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(

@@ -11,16 +11,18 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, walk_and_bias
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Shares, Sizes, Tensors, walk_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
+from sagebwd.kernels.sm90.backward.shares import COUNTERS
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.turns import backward_heads_at_once, backward_turns
 from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.fp8_rows import DELTA_PARTS, SCALES, launch_row_values
 from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
 from sagebwd.masks.band import Band
+from sagebwd.masks.shares import MOST
 from sagebwd.masks.walks import of_keys
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
@@ -37,10 +39,12 @@ def prepare(direction: str, call: Call) -> Call:
     """The call with lists of its mask's blocks, where there is a mask of elements."""
     if call.mask is None:
         return call
-    tile = widths.width(call.head_dim, call.value_dim).backward.queries, CONSUMERS.value * ROWS.value
-    tokens = call.queries.tokens, call.keys.tokens
+    tile = widths.width(call.head_dim, call.value_dim).backward
+    tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
-    return call._replace(lists=of_keys(call.mask, call.key_mask, tokens, band, tile, call.group))
+    # shares of a list are added up in any order
+    heads = 0 if call.deterministic else call.keys.heads
+    return call._replace(lists=of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.in_two))
 
 
 class Operands(NamedTuple):
@@ -63,18 +67,27 @@ class Operands(NamedTuple):
         return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
 
 
-def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor, Shares | None]:
     """What is raised or counted up from 0, in one piece, for one launch to clear.
 
     Bits of the largest K of each key head; how many blocks of keys have added to each half of a block of
-    dQ^T if they are to in order; bits of V's largest by channel, (batch, heads, D).
+    dQ^T if they are to in order; bits of V's largest by channel, (batch, heads, D); what shares of lists add up.
     """
     keys, queries = call.keys, call.queries
     heads = keys.batch * keys.heads
     counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
-    sizes = heads, counts, heads * call.columns[1]
-    largest, added, v_maxima = torch.zeros(sum(sizes), dtype=torch.int32, device=call.device).split(sizes)
-    return largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1])
+    programs = None if call.lists is None else call.lists.shares
+    span = CONSUMERS.value * ROWS.value
+    # each list that is cut has a share more than one
+    cut = 0 if programs is None else min(MOST, heads * keys.grid(span))
+    channels = call.head_dim + call.value_dim
+    sizes = cut * span * channels, cut * COUNTERS.value, heads, counts, heads * call.columns[1]
+    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=call.device)
+    sums, arrived, largest, added, v_maxima = zeros.split(sizes)
+    return (
+        largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1]),
+        None if programs is None else Shares(programs, sums.view(torch.float32), arrived),
+    )  # fmt: skip
 
 
 def backward(
@@ -89,7 +102,7 @@ def backward(
     width = widths.width(call.head_dim, call.value_dim)
     tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
-    largest, added, v_maxima = _zeros(call, block_q)
+    largest, added, v_maxima, shares = _zeros(call, block_q)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
     # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
@@ -101,13 +114,13 @@ def backward(
     operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
     tensors = Tensors(
         k_scale, largest, call.key_mask, dk, dv, added, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv), *walk_and_bias(call),
+        gradient_strides(call, dk, dv), *walk_and_bias(call), shares,
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
     turns, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
-    elif tile.in_turn:
+    elif tile.in_turn and shares is None:
         turns = backward_turns(call, span, block_q, device.num_sms(do.device))
     if tile.in_two:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
@@ -115,9 +128,10 @@ def backward(
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
     grid = -(-keys.grid(span) // turns)
+    programs = grid * keys.batch * keys.heads if shares is None else len(shares.programs)
     launch(
         backward_kernel,
-        (grid * keys.batch * keys.heads,),
+        (programs,),
         operands.q.blocks(block_q, piece),
         operands.k.blocks(rows, piece),
         operands.v.blocks(rows, piece),

@@ -32,10 +32,11 @@ def launch_in_two(
     q, k = operands.q.blocks(block_q, head_dim), operands.k.blocks(rows, head_dim)
     span = CONSUMERS.value * rows
     grid, heads = keys.grid(span), keys.batch * keys.heads
+    programs = grid * heads if tensors.shares is None else len(tensors.shares.programs)
     options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}
     launch(
         value_kernel,
-        (grid * heads,),
+        (programs,),
         q,
         k,
         transposed(values.do_t, head_dim, head_dim, block_q),
@@ -51,7 +52,7 @@ def launch_in_two(
     )
     launch(
         key_query_kernel,
-        (grid * heads,),
+        (programs,),
         q,
         k,
         operands.v.blocks(rows, head_dim),

@@ -8,18 +8,30 @@ from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, visible
 from sagebwd.masks import mask as masks
+from sagebwd.masks import shares as shares_of_lists
 from sagebwd.masks import walks
 
 TILE = gl.constexpr(masks.TILE)
 HEAD_BIT = gl.constexpr(walks.HEAD_BIT)
 # Numbers of a list that belong to one block.
 FIELDS = gl.constexpr(4)
+# Numbers that say what a program takes of a list.
+SHARE = gl.constexpr(shares_of_lists.FIELDS)
 
 
 @gluon.jit
-def list_of(walk, batch, head, first_k):
-    """Where the list of a program's keys begins, in numbers."""
-    return batch * walk.batch + head * walk.head + first_k // (CONSUMERS * ROWS) * walk.row
+def list_of(walk, shares, batch, head, first_k):
+    """The list of a program's keys, or its share of it: where it begins, in numbers, how many blocks a mask cuts of
+    it, and how many it has."""
+    if walk is None:
+        return 0, 0, 0
+    elif shares is None:
+        at = batch * walk.batch + head * walk.head + first_k // (CONSUMERS * ROWS) * walk.row
+        in_part = gl.load(walk.lists + at)
+        return at, in_part, in_part + gl.load(walk.lists + at + 1)
+    else:
+        share = shares.programs + gl.program_id(0) * SHARE
+        return gl.load(share + 2), gl.load(share + 3), gl.load(share + 4)
 
 
 @gluon.jit

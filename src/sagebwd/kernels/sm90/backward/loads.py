@@ -86,8 +86,8 @@ def load_queries(
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    Origins: row of a sequence's first query, and steps of a head. walk, at: as of `queries_met`. step: how many blocks
-    the ring has had; returned with these counted in.
+    Origins: row of a sequence's first query, and steps of a head. at: where a list begins in ``walk``. step: how many
+    blocks the ring has had; returned with these counted in.
     """
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
@@ -140,13 +140,15 @@ def load(
 ):  # fmt: skip
     """In each turn the keys' K and V, then what `load_queries` loads; origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
-    blocks_q, z_q, block_0, walk, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
     step = 0
-    for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER else 1):
+    for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER and shares is None else 1):
         first_k = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
         mbarrier.wait(barriers.keys_empty, (turn & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-        at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
-        begin, _, end = queries_met(first_k, queries, walk, at, KIND, WIDTH.backward.queries)
+        listed = list_of(walk, shares, batch, head_k, first_k)
+        begin, _, end = queries_met(first_k, queries, walk, listed, KIND, WIDTH.backward.queries)
         steps = (begin, end - begin, blocks_q, z_q, block_0)
-        step = load_queries(descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, at, step, WIDTH)
+        step = load_queries(
+            descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, listed[0], step, WIDTH
+        )

@@ -22,6 +22,7 @@ from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origi
 from sagebwd.kernels.sm90.backward.pieces import repeated
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
+from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -42,7 +43,7 @@ def load(
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0, walk, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -51,8 +52,9 @@ def load(
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
         load_tile(descriptors.k, [row, column_k], barriers.keys_full, memory.k.index(consumer))
-    at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
-    begin, _, end = queries_met(first_k, queries, walk, at, KIND, BLOCK_Q)
+    listed = list_of(walk, shares, batch, head_k, first_k)
+    at = listed[0]
+    begin, _, end = queries_met(first_k, queries, walk, listed, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -98,8 +100,9 @@ def accumulate(
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     _, z_k = heads_of(place, sizes, VARLEN)
-    at = list_of(walk, place.batch, place.head, place.first) if LISTED else 0
-    begin, whole_from, end = queries_met(place.first, queries, walk, at, KIND, BLOCK_Q)
+    listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
+    at = listed[0]
+    begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
     edges = edges_of(begin, whole_from, end, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
@@ -150,12 +153,16 @@ def accumulate(
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
-    place = place_of(program_number(0), 0, tensors, sizes, True)
-    # over this warpgroup's K
-    store_gradient(
-        dv, tensors.dv, tensors.strides, dv_desc, places(k, dv_desc, 2), place, place.first + CONSUMER * ROWS, sizes,
-        KIND.RAGGED, PIECE,
-    )  # fmt: skip
+    program, is_mine = program_number(0), True
+    place = place_of(program, 0, tensors, sizes, True)
+    if tensors.shares is not None:
+        dv, is_mine = summed(dv, tensors.shares, program, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
+    if is_mine:
+        # over this warpgroup's K
+        store_gradient(
+            dv, tensors.dv, tensors.strides, dv_desc, places(k, dv_desc, 2), place, place.first + CONSUMER * ROWS,
+            sizes, KIND.RAGGED, PIECE,
+        )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -195,7 +202,7 @@ def value_kernel(
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(

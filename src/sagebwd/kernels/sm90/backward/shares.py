@@ -1,0 +1,45 @@
+"""A list of blocks that several programs share: they add dK and dV up in memory, and the last of them stores both."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagebwd.kernels.sm90.backward.listed import SHARE
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, barrier
+
+# Counters of a list that is cut: one for each of `CONSUMERS`, and what makes 16 bytes.
+COUNTERS = gl.constexpr(4)
+
+
+@gluon.jit
+def summed(
+    pieces, shares, program, FIRST: gl.constexpr, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """What a warpgroup has of 64 keys, by pieces of channels, summed over the programs that share their list; and
+    whether it is to store that: of several programs the last to come here alone has the sums.
+
+    FIRST: the first piece's first channel, of dK's and then dV's. Each warpgroup is counted by itself.
+    """
+    PIECE: gl.constexpr = pieces[0].shape[1]
+    CHANNELS: gl.constexpr = WIDTH.head_dim + WIDTH.value_dim
+    share = shares.programs + program * SHARE
+    count, place = gl.load(share + 5), gl.load(share + 6)
+    is_mine = count == 1
+    if count > 1:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) * CHANNELS
+        columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
+        at = shares.sums + (place * CONSUMERS + CONSUMER) * (ROWS * CHANNELS) + FIRST
+        at += gl.expand_dims(rows, 1) + gl.expand_dims(columns, 0)
+        for piece in gl.static_range(len(pieces)):
+            gl.atomic_add(at + piece * PIECE, pieces[piece], sem="relaxed")
+        # one thread counts, for the additions of all
+        barrier()
+        arrived = gl.atomic_add(shares.arrived + place * COUNTERS + CONSUMER, 1, sem="acq_rel")
+        barrier()
+        # of two kernels the first has counted too
+        is_mine = arrived % count == count - 1
+        if is_mine:
+            sums = ()
+            for piece in gl.static_range(len(pieces)):
+                sums += (gl.load(at + piece * PIECE, cache_modifier=".cg"),)
+            pieces = sums
+    return pieces, is_mine

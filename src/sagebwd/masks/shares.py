@@ -1,0 +1,54 @@
+"""What each program of the backward takes of the lists of blocks: a list, or a share of one that is long.
+
+Keys that all queries see, as sinks and global tokens are, have lists many times as long as the others. Lists are cut
+into shares of even lengths, at most what half of one of 132 processors would have of all blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Shares beyond one a list, at most; no more lists are cut.
+MOST = 2 * 132
+# Blocks of a list that is not cut: a program has work of its own beside them.
+LEAST = 32
+# Numbers of a program.
+FIELDS = 8
+
+
+def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
+    """What programs take of lists of ``batch * heads`` key heads.
+
+    Args: lists as of `sagebwd.masks.walks.of_keys`; by_turns, whether key heads take programs by turns.
+
+    Returns: (batch * heads * blocks of keys + `MOST`, FIELDS) int32: the key head counted over the batch, the block of
+    keys, where the share begins in the lists as if it were a list, of how many blocks seen in part and of how many at
+    all it is, how many shares the list has, and its number among the lists that are cut, which come first. Behind the
+    last share are blocks of keys that are not there.
+    """
+    blocks_k, row = lists.shape[2:]
+    of_list = torch.arange(lists.shape[:3].numel(), device=lists.device).view(lists.shape[:3])
+    of_list = of_list.expand(batch, heads, -1).flatten()
+    counts = lists.flatten(0, 2)[of_list, :2].long()
+    in_part, length = counts[:, 0], counts.sum(-1)
+    longest = (length.sum() // MOST + 1).clamp(min=LEAST)
+    shares = ((length + longest - 1) // longest).clamp(min=1)
+
+    number = torch.arange(len(length), device=lists.device)
+    if by_turns:
+        number = number.view(-1, blocks_k).mT.flatten()
+    number = number[torch.argsort((shares[number] == 1).int(), stable=True)]
+    ends = shares[number].cumsum(0)
+    program = torch.arange(len(length) + MOST, device=lists.device)
+    place = torch.searchsorted(ends, program, right=True)
+    there = place < len(number)
+    place = place.clamp(max=len(number) - 1)
+    number = number[place]
+    share, shares, length = program - ends[place] + shares[number], shares[number], length[number]
+    begin, end = share * length // shares, (share + 1) * length // shares
+    in_part = torch.minimum((in_part[number] - begin).clamp(min=0), end - begin)
+    at = of_list[number] * row + begin * 4
+    block = torch.where(there, number % blocks_k, blocks_k)
+    fields = number // blocks_k, block, at, in_part, end - begin, shares, place, torch.zeros_like(at)
+    return torch.stack(fields, -1).int()
