@@ -93,6 +93,12 @@ WIDTHS = (
         BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64, row_warps=8),
     ),
     Width(
+        192, 192, ForwardTile(2, 128, 2),
+        BackwardTile(
+            64, 4, by_channel=True, in_halves=True, in_turn=False, holds_keys=True, piece=64, in_two=True, row_warps=8
+        ),
+    ),
+    Width(
         256, 256, ForwardTile(2, 96, 2),
         BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True, row_warps=8),
     ),
