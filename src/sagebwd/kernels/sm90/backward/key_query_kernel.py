@@ -81,7 +81,8 @@ def load(
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
-    PIECES: gl.constexpr = memory.q.shape[0]
+    PLACES: gl.constexpr = WIDTH.backward.places
+    PIECES: gl.constexpr = memory.q_t.shape[0]
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
     at = list_of(walk, batch, head_k, first_k) if walk is not None else 0
     begin, _, end = queries_met(first_k, queries, walk, at, KIND, BLOCK_Q)
@@ -94,21 +95,22 @@ def load(
                 head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
             z = z_q + head
-            free = (step & 1) ^ 1
+            place, phase = ring(step, PLACES)
+            free = phase ^ 1
             first = i * BLOCK_Q
             padded = z * blocks_q + block_0 + i
-            ready = full.index(OF_Q)
-            mbarrier.wait(empty.index(OF_Q), free)
+            ready = full.index(OF_Q * PLACES + place)
+            mbarrier.wait(empty.index(OF_Q * PLACES + place), free)
             mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
-            load_pieces(descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, 0, PIECES)
-            do_ready = full.index(OF_DO)
-            mbarrier.wait(empty.index(OF_DO), free)
+            load_pieces(descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, place, PIECES)
+            do_ready = full.index(OF_DO * PLACES + place)
+            mbarrier.wait(empty.index(OF_DO * PLACES + place), free)
             mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + memory.rows.shape[2] * 4)
-            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(0))
+            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(place))
             row = row_do + head * row_do_h + first
-            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, 0, PIECES)
-            copy_ready = full.index(OF_Q_T)
-            mbarrier.wait(empty.index(OF_Q_T), free)
+            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, place, PIECES)
+            copy_ready = full.index(OF_Q_T * PLACES)
+            mbarrier.wait(empty.index(OF_Q_T * PLACES), (step & 1) ^ 1)
             mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
             load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
             load_copy(descriptors.q_t, z * BLOCK_D, (block_0 + i) * BLOCK_Q, copy_ready, memory.q_t, 0, PIECES)
@@ -136,7 +138,8 @@ def accumulate(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PIECE, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     gl.static_assert(BLOCK_Q == ROWS)
-    PIECES: gl.constexpr = memory.q.shape[0]
+    PLACES: gl.constexpr = WIDTH.backward.places
+    PIECES: gl.constexpr = memory.q_t.shape[0]
     PARTS: gl.constexpr = WIDTH.head_dim // ROWS
     # its half of dQ, in two parts: the first 64 channels, the second as many, or half of what is left
     FIRST: gl.constexpr = CONSUMER * 2 * ROWS if PIECES == 1 else 0
@@ -182,7 +185,7 @@ def accumulate(
         for part in gl.static_range(len(edges) - 1):
             for i in range(edges[part], edges[part + 1]):
                 step = i + ahead
-                phase = step & 1
+                place_q, phase = ring(step, PLACES)
                 before, phase_before = ring(step, SLOTS)
                 slot, phase_slot = ring(step + 1, SLOTS)
                 # where this step adds dQ of the step before; at the first zeros times K, NaN if that is: to a block of
@@ -206,13 +209,13 @@ def accumulate(
                 to_row = (to_head * blocks_q + block_0 + to_block) * BLOCK_Q
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.arrive(empty.index(OF_Q), count=1)
-                mbarrier.wait(full.index(OF_DO), phase)
-                rows = memory.rows.index(0)
+                mbarrier.arrive(empty.index(OF_Q * PLACES + place_q), count=1)
+                mbarrier.wait(full.index(OF_DO * PLACES + place_q), phase)
+                rows = memory.rows.index(place_q)
                 # dP - delta
                 delta = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), no_dp)[0]
                 # addresses of what never moves would all be kept through the loop, and spill
-                v, do = pieces_of(memory.v, anew(CONSUMER), PIECES), pieces_of(memory.do, anew(0), PIECES)
+                v, do = pieces_of(memory.v, anew(CONSUMER), PIECES), pieces_of(memory.do, anew(place_q), PIECES)
                 dp = warpgroup_mma(v[0], do[0].permute((1, 0)), delta, is_async=True)
                 for piece in gl.static_range(1, PIECES):
                     dp = warpgroup_mma(v[piece], do[piece].permute((1, 0)), dp, is_async=True)
@@ -221,7 +224,7 @@ def accumulate(
                     walk, tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
-                mbarrier.arrive(empty.index(OF_DO), count=1)
+                mbarrier.arrive(empty.index(OF_DO * PLACES + place_q), count=1)
                 codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
@@ -232,7 +235,7 @@ def accumulate(
                 never = step < 0
                 mbarrier.wait(ds_full.index(before), phase_before)
                 dq = dq_rows_product(k_t_memory, ds_memory, before, none, anew(FIRST_PIECE), FIRST)
-                mbarrier.wait(full.index(OF_Q_T), phase)
+                mbarrier.wait(full.index(OF_Q_T * PLACES), step & 1)
                 q_t = parts_of_copy(memory.q_t, 0, ROWS, PARTS)
                 first = new_product(codes, q_t[0], none)
                 dk_scale = plane(memory.scales.index(0), 1, 1, PIECE)
@@ -246,15 +249,16 @@ def accumulate(
                 else:
                     dq = dq_rows_product(k_t_memory, ds_memory, before, no_rest, anew(PIECES - 1), SECOND)
                 last = warpgroup_mma_wait(2, deps=[last])  # dQ's are two
-                mbarrier.arrive(empty.index(OF_Q_T), count=1)
+                mbarrier.arrive(empty.index(OF_Q_T * PLACES), count=1)
                 dk_added += (add_here(dk[PARTS - 1], last, dk_scale),)
                 dk = dk_added
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = last.to(gl.int32, bitcast=True)
-                mbarrier.wait(full.index(OF_Q), phase ^ 1, pred=more)
+                place_q, phase = ring(step + 1, PLACES) if PLACES > 1 else (0, phase ^ 1)
+                mbarrier.wait(full.index(OF_Q * PLACES + place_q), phase, pred=more)
                 if not WIDTH.backward.holds_keys:
                     k = pieces_of(memory.k, anew(CONSUMER), PIECES)
-                q = pieces_of(memory.q, anew(0), PIECES)
+                q = pieces_of(memory.q, anew(place_q), PIECES)
                 s = warpgroup_mma(k[0], q[0].permute((1, 0)), free, use_acc=never, is_async=True)
                 for piece in gl.static_range(1, PIECES):
                     s = warpgroup_mma(k[piece], q[piece].permute((1, 0)), s, is_async=True)
@@ -315,6 +319,7 @@ def key_query_kernel(
     """
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    PLACES: gl.constexpr = WIDTH.backward.places
     PIECES: gl.constexpr = WIDTH.head_dim // q_desc.block_shape[1]
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
@@ -329,16 +334,16 @@ def key_query_kernel(
         (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
-    q, k = buffers(q_desc, PIECES), buffers(k_desc, CONSUMERS * PIECES)
-    v, do = buffers(v_desc, CONSUMERS * PIECES), buffers(do_desc, PIECES)
+    q, k = buffers(q_desc, PLACES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
+    v, do = buffers(v_desc, CONSUMERS * PIECES), buffers(do_desc, PLACES * PIECES)
     q_t, k_t = buffers(q_t_desc, PIECES), allocate_k_t(PIECES, q_desc.block_shape[1])
-    rows, scales = buffers(rows_desc, 1), buffers(scales_desc, 1)
+    rows, scales = buffers(rows_desc, PLACES), buffers(scales_desc, 1)
     ds, dq = allocate_ds(BLOCK_Q), ()
     for _ in gl.static_range(BOXES if PIECES > 1 else 1):
         dq += (buffers(dq_desc, CONSUMERS),)
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
-    full, empty = ring_barriers(OPERANDS, 1)
+    full, empty = ring_barriers(OPERANDS * PLACES, 1)
     ds_full, ds_empty = ds_barriers()
     fence_async_shared()
 
