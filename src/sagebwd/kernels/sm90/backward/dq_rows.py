@@ -64,7 +64,7 @@ def store_dq_part(memory, dq, added, counter_before, CONSUMER: gl.constexpr, SEC
     if len(memory) == 1:
         store_dq(memory[0].index(CONSUMER), dq, added, counter_before)
     elif SECOND:
-        # what TMA had of it before has been read since the first part waited
+        # free since the first part waited for what TMA had to read
         memory[2].index(CONSUMER).store(dq.to(memory[2].dtype))
     else:
         low, high = halves(dq, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory[0].shape[2], 32]))

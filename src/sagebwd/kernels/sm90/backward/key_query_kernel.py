@@ -1,9 +1,9 @@
 """dK and dQ on Hopper where dK and dV have no room beside one another; `value_kernel` makes dV.
 
-As `kernel`, but for what 256 channels leave no room for. Shared memory has one place for each operand of queries, with
-a barrier of its own that says when it is free: Q after S, dO after dP, Q's copy after dK, so that each has most of a
-step to be loaded again. delta is a plane of row values, not channels of dO. dQ is added in rows: a warpgroup has half
-of the channels, 64 before dK's product and 64 after it, through one buffer.
+As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that says
+when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be loaded
+again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in rows: a
+warpgroup has half of the channels, 64 before dK's product and the others after it.
 """
 
 from triton.experimental import gluon
@@ -166,6 +166,8 @@ def accumulate(
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     if WIDTH.backward.holds_keys:
         k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
+    HELD: gl.constexpr = WIDTH.backward.held_values
+    held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], gl.DotOperandLayout(0, DP_LAYOUT, 2))
     # a block of zeros goes before the first: every step has one to compute dQ of
     store_no_ds(ds_memory, ds_full, 0, CONSUMER, BLOCK_Q)
     first_head = z_q + place.head * sizes.group
@@ -216,6 +218,7 @@ def accumulate(
                 delta = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), no_dp)[0]
                 # addresses of what never moves would all be kept through the loop, and spill
                 v, do = pieces_of(memory.v, anew(CONSUMER), PIECES), pieces_of(memory.do, anew(place_q), PIECES)
+                v = held + v[HELD:]
                 dp = warpgroup_mma(v[0], do[0].permute((1, 0)), delta, is_async=True)
                 for piece in gl.static_range(1, PIECES):
                     dp = warpgroup_mma(v[piece], do[piece].permute((1, 0)), dp, is_async=True)

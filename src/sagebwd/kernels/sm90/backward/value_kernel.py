@@ -149,7 +149,7 @@ def accumulate(
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
-                last = warpgroup_mma_wait(len(k), deps=[last])  # S's are in flight
+                last = warpgroup_mma_wait(len(k), deps=[last])  # as many are S's
                 mbarrier.arrive(empty.index(stage), count=1)
                 added += (add_here(dv[PARTS - 1], last, dv_scale),)
                 dv = added
