@@ -99,22 +99,27 @@ def test_hopper_backward(dims, pieces, value_pieces, of_dq, spills):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "ungrouped"])
-def test_hopper_backward_in_two(mask):
-    of_v, *of_kq = (row for row in launches("hopper", 256, "mixed", mask) if row["kernel"] in IN_TWO)
+@pytest.mark.parametrize(("head_dim", "pieces", "parts_of_k"), [(192, 3, 3), (256, 1, 2)])
+def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
+    of_v, *of_kq = (row for row in launches("hopper", head_dim, "mixed", mask) if row["kernel"] in IN_TWO)
     assert [row["kernel"] for row in (of_v, *of_kq)] == [IN_TWO[0], IN_TWO[1], IN_TWO[1]]
     assert [row["deterministic"] for row in of_kq] == [False, True]
     # loops of a causal mask: blocks that it cuts, and whole ones
     parts = 2 if mask == "ungrouped" else 1
-    # two warpgroups: S by halves of K, before the loop and in it; dV in pieces of 64 channels
-    assert (of_v["int8_products"], of_v["float_products"]) == (2 * 2 * (1 + parts), 2 * 4 * parts), of_v
+    sums = head_dim // 64
+    # two warpgroups: S by halves of K or by pieces, before the loop and in it; dV in pieces of 64 channels
+    assert (of_v["int8_products"], of_v["float_products"]) == (2 * parts_of_k * (1 + parts), 2 * sums * parts), of_v
     assert of_v["opcodes"].keys() == {"IGMMA", "QGMMA"}, of_v
     for row in of_kq:
-        # S; dP, dK, and dQ's two pieces from the keys of both, these after the loop too
-        assert (row["int8_products"], row["float_products"]) == (2 * (1 + parts), 2 * ((1 + 4 + 4) * parts + 4)), row
+        # S; dP, dK, and dQ's two parts from the keys of both, these after the loop too
+        products = 2 * pieces * (1 + parts), 2 * ((pieces + sums + 4) * parts + 4)
+        assert (row["int8_products"], row["float_products"]) == products, row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
     for row in (of_v, *of_kq):
         assert row["shared_bytes"] <= SHARED_BYTES[90]
         # what else `loops` has are waits that jump back from behind the program's end
         for loop in row["loops"][: 2 * parts]:
-            assert (loop["stored"], loop["loaded"]) == (0, 0), row
-        assert row["spills"] <= (25 if row["deterministic"] else 0), row
+            # at 192 a part of V is in registers too
+            most = 3 if row["deterministic"] and head_dim == 192 else 0
+            assert max(loop["stored"], loop["loaded"]) <= most, row
+        assert row["spills"] <= (60 if row["deterministic"] else 16 if head_dim == 192 else 0), row

@@ -20,11 +20,13 @@ pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.
 
 # Instructions of a step without masks, by element of the score tile that a thread holds; measured, and 3% more.
 TILES = {row[:2]: row.forward for row in WIDTHS}
-MOST_INSTRUCTIONS = {(64, 64): 7.7, (96, 96): 9.8, (128, 128): 8.4, (192, 128): 8.6, (256, 256): 12.1}
+MOST_INSTRUCTIONS = {
+    (64, 64): 7.7, (96, 96): 9.8, (128, 128): 8.4, (192, 128): 8.6, (192, 192): 9.2, (256, 256): 12.1,
+}  # fmt: skip
 # Of one without maxima, and of one that looks at P for them, which counts what is skipped where no key dominates.
 MOST_WITHOUT_MAXIMA = {
     (64, 64): (6.1, 7.55), (96, 96): (7.2, 8.7), (128, 128): (6.3, 7.75), (192, 128): (6.5, 7.85),
-    (256, 256): (7.6, 9.3),
+    (192, 192): (6.6, 8.05), (256, 256): (7.6, 9.3),
 }  # fmt: skip
 # Widths that are compiled under every mask.
 ALL_KINDS = ((64, 64), (128, 128))
@@ -87,7 +89,10 @@ def test_products_of_a_step_are_queued_together(dims):
             assert body["WARPGROUP"] <= 4
 
 
-ROTATED = [((64, 64), 64), ((96, 96), 96), ((128, 128), 112), ((128, 128), 128), ((192, 128), 192), ((256, 256), 256)]
+ROTATED = [
+    ((64, 64), 64), ((96, 96), 96), ((128, 128), 112), ((128, 128), 128), ((192, 128), 192), ((192, 192), 192),
+    ((256, 256), 256),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dims", "turned"), ROTATED)

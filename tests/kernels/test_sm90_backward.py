@@ -141,7 +141,7 @@ class TestOnHopper:
         assert relative_l2(actual["dq"], alone["dq"]) < 2e-3, "FP16 sums in another order"
 
     # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's
-    @pytest.mark.parametrize(("kind", "head_dim"), [("", 64), ("plain-", 64), ("16bit-", 64), ("", 256)])
+    @pytest.mark.parametrize(("kind", "head_dim"), [("", 64), ("plain-", 64), ("16bit-", 64), ("", 192), ("", 256)])
     @pytest.mark.parametrize("name", [name for name in VARIED if name != "one-token"])
     def test_calls_made_again(self, name, kind, head_dim):
         """With other tensors, and beside calls of other shapes."""

@@ -231,7 +231,7 @@ FORMS = [
 ]
 OTHERS = [
     replace(case, name=f"{case.name}, {d}/{e}{', rotated' * (turned > 0)}", head_dim=d, value_dim=e, turned=turned)
-    for d, e in ((96, 96), (192, 128), (256, 256))
+    for d, e in ((96, 96), (192, 128), (192, 192), (256, 256))
     for turned in (0, d)
     for case in FORMS
 ]

@@ -52,7 +52,7 @@ def test_is_the_recipe(change, name, head_dim, value_dim):
     call.check("hopper")
 
 
-@pytest.mark.parametrize("pair", [(72, 72), (80, 80), (192, 192), (40, 24)])
+@pytest.mark.parametrize("pair", [(72, 72), (80, 80), (160, 192), (250, 200), (40, 24)])
 @pytest.mark.parametrize("name", ["bool-all-gqa", "document"])
 def test_narrower_widths(name, pair):
     call = dataclasses.replace(CALLS[name], head_dim=pair[0], value_dim=pair[1], device="cuda", recipe="mixed")

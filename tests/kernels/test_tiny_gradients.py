@@ -19,7 +19,7 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs c
     *(pytest.param("reference", recipe, 64) for recipe in ("token", "paper", "mixed")),
     *(pytest.param("triton", recipe, head_dim, marks=of_a_gpu)
       for recipe, head_dim in (("token", 72), ("token", 128), ("paper", 64))),
-    *(pytest.param("hopper", "mixed", head_dim, marks=on_hopper) for head_dim in (64, 128, 256)),
+    *(pytest.param("hopper", "mixed", head_dim, marks=on_hopper) for head_dim in (64, 128, 192, 256)),
 ])  # fmt: skip
 def test_gradients_are_as_small_as_the_outputs_and_no_zeros(impl, recipe, head_dim):
     call = KernelCall(

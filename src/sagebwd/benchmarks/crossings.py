@@ -47,8 +47,8 @@ from sagebwd.call import Ask
 from sagebwd.recipe import AUTO, Recipe
 
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
-# Widths that have kernels of their own, and two that are filled up.
-OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "96"), ("80", "192")
+# Widths that have kernels of their own, and one that is filled up.
+OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80",)
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12

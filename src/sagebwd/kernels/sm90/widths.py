@@ -42,6 +42,8 @@ class BackwardTile(NamedTuple):
     in_turn: a program takes several blocks of keys one after the other (`turns`).
     piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
     in_two: dK and dV have no room beside one another, and are computed by two kernels.
+    places: blocks of Q and dO that the one of dK and dQ has room for.
+    held_values: pieces of V that it holds in registers.
     row_warps, row_registers: warps of a program of the pass over queries before it, and registers of a thread at most.
     """
 
@@ -53,6 +55,8 @@ class BackwardTile(NamedTuple):
     holds_keys: bool = False
     piece: int = 0
     in_two: bool = False
+    places: int = 1
+    held_values: int = 0
     row_warps: int = 4
     row_registers: int = 128
 
@@ -98,6 +102,13 @@ WIDTHS = (
     Width(
         192, 128, ForwardTile(2, 128, 3),
         BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64, row_warps=8),
+    ),
+    Width(
+        192, 192, ForwardTile(2, 128, 2),
+        BackwardTile(
+            64, 4, by_channel=True, in_halves=True, in_turn=False, holds_keys=True, piece=64, in_two=True,
+            places=2, held_values=1, row_warps=8,
+        ),
     ),
     Width(
         256, 256, ForwardTile(2, 96, 2),

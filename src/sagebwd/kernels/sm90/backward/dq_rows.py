@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from sagebwd.kernels.sm90.backward.dq_sums import turn_to_add
+from sagebwd.kernels.sm90.backward.dq_sums import store_dq, turn_to_add
 from sagebwd.kernels.sm90.backward.pieces import halves
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, add_tile, reinterpret
 
@@ -55,3 +55,34 @@ def add_dq_rows(dq_desc, memory, dq, row, CONSUMER: gl.constexpr, added, counter
     add_tile(dq_desc, [row, CONSUMER * 2 * N], memory[0].index(CONSUMER))
     add_tile(dq_desc, [row, (CONSUMER * 2 + 1) * N], memory[1].index(CONSUMER))
     add_tile(dq_desc, [row, (CONSUMERS * 2 + CONSUMER) * N], memory[2].index(CONSUMER))
+
+
+@gluon.jit
+def store_dq_part(memory, dq, added, counter_before, CONSUMER: gl.constexpr, SECOND: gl.constexpr):
+    """`dq_sums.store_dq` of a warpgroup's first or second part of rows of dQ: of one buffer for both, or of three that
+    have half a piece each, the third one the second part."""
+    if len(memory) == 1:
+        store_dq(memory[0].index(CONSUMER), dq, added, counter_before)
+    elif SECOND:
+        # free since the first part waited for what TMA had to read
+        memory[2].index(CONSUMER).store(dq.to(memory[2].dtype))
+    else:
+        low, high = halves(dq, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory[0].shape[2], 32]))
+        store_dq(memory[0].index(CONSUMER), low, added, counter_before)
+        memory[1].index(CONSUMER).store(high.to(memory[1].dtype))
+
+
+@gluon.jit
+def add_dq_part(
+    dq_desc, memory, row, added, counter, rank, count, CONSUMER: gl.constexpr, SECOND: gl.constexpr
+):  # fmt: skip
+    """`dq_sums.add_dq` of what `store_dq_part` left."""
+    N: gl.constexpr = memory[0].shape[2]
+    turn_to_add(added, counter, rank, count)
+    if len(memory) == 1:
+        add_tile(dq_desc, [row, (CONSUMER * 2 + SECOND) * N], memory[0].index(CONSUMER))
+    elif SECOND:
+        add_tile(dq_desc, [row, (CONSUMERS * 2 + CONSUMER) * N], memory[2].index(CONSUMER))
+    else:
+        add_tile(dq_desc, [row, CONSUMER * 2 * N], memory[0].index(CONSUMER))
+        add_tile(dq_desc, [row, (CONSUMER * 2 + 1) * N], memory[1].index(CONSUMER))

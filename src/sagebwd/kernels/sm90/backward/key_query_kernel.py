@@ -1,9 +1,9 @@
 """dK and dQ on Hopper where dK and dV have no room beside one another; `value_kernel` makes dV.
 
-As `kernel`, but for what 256 channels leave no room for. Shared memory has one place for each operand of queries, with
-a barrier of its own that says when it is free: Q after S, dO after dP, Q's copy after dK, so that each has most of a
-step to be loaded again. delta is a plane of row values, not channels of dO. dQ is added in rows: a warpgroup has half
-of the channels, 64 before dK's product and 64 after it, through one buffer.
+As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that says
+when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be loaded
+again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in rows: a
+warpgroup has half of the channels, 64 before dK's product and the others after it.
 """
 
 from triton.experimental import gluon
@@ -17,24 +17,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
+from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_part, dq_rows_product, store_dq_part
 from sagebwd.kernels.sm90.backward.dq_sums import (
     SLOTS,
-    add_dq,
     allocate_ds,
     allocate_k_t,
     copy_keys,
     count_added,
     counter_rank_and_count,
     ds_barriers,
-    store_dq,
     store_no_ds,
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
-from sagebwd.kernels.sm90.backward.pieces import repeated, scaled
+from sagebwd.kernels.sm90.backward.pieces import (
+    load_copy,
+    load_pieces,
+    loaded,
+    parts_of_copy,
+    pieces_of,
+    repeated,
+    scaled,
+)
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import (
     ds_operand,
@@ -76,6 +82,8 @@ def load(
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
+    PLACES: gl.constexpr = WIDTH.backward.places
+    PIECES: gl.constexpr = memory.q_t.shape[0]
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
     listed = list_of(walk, shares, batch, head_k, first_k)
     at = listed[0]
@@ -89,24 +97,25 @@ def load(
                 head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
             z = z_q + head
-            free = (step & 1) ^ 1
+            place, phase = ring(step, PLACES)
+            free = phase ^ 1
             first = i * BLOCK_Q
             padded = z * blocks_q + block_0 + i
-            ready = full.index(OF_Q)
-            mbarrier.wait(empty.index(OF_Q), free)
+            ready = full.index(OF_Q * PLACES + place)
+            mbarrier.wait(empty.index(OF_Q * PLACES + place), free)
             mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
-            load_tile(descriptors.q, [row_q + head * row_q_h + first, head * column_q], ready, memory.q.index(0))
-            do_ready = full.index(OF_DO)
-            mbarrier.wait(empty.index(OF_DO), free)
+            load_pieces(descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, place, PIECES)
+            do_ready = full.index(OF_DO * PLACES + place)
+            mbarrier.wait(empty.index(OF_DO * PLACES + place), free)
             mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + memory.rows.shape[2] * 4)
-            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(0))
+            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(place))
             row = row_do + head * row_do_h + first
-            load_tile(descriptors.do, [row, head * column_do], do_ready, memory.do.index(0))
-            copy_ready = full.index(OF_Q_T)
-            mbarrier.wait(empty.index(OF_Q_T), free)
+            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, place, PIECES)
+            copy_ready = full.index(OF_Q_T * PLACES)
+            mbarrier.wait(empty.index(OF_Q_T * PLACES), (step & 1) ^ 1)
             mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
             load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
-            load_tile(descriptors.q_t, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, memory.q_t.index(0))
+            load_copy(descriptors.q_t, z * BLOCK_D, (block_0 + i) * BLOCK_Q, copy_ready, memory.q_t, 0, PIECES)
             step += 1
 
 
@@ -130,9 +139,16 @@ def accumulate(
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PIECE, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    gl.static_assert(memory.k.shape[2] == 4 * ROWS and BLOCK_Q == ROWS)
-    # its half of dQ, in two pieces
-    CHANNEL: gl.constexpr = CONSUMER * 2 * ROWS
+    gl.static_assert(BLOCK_Q == ROWS)
+    PLACES: gl.constexpr = WIDTH.backward.places
+    PIECES: gl.constexpr = memory.q_t.shape[0]
+    PARTS: gl.constexpr = WIDTH.head_dim // ROWS
+    # its half of dQ, in two parts: the first 64 channels, the second as many, or half of what is left
+    FIRST: gl.constexpr = CONSUMER * 2 * ROWS if PIECES == 1 else 0
+    SECOND: gl.constexpr = FIRST + ROWS if PIECES == 1 else CONSUMER * (ROWS // 2)
+    FIRST_PIECE: gl.constexpr = 0 if PIECES == 1 else CONSUMER
+    BOX: gl.constexpr = dq_memory[0].shape[2]
+    REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 32])
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     z_q, z_k = heads_of(place, sizes, VARLEN)
@@ -145,12 +161,16 @@ def accumulate(
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
-    dk = repeated(none, 4)
-    dq_part = dq_memory.index(CONSUMER)
+    no_rest = gl.zeros([ROWS, BOX], gl.float32, REST)
+    dk = repeated(none, PARTS)
     mbarrier.wait(barriers.keys_full, 0)
-    k = memory.k.index(CONSUMER)
-    copy_keys(k_t_memory, CONSUMER, (k,), key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
+    k = pieces_of(memory.k, CONSUMER, PIECES)
+    copy_keys(k_t_memory, CONSUMER, k, key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
+    if WIDTH.backward.holds_keys:
+        k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
+    HELD: gl.constexpr = WIDTH.backward.held_values
+    held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], gl.DotOperandLayout(0, DP_LAYOUT, 2))
     # a block of zeros goes before the first: every step has one to compute dQ of
     store_no_ds(ds_memory, ds_full, 0, CONSUMER, BLOCK_Q)
     first_head = z_q + place.head * sizes.group
@@ -159,7 +179,7 @@ def accumulate(
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1
     counter_before = -1
     begun = 0
-    s = scores((k,), memory.q, full, begun, begin < end, no_scores, False, 1)
+    s = scores(k, memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     last_rank, last_entry, last_block = None, 0, end
@@ -170,7 +190,7 @@ def accumulate(
         for part in gl.static_range(len(edges) - 1):
             for i in range(edges[part], edges[part + 1]):
                 step = i + ahead
-                phase = step & 1
+                place_q, phase = ring(step, PLACES)
                 before, phase_before = ring(step, SLOTS)
                 slot, phase_slot = ring(step + 1, SLOTS)
                 # where this step adds dQ of the step before; at the first zeros times K, NaN if that is: to a block of
@@ -194,20 +214,23 @@ def accumulate(
                 to_row = (to_head * blocks_q + block_0 + to_block) * BLOCK_Q
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.arrive(empty.index(OF_Q), count=1)
-                mbarrier.wait(full.index(OF_DO), phase)
-                rows = memory.rows.index(0)
+                mbarrier.arrive(empty.index(OF_Q * PLACES + place_q), count=1)
+                mbarrier.wait(full.index(OF_DO * PLACES + place_q), phase)
+                rows = memory.rows.index(place_q)
                 # dP - delta
                 delta = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), no_dp)[0]
                 # addresses of what never moves would all be kept through the loop, and spill
-                v = memory.v.index(anew(CONSUMER))
-                dp = warpgroup_mma(v, memory.do.index(anew(0)).permute((1, 0)), delta, is_async=True)
+                v, do = pieces_of(memory.v, anew(CONSUMER), PIECES), pieces_of(memory.do, anew(place_q), PIECES)
+                v = held + v[HELD:]
+                dp = warpgroup_mma(v[0], do[0].permute((1, 0)), delta, is_async=True)
+                for piece in gl.static_range(1, PIECES):
+                    dp = warpgroup_mma(v[piece], do[piece].permute((1, 0)), dp, is_async=True)
                 p, whole = probabilities(
                     s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, sizes.group, key_mask,
                     walk, tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
-                mbarrier.arrive(empty.index(OF_DO), count=1)
+                mbarrier.arrive(empty.index(OF_DO * PLACES + place_q), count=1)
                 codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
@@ -217,31 +240,39 @@ def accumulate(
 
                 never = step < 0
                 mbarrier.wait(ds_full.index(before), phase_before)
-                dq = dq_rows_product(k_t_memory, ds_memory, before, none, anew(0), CHANNEL)
-                mbarrier.wait(full.index(OF_Q_T), phase)
-                q_t = memory.q_t.index(0)
-                first = new_product(codes, q_t.slice(0, ROWS, 0), none)
+                dq = dq_rows_product(k_t_memory, ds_memory, before, none, anew(FIRST_PIECE), FIRST)
+                mbarrier.wait(full.index(OF_Q_T * PLACES), step & 1)
+                q_t = parts_of_copy(memory.q_t, 0, ROWS, PARTS)
+                first = new_product(codes, q_t[0], none)
                 dk_scale = plane(memory.scales.index(0), 1, 1, PIECE)
                 dq = warpgroup_mma_wait(1, deps=[dq])
-                store_dq(dq_part, dq * sum_scale, added, counter_before)
-                second = new_product(codes, q_t.slice(ROWS, ROWS, 0), dq, never)
-                add_dq(dq_desc, dq_part, to_row, CHANNEL, added, counter, rank, count)
+                store_dq_part(dq_memory, dq * sum_scale, added, counter_before, CONSUMER, False)
+                second = new_product(codes, q_t[1], dq, never)
+                add_dq_part(dq_desc, dq_memory, to_row, added, counter, rank, count, CONSUMER, False)
                 dk_added, free, last = add_by_turns(dk, (first, second), codes, q_t, dk_scale, never)
-                dq = dq_rows_product(k_t_memory, ds_memory, before, free, anew(0), CHANNEL + ROWS, never)
+                if PIECES == 1:
+                    dq = dq_rows_product(k_t_memory, ds_memory, before, free, anew(0), SECOND, never)
+                else:
+                    dq = dq_rows_product(k_t_memory, ds_memory, before, no_rest, anew(PIECES - 1), SECOND)
                 last = warpgroup_mma_wait(2, deps=[last])  # dQ's are two
-                mbarrier.arrive(empty.index(OF_Q_T), count=1)
-                dk_added += (add_here(dk[3], last, dk_scale),)
+                mbarrier.arrive(empty.index(OF_Q_T * PLACES), count=1)
+                dk_added += (add_here(dk[PARTS - 1], last, dk_scale),)
                 dk = dk_added
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = last.to(gl.int32, bitcast=True)
-                mbarrier.wait(full.index(OF_Q), phase ^ 1, pred=more)
-                k = memory.k.index(anew(CONSUMER))
-                s = warpgroup_mma(k, memory.q.index(anew(0)).permute((1, 0)), free, use_acc=never, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq])
+                place_q, phase = ring(step + 1, PLACES) if PLACES > 1 else (0, phase ^ 1)
+                mbarrier.wait(full.index(OF_Q * PLACES + place_q), phase, pred=more)
+                if not WIDTH.backward.holds_keys:
+                    k = pieces_of(memory.k, anew(CONSUMER), PIECES)
+                q = pieces_of(memory.q, anew(place_q), PIECES)
+                s = warpgroup_mma(k[0], q[0].permute((1, 0)), free, use_acc=never, is_async=True)
+                for piece in gl.static_range(1, PIECES):
+                    s = warpgroup_mma(k[piece], q[piece].permute((1, 0)), s, is_async=True)
+                dq = warpgroup_mma_wait(PIECES, deps=[dq])
                 mbarrier.arrive(ds_empty.index(before), count=1)
                 # its turn to add has come with the first piece
-                store_dq(dq_part, dq * sum_scale, None, -1)
-                add_dq(dq_desc, dq_part, to_row, CHANNEL + ROWS, None, -1, 0, 0)
+                store_dq_part(dq_memory, dq * sum_scale, None, -1, CONSUMER, True)
+                add_dq_part(dq_desc, dq_memory, to_row, None, -1, 0, 0, CONSUMER, True)
                 counter_before = counter
         if not LISTED:
             last_head = first_head + head
@@ -260,14 +291,14 @@ def accumulate(
     )  # fmt: skip
     counter = gl.where(begin < end, counter, -1)
     to_row = (last_head * blocks_q + block_0 + gl.maximum(last_block, 1)) * BLOCK_Q
-    dq = dq_rows_product(k_t_memory, ds_memory, slot, none, 0, CHANNEL)
+    dq = dq_rows_product(k_t_memory, ds_memory, slot, none, FIRST_PIECE, FIRST)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    store_dq(dq_part, dq * sum_scale, added, counter_before)
-    add_dq(dq_desc, dq_part, to_row, CHANNEL, added, counter, rank, count)
-    dq = dq_rows_product(k_t_memory, ds_memory, slot, none, 0, CHANNEL + ROWS)
+    store_dq_part(dq_memory, dq * sum_scale, added, counter_before, CONSUMER, False)
+    add_dq_part(dq_desc, dq_memory, to_row, added, counter, rank, count, CONSUMER, False)
+    dq = dq_rows_product(k_t_memory, ds_memory, slot, no_rest, PIECES - 1, SECOND)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    store_dq(dq_part, dq * sum_scale, None, -1)
-    add_dq(dq_desc, dq_part, to_row, CHANNEL + ROWS, None, -1, 0, 0)
+    store_dq_part(dq_memory, dq * sum_scale, None, -1, CONSUMER, True)
+    add_dq_part(dq_desc, dq_memory, to_row, None, -1, 0, 0, CONSUMER, True)
     if added is not None:
         count_added(added, counter)
 
@@ -277,8 +308,8 @@ def accumulate(
         # over this warpgroup's V
         store_gradient(
             scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
-            places(memory.v.index(CONSUMER), dk_desc, 4), place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED,
-            PIECE,
+            places(memory.v.index(CONSUMER * PIECES), dk_desc, PARTS), place, place.first + CONSUMER * ROWS, sizes,
+            KIND.RAGGED, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
@@ -298,7 +329,8 @@ def key_query_kernel(
     """
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
-    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    PLACES: gl.constexpr = WIDTH.backward.places
+    PIECES: gl.constexpr = WIDTH.head_dim // q_desc.block_shape[1]
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
@@ -312,14 +344,16 @@ def key_query_kernel(
         (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
     )  # fmt: skip
 
-    q, k = buffers(q_desc, 1), buffers(k_desc, CONSUMERS)
-    v, do = buffers(v_desc, CONSUMERS), buffers(do_desc, 1)
-    q_t, k_t = buffers(q_t_desc, 1), allocate_k_t(1, BLOCK_D)
-    rows, scales = buffers(rows_desc, 1), buffers(scales_desc, 1)
-    ds, dq = allocate_ds(BLOCK_Q), buffers(dq_desc, CONSUMERS)
+    q, k = buffers(q_desc, PLACES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
+    v, do = buffers(v_desc, CONSUMERS * PIECES), buffers(do_desc, PLACES * PIECES)
+    q_t, k_t = buffers(q_t_desc, PIECES), allocate_k_t(PIECES, q_desc.block_shape[1])
+    rows, scales = buffers(rows_desc, PLACES), buffers(scales_desc, 1)
+    ds, dq = allocate_ds(BLOCK_Q), ()
+    for _ in gl.static_range(BOXES if PIECES > 1 else 1):
+        dq += (buffers(dq_desc, CONSUMERS),)
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
-    full, empty = ring_barriers(OPERANDS, 1)
+    full, empty = ring_barriers(OPERANDS * PLACES, 1)
     ds_full, ds_empty = ds_barriers()
     fence_async_shared()
 

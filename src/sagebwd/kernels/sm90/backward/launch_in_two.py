@@ -29,7 +29,8 @@ def launch_in_two(
     heads_at_once: where blocks of keys add to dQ in order; else all of them. options: of both launches.
     """
     keys, head_dim, block_q, rows = call.keys, call.head_dim, width.backward.queries, ROWS.value
-    q, k = operands.q.blocks(block_q, head_dim), operands.k.blocks(rows, head_dim)
+    piece = width.backward.piece or head_dim
+    q, k = operands.q.blocks(block_q, piece), operands.k.blocks(rows, piece)
     span = CONSUMERS.value * rows
     grid, heads = keys.grid(span), keys.batch * keys.heads
     programs = grid * heads if tensors.shares is None else len(tensors.shares.programs)
@@ -39,7 +40,7 @@ def launch_in_two(
         (programs,),
         q,
         k,
-        transposed(values.do_t, head_dim, head_dim, block_q),
+        transposed(values.do_t, head_dim, piece, block_q),
         vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
         matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
@@ -55,12 +56,12 @@ def launch_in_two(
         (programs,),
         q,
         k,
-        operands.v.blocks(rows, head_dim),
-        operands.do.blocks(block_q, head_dim),
-        transposed(values.q_t, head_dim, head_dim, block_q),
+        operands.v.blocks(rows, piece),
+        operands.do.blocks(block_q, piece),
+        transposed(values.q_t, head_dim, piece, block_q),
         vectors(values.planes, 3 * block_q, 4 * block_q),
         scales,
-        matrix(values.dq_sums, head_dim, (block_q, rows)),
+        matrix(values.dq_sums, head_dim, (block_q, piece // 2 if width.backward.piece else rows)),
         matrix(tensors.dk, tensors.dk.shape[-1], (rows, rows)),
         tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk)),
         *operands.steps,

@@ -30,6 +30,18 @@ def pieces_of(memory, place, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def parts_of_copy(memory, place, SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """A place's channels of a transposed copy, SIZE of them at a time: a buffer each, or parts of one that has all."""
+    out = ()
+    for part in gl.static_range(COUNT):
+        if memory.shape[1] == SIZE:
+            out += (memory.index(place * COUNT + part),)
+        else:
+            out += (memory.index(place).slice(part * SIZE, SIZE, 0),)
+    return out
+
+
+@gluon.jit
 def loaded(pieces, LAYOUT: gl.constexpr):
     """Pieces in registers."""
     return [piece.load(LAYOUT) for piece in pieces]

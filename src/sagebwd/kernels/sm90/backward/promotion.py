@@ -96,15 +96,15 @@ def add_in_halves(
 def add_by_turns(sums, sets, codes, copy, scale, never):
     """Sums of 64 channels each with a step's products, but for the last's, which is in flight.
 
-    One of two sets of registers runs while the other is added up. sets: the first two products, in flight. Returns
-    sums, the set that is free, and the last product.
+    One of two sets of registers runs while the other is added up. sets: the first two products, in flight. copy: what
+    codes are multiplied by, in pieces as sums. Returns sums, the set that is free, and the last product.
     """
     added = ()
     for piece in gl.static_range(len(sums) - 1):
         free = warpgroup_mma_wait(1, deps=[sets[0]])
         added += (add_here(sums[piece], free, scale),)
         if piece + 2 < len(sums):
-            free = new_product(codes, copy.slice((piece + 2) * ROWS, ROWS, 0), free, never)
+            free = new_product(codes, copy[piece + 2], free, never)
         sets = (sets[1], free)
     return added, free, sets[0]
 

@@ -54,7 +54,9 @@ def anew(x):
 @gluon.jit
 def ring(step, COUNT: gl.constexpr):
     """Which of COUNT places a step has that take turns, and the parity of its round."""
-    if COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions
+    if COUNT == 1:
+        return 0, step & 1
+    elif COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions
         return step & 1, (step >> 1) & 1
     else:
         return step % COUNT, (step // COUNT) & 1

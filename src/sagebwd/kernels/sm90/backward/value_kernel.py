@@ -19,7 +19,7 @@ from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
-from sagebwd.kernels.sm90.backward.pieces import repeated
+from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces, loaded, parts_of_copy, pieces_of, repeated
 from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.shares import summed
@@ -48,10 +48,11 @@ def load(
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
+    PIECES: gl.constexpr = BLOCK_D // memory.k.shape[2]
     mbarrier.expect(barriers.keys_full, CONSUMERS * ROWS * BLOCK_D)
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
-        load_tile(descriptors.k, [row, column_k], barriers.keys_full, memory.k.index(consumer))
+        load_pieces(descriptors.k, row, column_k, barriers.keys_full, memory.k, consumer, PIECES)
     listed = list_of(walk, shares, batch, head_k, first_k)
     at = listed[0]
     begin, _, end = queries_met(first_k, queries, walk, listed, KIND, BLOCK_Q)
@@ -71,11 +72,12 @@ def load(
             padded = z * blocks_q + block_0 + i
             mbarrier.expect(ready, BLOCK_Q * BLOCK_D + memory.rows.shape[2] * 4)
             row = row_q + head * row_q_h + i * BLOCK_Q
-            load_tile(descriptors.q, [row, head * column_q], ready, memory.q.index(stage))
+            load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
             load_tile(descriptors.rows, [padded, 0], ready, memory.rows.index(stage))
             mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
             load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(stage))
-            load_tile(descriptors.do_t, [z * BLOCK_D, (block_0 + i) * BLOCK_Q], copy_ready, memory.do_t.index(stage))
+            column = (block_0 + i) * BLOCK_Q
+            load_copy(descriptors.do_t, z * BLOCK_D, column, copy_ready, memory.do_t, stage, PIECES)
             step += 1
 
 
@@ -96,7 +98,8 @@ def accumulate(
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PIECE, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    gl.static_assert(memory.k.shape[2] == 4 * ROWS)
+    PARTS: gl.constexpr = WIDTH.value_dim // ROWS
+    PIECES: gl.constexpr = WIDTH.head_dim // memory.k.shape[2]
     place = place_of(gl.program_id(0), 0, tensors, sizes, True)
     queries = queries_of(place, tensors, sizes)
     _, z_k = heads_of(place, sizes, VARLEN)
@@ -109,14 +112,17 @@ def accumulate(
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
-    dv = repeated(none, 4)
+    dv = repeated(none, PARTS)
     mbarrier.wait(barriers.keys_full, 0)
-    k = memory.k.index(CONSUMER)
-    # as registers are left: tensor cores need not read it from shared memory again and again
-    HALF: gl.constexpr = WIDTH.head_dim // 2
-    halves_of_k = k.slice(0, HALF, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4)), k.slice(HALF, HALF, 1)
+    # as registers are left: tensor cores need not read K from shared memory again and again
+    if WIDTH.backward.holds_keys:
+        k = loaded(pieces_of(memory.k, CONSUMER, PIECES), gl.DotOperandLayout(0, S_LAYOUT, 4))
+    else:
+        k = memory.k.index(CONSUMER)
+        HALF: gl.constexpr = WIDTH.head_dim // 2
+        k = k.slice(0, HALF, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4)), k.slice(HALF, HALF, 1)
     begun = 0
-    s = scores(halves_of_k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
+    s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     for head in range(heads):
@@ -138,17 +144,17 @@ def accumulate(
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 never = step < 0
-                copy = memory.do_t.index(stage)
-                first = new_product(codes, copy.slice(0, ROWS, 0), none)
-                second = new_product(codes, copy.slice(ROWS, ROWS, 0), none)
+                copy = parts_of_copy(memory.do_t, stage, ROWS, PARTS)
+                first = new_product(codes, copy[0], none)
+                second = new_product(codes, copy[1], none)
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
                 more = (i + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
-                s = scores(halves_of_k, memory.q, full, step + 1, more, free, never, STAGES)
-                last = warpgroup_mma_wait(2, deps=[last])  # S's are two
+                s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
+                last = warpgroup_mma_wait(len(k), deps=[last])  # as many are S's
                 mbarrier.arrive(empty.index(stage), count=1)
-                added += (add_here(dv[3], last, dv_scale),)
+                added += (add_here(dv[PARTS - 1], last, dv_scale),)
                 dv = added
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
@@ -160,8 +166,8 @@ def accumulate(
     if is_mine:
         # over this warpgroup's K
         store_gradient(
-            dv, tensors.dv, tensors.strides, dv_desc, places(k, dv_desc, 2), place, place.first + CONSUMER * ROWS,
-            sizes, KIND.RAGGED, PIECE,
+            dv, tensors.dv, tensors.strides, dv_desc, places(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
+            place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
@@ -191,7 +197,9 @@ def value_kernel(
     z_q, _ = heads_of(place, sizes, VARLEN)
     origins = (origin_of_keys(place, k_b, k_h, k_column), (place.batch * q_b + queries.start, q_h, q_column))
 
-    q, k, do_t = buffers(q_desc, STAGES), buffers(k_desc, CONSUMERS), buffers(do_t_desc, STAGES)
+    PIECES: gl.constexpr = WIDTH.head_dim // q_desc.block_shape[1]
+    q, k = buffers(q_desc, STAGES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
+    do_t = buffers(do_t_desc, STAGES * PIECES)
     rows, scales = buffers(rows_desc, STAGES), buffers(scales_desc, STAGES)
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
