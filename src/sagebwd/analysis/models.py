@@ -13,7 +13,7 @@ import torch
 import transformers
 import yaml
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from sagebwd.training.data import open_text
@@ -65,19 +65,23 @@ def encode(model_path: str | Path, text: str) -> Tensor:
     run = next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
     if not text:
         raise ValueError("text: it is empty")
-    if path.suffix == ".gguf":
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, local_files_only=True, **_gguf(path))
-    elif run is not None:
+    if run is not None and path.suffix != ".gguf":
         from sagebwd.training.config import Data
         from sagebwd.training.data import encode as encode_document
 
         data = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]
         return torch.tensor([encode_document(Data(**data), text)])
-    elif any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    else:
-        raise ValueError(f"model={str(path)!r}: no tokeniser there, and no config.yaml of a run that names one")
-    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    return load_tokenizer(path)(text, return_tensors="pt", verbose=False)["input_ids"]
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokeniser in a model's folder or GGUF file. Raises ValueError where there is none, and as `load_model`."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return transformers.AutoTokenizer.from_pretrained(path.parent, local_files_only=True, **_gguf(path))
+    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    raise ValueError(f"model={str(path)!r}: no tokeniser there, and no config.yaml of a run that names one")
 
 
 def read_text(path: str | Path | None) -> str:

@@ -1,5 +1,5 @@
-"""The command line: `sagebwd pretrain | compare | seeds | gaps | tokenize | finetune | task | gaussian | trace |
-bench | bench-masks | bench-training | figure | doctor`.
+"""The command line: `sagebwd pretrain | compare | seeds | gaps | tokenize | continue | token-file | finetune | task |
+gaussian | trace | bench | bench-masks | bench-training | figure | doctor`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -18,6 +18,7 @@ try:
     from rich.table import Table
 
     from sagebwd.commands import bench as cli_bench
+    from sagebwd.commands import continued as cli_continued
     from sagebwd.commands import figures as cli_figures
     from sagebwd.commands import finetune as cli_finetune
     from sagebwd.commands import masks as cli_masks
@@ -108,6 +109,8 @@ def tokenize(
     console.print(f"{counts}, vocabulary {tokens.vocabulary:,}: {data.token_folder(chosen)}", soft_wrap=True)
 
 
+app.command("continue")(cli_continued.continued)
+app.command()(cli_continued.token_file)
 app.command()(cli_finetune.finetune)
 app.command()(cli_finetune.task)
 

@@ -54,6 +54,9 @@ def gaps(
         list[Path] | None, typer.Option(help="More outputs, whose repeated baselines count for the noise; repeat.")
     ] = None,
     margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
+    in_full_precision: Annotated[
+        bool, typer.Option("--in-full-precision", help="Of losses of all runs in full precision; `continue` has them.")
+    ] = False,
 ) -> None:
     """Paired gaps to full precision over seeds: mean, 95% interval, and a test of equivalence within a margin.
 
@@ -61,7 +64,7 @@ def gaps(
     """
     from sagebwd.training import gaps as measured
 
-    console.print(measured.table(measured.gaps(folders, noise_of, margin), margin))
+    console.print(measured.table(measured.gaps(folders, noise_of, margin, in_full_precision), margin))
 
 
 def _seeds(text: str) -> list[int]:

@@ -142,7 +142,7 @@ class Settings:
             if not isinstance(target, dict):
                 raise ValueError(f"config: there is no section {'.'.join(sections)!r} to set {key!r} in")
             target[last] = value
-        return _build(type(self), nested, "")
+        return build(type(self), nested, "")
 
     def as_dict(self) -> dict[str, typing.Any]:
         """The config as nested plain values."""
@@ -249,7 +249,7 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
     if not isinstance(content, dict):
         raise ValueError(f"config {path}: expected sections and keys, got {type(content).__name__}")
     content.setdefault("name", path.stem)
-    config = _build(kind, content, "")
+    config = build(kind, content, "")
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -259,7 +259,7 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
     return config.replace(overrides)
 
 
-def _build(kind: type, content: dict[str, object], section: str) -> typing.Any:
+def build(kind: type, content: dict[str, object], section: str) -> typing.Any:
     """A dataclass from a mapping, every key and type checked."""
     if not isinstance(content, dict):
         raise ValueError(f"config: {section.rstrip('.')} must hold keys, got {content!r}")
@@ -278,7 +278,7 @@ def _build(kind: type, content: dict[str, object], section: str) -> typing.Any:
 def _typed(hint: typing.Any, value: object, key: str) -> object:
     """``value`` as the type of its field: sections are built, whole numbers and 1e-3 are floats where one is due."""
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{key}.")
+        return build(hint, value, f"{key}.")
     accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     accepted = tuple(typing.get_origin(kind) or kind for kind in accepted)
     if float in accepted and isinstance(value, (int, str)) and not isinstance(value, bool):

@@ -178,13 +178,13 @@ def split_documents(data: Data) -> Iterator[tuple[str, str]]:
     Raises ValueError for a source that is missing, empty, unreadable or in the wrong encoding.
     """
     if data.held_out is not None:
-        yield from (("held_out", text) for text in _documents(data.held_out))
-    for text in _documents(data.source):
+        yield from (("held_out", text) for text in documents(data.held_out))
+    for text in documents(data.source):
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) / 2**32
         yield ("held_out" if data.held_out is None and digest < data.held_out_share else "train"), text
 
 
-def _documents(source: str) -> Iterator[str]:
+def documents(source: str) -> Iterator[str]:
     """The documents of a source. Raises ValueError where it cannot be read."""
     if source == STDLIB:
         return (path.read_text(encoding="utf-8", errors="ignore") for path in _stdlib_files())

@@ -52,7 +52,9 @@ class Gap:
     objections: dict[str, int]
 
 
-def gaps(folders: list[Path], noise_of: list[Path] | None = None, margin: float = MARGIN) -> list[Gap]:
+def gaps(
+    folders: list[Path], noise_of: list[Path] | None = None, margin: float = MARGIN, in_full_precision: bool = False
+) -> list[Gap]:
     """One row a variant, in the order in which they appear; ``folders`` are outputs of `sagebwd compare` or `seeds`.
 
     Args: noise_of, more such outputs, of whatever variants, whose repeated baselines count for the noise; margin, of
@@ -65,8 +67,9 @@ def gaps(folders: list[Path], noise_of: list[Path] | None = None, margin: float 
         raise ValueError("expected at least one folder that `sagebwd compare` or `sagebwd seeds` has written")
     if not margin > 0:
         raise ValueError(f"margin={margin} must be a number of nats above 0")
-    rows = [row for folder in folders for row in _outcomes(folder)]
-    everywhere = rows + [row for folder in set(noise_of or ()) - set(folders) for row in _outcomes(folder)]
+    key = "gap_in_full_precision" if in_full_precision else "gap"
+    rows = [row for folder in folders for row in _outcomes(folder, key)]
+    everywhere = rows + [row for folder in set(noise_of or ()) - set(folders) for row in _outcomes(folder, key)]
     repeats = [row["gap"] for row in everywhere if row["repeats"] and row["gap"] is not None]
     single = math.sqrt(sum(gap**2 for gap in repeats) / len(repeats)) if repeats else None
     variants = dict.fromkeys(row["variant"] for row in rows)
@@ -116,8 +119,9 @@ def equivalence(values: Sequence[float], margin: float = MARGIN) -> float | None
     return student.above(nearer / error, len(values) - 1)
 
 
-def _outcomes(folder: Path) -> list[dict]:
-    """The rows of a comparison but the baselines', one a seed, each with whether it ``repeats`` that one."""
+def _outcomes(folder: Path, key: str) -> list[dict]:
+    """The rows of a comparison but the baselines', one a seed, each with its ``key`` as the gap and whether it
+    ``repeats`` the baseline."""
     path = folder / COMPARISON
     if not path.is_file():
         raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare` or `seeds`")
@@ -127,7 +131,11 @@ def _outcomes(folder: Path) -> list[dict]:
     paired = [rows for rows in seeds.values() if rows[0]["gap"] == 0]
     if not paired:
         raise ValueError(f"{path}: its baseline has not come to a finite loss, so there are no gaps")
-    return [{**row, "repeats": row["digest"] == rows[0]["digest"]} for rows in paired for row in rows[1:]]
+    if any(key not in row for rows in paired for row in rows):
+        raise ValueError(f"{path} has no losses in full precision; expected an output of `sagebwd continue`")
+    return [
+        {**row, "gap": row[key], "repeats": row["digest"] == rows[0]["digest"]} for rows in paired for row in rows[1:]
+    ]
 
 
 def table(found: list[Gap], margin: float = MARGIN) -> Table:
@@ -135,21 +143,22 @@ def table(found: list[Gap], margin: float = MARGIN) -> Table:
     title = f"held-out loss minus the baseline's, nats a token; p: of a gap beyond ±{margin:g} (TOST)"
     drawn = Table(title=title, title_justify="left", box=None)
     left = ("variant", "attention", "commit", "each")
+    digits = max(4, 2 - math.floor(math.log10(margin)))  # two more than the margin's first
     for heading in ("variant", "attention", "gap", "95%", "pairs", "p", "noise", "scatter", "commit", "each"):
         drawn.add_column(heading, justify="left" if heading in left else "right")
     for row in found:
-        notes = [f"{gap:+.4f}" for gap in row.gaps]
+        notes = [f"{gap:+.{digits}f}" for gap in row.gaps]
         notes += [f"diverged: {row.diverged}"] if row.diverged else []
         notes += [f"not counted: {count}, {reason}" for reason, count in row.objections.items()]
         drawn.add_row(
             row.variant,
             row.recipe,
-            "" if row.mean is None else f"{row.mean:+.4f}",
-            "" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval),
+            "" if row.mean is None else f"{row.mean:+.{digits}f}",
+            "" if row.interval is None else " to ".join(f"{end:+.{digits}f}" for end in row.interval),
             str(len(row.gaps)),
             "" if row.p is None else f"{row.p:.4f}",
-            "" if row.noise is None else f"{row.noise:.4f}",
-            "" if row.scatter is None else f"{row.scatter:.4f}",
+            "" if row.noise is None else f"{row.noise:.{digits}f}",
+            "" if row.scatter is None else f"{row.scatter:.{digits}f}",
             " ".join(row.commits),
             " ".join(notes),
         )

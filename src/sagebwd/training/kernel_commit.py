@@ -6,6 +6,7 @@ recipe that has such products (docs/log/2026-11-23-fp32-sums.md).
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -24,6 +25,22 @@ def commit() -> str | None:
     it; None without either."""
     here = str(Path(__file__).parent)
     return os.environ.get(COMMIT) or command_output("git", "-C", here, "describe", "--always", "--dirty")
+
+
+def tree(folder: Path | None = None) -> str:
+    """The hash that git gives a folder as it lies here, of the kernels unless named: ``git rev-parse HEAD:FOLDER``
+    where nothing in it has changed, and it needs no git."""
+    folder = folder or Path(__file__).parent.parent / "kernels"
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            entries.append((f"{path.name}/", f"40000 {path.name}", tree(path)))
+        elif path.is_file():
+            content = path.read_bytes()
+            digest = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+            entries.append((path.name, f"100644 {path.name}", digest))
+    content = b"".join(f"{entry}\0".encode() + bytes.fromhex(digest) for _, entry, digest in sorted(entries))
+    return hashlib.sha1(f"tree {len(content)}\0".encode() + content).hexdigest()
 
 
 def objection(recipe: str, named: str | None) -> str | None:
