@@ -172,6 +172,7 @@ def test_commands_in_the_documents_are_understood():
 
     from sagebwd.commands.main import app
     from sagebwd.training.config import Config, load
+    from sagebwd.training.continued.config import Continued
     from sagebwd.training.finetune_config import Finetuning
 
     known = typer.main.get_command(app).commands
@@ -193,7 +194,7 @@ def test_commands_in_the_documents_are_understood():
         config = given.get("config")
         if config is not None and (ROOT / config).is_relative_to(ROOT / "configs") and config.stem.islower():
             settings = [setting for setting in given["setting"] or [] if not setting.split("=")[1].isupper()]
-            load(ROOT / config, settings, Finetuning if name == "finetune" else Config)
+            load(ROOT / config, settings, {"finetune": Finetuning, "continue": Continued}.get(name, Config))
         tried += 1
     assert tried >= 40
 

@@ -8,7 +8,8 @@ from sagebwd.recipe import Recipe
 from sagebwd.training.config import FULL_PRECISION, Config, load
 
 ROOT = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(set(ROOT.rglob("*.yaml")) - set((ROOT / "finetune").iterdir()))  # which are another kind
+OTHERS = {path for kind in ("finetune", "continued") for path in (ROOT / kind).iterdir()}  # of other kinds
+CONFIGS = sorted(set(ROOT.rglob("*.yaml")) - OTHERS)
 
 
 def write(path, content):
