@@ -1,9 +1,9 @@
 """dK and dQ on Hopper where dK and dV have no room beside one another; `value_kernel` makes dV.
 
-As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that says
-when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be loaded
-again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in rows: a
-warpgroup has half of the channels, 64 before dK's product and the others after it.
+As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that
+says when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be
+loaded again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in
+rows: a warpgroup has half of the channels, 64 before dK's product and the others after it.
 """
 
 from triton.experimental import gluon

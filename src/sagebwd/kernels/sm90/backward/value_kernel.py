@@ -159,8 +159,8 @@ def accumulate(
     place = place_of(program_number(0), 0, tensors, sizes, True)
     # over this warpgroup's K
     store_gradient(
-        dv, tensors.dv, tensors.strides, dv_desc, places(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2), place,
-        place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
+        dv, tensors.dv, tensors.strides, dv_desc, places(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
+        place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
     )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
