@@ -166,7 +166,8 @@ def accumulate(
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     if WIDTH.backward.holds_keys:
         k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
-    HELD: gl.constexpr = WIDTH.backward.held_values
+    # a bias, or an order, takes registers of its own
+    HELD: gl.constexpr = WIDTH.backward.held_values if tensors.bias is None and added is None else 0
     held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], gl.DotOperandLayout(0, DP_LAYOUT, 2))
     # a block of zeros goes before the first: every step has one to compute dQ of
     store_no_ds(ds_memory, ds_full, 0, CONSUMER, BLOCK_Q)
