@@ -119,7 +119,6 @@ def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
         assert row["shared_bytes"] <= SHARED_BYTES[90]
         # what else `loops` has are waits that jump back from behind the program's end
         for loop in row["loops"][: 2 * parts]:
-            # at 192 a part of V is in registers too
-            most = 3 if row["deterministic"] and head_dim == 192 else 0
-            assert max(loop["stored"], loop["loaded"]) <= most, row
-        assert row["spills"] <= (60 if row["deterministic"] else 16 if head_dim == 192 else 0), row
+            assert (loop["stored"], loop["loaded"]) == (0, 0), row
+        # at 192 a part of V is in registers where blocks add in any order
+        assert row["spills"] <= (25 if row["deterministic"] else 16 if head_dim == 192 else 0), row

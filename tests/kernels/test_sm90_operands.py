@@ -333,7 +333,8 @@ def test_packed_passes_are_those_of_each_sequence(operands):
 
 
 @pytest.mark.parametrize(
-    ("form", "channels"), [((96, 96), (72, 80)), ((192, 128), (136, 8)), ((192, 192), (136, 144)), ((256, 256), (208, 136))]
+    ("form", "channels"),
+    [((96, 96), (72, 80)), ((192, 128), (136, 8)), ((192, 192), (136, 144)), ((256, 256), (208, 136))],
 )
 def test_rows_narrower_than_a_form_are_those_filled_up(form, channels):
     """What passes make of rows as they lie is what they make of rows filled up with zeros."""

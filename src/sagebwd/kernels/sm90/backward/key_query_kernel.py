@@ -1,9 +1,9 @@
 """dK and dQ on Hopper where dK and dV have no room beside one another; `value_kernel` makes dV.
 
-As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that says
-when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be loaded
-again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in rows: a
-warpgroup has half of the channels, 64 before dK's product and the others after it.
+As `kernel`, but for what so many channels leave no room for. Each operand of queries has a barrier of its own that
+says when its place is free: Q after S, dO after dP, Q's copy after dK, so that even one place has most of a step to be
+loaded again; Q and dO have two where they fit. delta is a plane of row values, not channels of dO. dQ is added in
+rows: a warpgroup has half of the channels, 64 before dK's product and the others after it.
 """
 
 from triton.experimental import gluon
@@ -169,7 +169,8 @@ def accumulate(
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
     if WIDTH.backward.holds_keys:
         k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
-    HELD: gl.constexpr = WIDTH.backward.held_values
+    # a bias, or an order, takes registers of its own
+    HELD: gl.constexpr = WIDTH.backward.held_values if tensors.bias is None and added is None else 0
     held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], gl.DotOperandLayout(0, DP_LAYOUT, 2))
     # a block of zeros goes before the first: every step has one to compute dQ of
     store_no_ds(ds_memory, ds_full, 0, CONSUMER, BLOCK_Q)
