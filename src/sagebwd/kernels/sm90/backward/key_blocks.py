@@ -62,12 +62,13 @@ def place_of(program, turn, tensors, sizes, BY_TURNS: gl.constexpr = False):
     IN_ORDER: gl.constexpr = tensors.added is not None
     if tensors.shares is None:
         head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
-        block = key_block(turn, number, sizes.programs, IN_ORDER)
     else:
-        head, block = of_share(tensors.shares, program, 0), of_share(tensors.shares, program, 1)
+        head, number = of_share(tensors.shares, program, 0), of_share(tensors.shares, program, 1)
     batch = head // sizes.heads_k
     start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
-    first = block * (CONSUMERS * ROWS)
+    # whose number is then a block's
+    programs = sizes.programs if tensors.shares is None else 0
+    first = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
     return Place(batch, head % sizes.heads_k, start, length, first)
 
 
