@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagebwd.masks import shares
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask, shown
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
@@ -141,3 +142,41 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
     assert again.bias.data_ptr() == walk.bias.data_ptr()
     double = Mask(mask.elements.double(), None, mask.blocks, mask.keys)
     assert of_keys(double, key_mask, shape[2:], Band(), (64, TILE), 2).bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("by_turns", [False, True])
+@pytest.mark.parametrize(("most", "least"), [(264, 32), (264, 1), (5, 2)])
+@pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
+def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
+    monkeypatch.setattr(shares, "MOST", most)
+    monkeypatch.setattr(shares, "LEAST", least)
+    shape, heads = (2, 4, 700, 500), 2
+    mask, key_mask = case(kind, shape)
+    blocks_k = -(-shape[3] // TILE)
+    lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
+    programs = shares.shares_of(lists, shape[0], heads, by_turns).tolist()
+    assert len(programs) == shape[0] * heads * blocks_k + most
+    there = [block < blocks_k for _, block, *_ in programs]
+    assert there == sorted(there, reverse=True)  # those that have nothing come last
+    met: dict[tuple[int, int], list] = {}
+    for head, block, at, in_part, count, among, place, _ in programs[: sum(there)]:
+        entries = lists.flatten()[at + 4 :][: 4 * count : 4].tolist()
+        assert 0 <= in_part <= count
+        met.setdefault((head, block), []).append(
+            ([(entry, number < in_part) for number, entry in enumerate(entries)], among, place)
+        )
+    assert set(met) == {(head, block) for head in range(shape[0] * heads) for block in range(blocks_k)}
+    for (head, block), taken in met.items():
+        listed = broadcast(lists, head // heads, head % heads)[block]
+        in_part, length = int(listed[0]), int(listed[:2].sum())
+        entries = listed[4 : 4 + 4 * length : 4].tolist()
+        assert [x for blocks, _, _ in taken for x in blocks] == [(x, n < in_part) for n, x in enumerate(entries)]
+        assert {among for _, among, _ in taken} == {len(taken)}
+        lengths = [len(blocks) for blocks, _, _ in taken]
+        assert max(lengths) - min(lengths) <= 1
+    cut = sorted({x[2] for taken in met.values() if len(taken) > 1 for x in taken})
+    assert cut == list(range(len(cut)))
+    assert len(cut) <= most
+    assert sum(len(taken) > 1 for taken in met.values()) == len(cut)
+    if least == 1 and kind == "bool-none":
+        assert cut

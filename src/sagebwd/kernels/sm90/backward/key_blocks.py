@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.listed import SHARE
+from sagebwd.kernels.sm90.backward.listed import of_share
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
 
 
@@ -62,13 +62,13 @@ def place_of(program, turn, tensors, sizes, BY_TURNS: gl.constexpr = False):
     IN_ORDER: gl.constexpr = tensors.added is not None
     if tensors.shares is None:
         head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
-        block = key_block(turn, number, sizes.programs, IN_ORDER)
     else:
-        share = tensors.shares.programs + program * SHARE
-        head, block = gl.load(share), gl.load(share + 1)
+        head, number = of_share(tensors.shares, program, 0), of_share(tensors.shares, program, 1)
     batch = head // sizes.heads_k
     start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
-    first = block * (CONSUMERS * ROWS)
+    # whose number is then a block's
+    programs = sizes.programs if tensors.shares is None else 0
+    first = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
     return Place(batch, head % sizes.heads_k, start, length, first)
 
 

@@ -20,6 +20,15 @@ SHARE = gl.constexpr(shares_of_lists.FIELDS)
 
 
 @gluon.jit
+def of_share(shares, program, FIELD: gl.constexpr):
+    """One number of what a program takes, in a uniform register: loops have few others left."""
+    x = gl.load(shares.programs + program * SHARE + FIELD)
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def list_of(walk, shares, batch, head, first_k):
     """The list of a program's keys, or its share of it: where it begins, in numbers, how many blocks a mask cuts of
     it, and how many it has."""
@@ -30,8 +39,8 @@ def list_of(walk, shares, batch, head, first_k):
         in_part = gl.load(walk.lists + at)
         return at, in_part, in_part + gl.load(walk.lists + at + 1)
     else:
-        share = shares.programs + gl.program_id(0) * SHARE
-        return gl.load(share + 2), gl.load(share + 3), gl.load(share + 4)
+        program = gl.program_id(0)
+        return of_share(shares, program, 2), of_share(shares, program, 3), of_share(shares, program, 4)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.listed import SHARE
+from sagebwd.kernels.sm90.backward.listed import of_share
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, barrier
 
 # Counters of a list that is cut: one for each of `CONSUMERS`, and what makes 16 bytes.
@@ -21,8 +21,7 @@ def summed(
     """
     PIECE: gl.constexpr = pieces[0].shape[1]
     CHANNELS: gl.constexpr = WIDTH.head_dim + WIDTH.value_dim
-    share = shares.programs + program * SHARE
-    count, place = gl.load(share + 5), gl.load(share + 6)
+    count, place = of_share(shares, program, 5), of_share(shares, program, 6)
     is_mine = count == 1
     if count > 1:
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) * CHANNELS
