@@ -91,7 +91,7 @@ def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_part_first(order: Tensor) -> Tensor:
-    return torch.argsort(torch.where(order == 0, 3, order), dim=-1, stable=True)
+    return torch.argsort((order - 1) % 3, dim=-1, stable=True)
 
 
 def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
