@@ -3,10 +3,13 @@
 `python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward as the operators call
 them, of `sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not
 in it. Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a
-recipe prints what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without.
+recipe prints what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without;
+`new-masks` how long calls take, the device's part included, under masks that were not seen before and again, beside
+torch's `create_block_mask`.
 
 With ``--cuda`` first it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
-attention beside.
+attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the CPU itself
+makes what a mask's calls read.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +34,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from triton.backends.compiler import GPUTarget
 
 from sagebwd import dispatch, read_block_mask, sage_attention
+from sagebwd.benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from sagebwd.call import Call
 from sagebwd.recipe import Recipe
 
@@ -64,6 +70,7 @@ RUNTIME = (
     "CuteDSLRT_TVMFFISetRaisedCudaError",
 )
 BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 256, 128
+T = TypeVar("T")
 
 
 def take_driver(folder: Path) -> None:
@@ -210,6 +217,47 @@ def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dic
     return found
 
 
+def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
+    """Microseconds of calls under a new mask and under the same again, to the device's end; the median of rounds."""
+    if device == "cpu":
+        pretend()
+        dispatch.choose = lambda ask, size: dispatch.named(Recipe.named("token"), "triton/triton")
+    recipe, impl = ("token", "triton") if device == "cpu" else ("mixed", "hopper")
+    found = {}
+    for tokens in (2048,) if device == "cpu" else (2048, 16384):
+        for kind in (DOCUMENTS, WINDOW):
+            case = Case.of(kind, HEAD_DIM, tokens)
+            *leaves, do = case.shape.inputs(device, torch.bfloat16)
+            leaves, mask_mod = [x.requires_grad_() for x in leaves], case.mask_mod(device)
+            block_mask, dense = case.block_mask(mask_mod, device), case.dense(mask_mod, device)
+            attend = partial(sage_attention, *leaves, enable_gqa=True, recipe=recipe, impl=impl)
+            times = {}
+            for _ in range(3 + rounds):  # the first three compile, record and warm up
+                _timed(times, "create_block_mask", partial(case.block_mask, mask_mod, device))
+                # other objects that show the same
+                for name, mask in (
+                    ("BlockMask", {"block_mask": block_mask.to(device)}),
+                    ("boolean", {"attn_mask": dense.clone()}),
+                ):
+                    for turn in ("new", "again"):
+                        out = _timed(times, f"{name} {turn}", partial(attend, **mask))
+                        backward = partial(torch.autograd.grad, out, leaves, do)
+                        _timed(times, f"{name} {turn}, autograd", backward)
+            found |= {f"{kind} {tokens} {name}": 1e6 * statistics.median(x[3:]) for name, x in times.items()}
+    return found
+
+
+def _timed(times: dict[str, list[float]], name: str, call: Callable[[], T]) -> T:
+    """What a call gives, and under its name the seconds from a device at rest to one at rest again."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    start = time.perf_counter()
+    found = call()
+    wait()
+    times.setdefault(name, []).append(time.perf_counter() - start)
+    return found
+
+
 def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
     device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
@@ -218,9 +266,8 @@ def main(arguments: list[str]) -> None:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
-        found = {
-            text: (measure_masks if text == "masks" else partial(measure, text))(device=device) for text in recipes
-        }
+        of_masks = {"masks": measure_masks, "new-masks": measure_new_masks}
+        found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in recipes}
         if device == "cuda":
             found["torch"] = measure_torch()
         for text, times in found.items():

@@ -89,7 +89,7 @@ def order_of(
     """
     shape = [-(-n // BLOCK) for n in tokens]
     blocks = blocks.expand(-1, -1, *shape)
-    visible, whole = _coarse(blocks != SKIP, tile, False).any(-1), _coarse(blocks == WHOLE, tile, True).all(-1)
+    visible, whole = _coarse(blocks, tile, SKIP).amax(-1) != SKIP, _coarse(blocks, tile, WHOLE).amin(-1) == WHOLE
     q, k = (torch.arange(count, device=blocks.device) * size for count, size in zip(visible.shape[2:], tile))
     nearest, farthest = k[None, :] - (q + tile[0] - 1)[:, None], (k + tile[1] - 1)[None, :] - q[:, None]
     if band.lower is not None:
@@ -118,7 +118,7 @@ def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int) -> Tensor:
     return elements.gather(3, first[:, None, None, None].expand(-1, heads, tokens_q, 1))[..., 0]
 
 
-def _coarse(blocks: Tensor, tile: tuple[int, int], padding: bool) -> Tensor:
+def _coarse(blocks: Tensor, tile: tuple[int, int], padding: int) -> Tensor:
     """(B, H, n, m, blocks in a tile) of a map's blocks."""
     q, k = (size // BLOCK for size in tile)
     blocks = F.pad(blocks, (0, -blocks.shape[3] % k, 0, -blocks.shape[2] % q), value=padding)

@@ -79,11 +79,21 @@ def shown(elements: Tensor) -> Tensor:
     """Where a mask's elements let a key be seen; NaN does, and shows in the output."""
     if elements.dtype == torch.bool:
         return elements
-    return ~(elements <= HIDDEN.get(elements.dtype, HIDDEN_ELSE))
+    return ~(elements <= hidden(elements.dtype))
+
+
+def hidden(dtype: torch.dtype) -> float:
+    """What hides a key if no more than that is added to its score."""
+    return HIDDEN.get(dtype, HIDDEN_ELSE)
 
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`Mask.blocks` of a tensor in four dimensions, and which keys any query of any head sees, (B or 1, M or 1)."""
+    if elements.is_cuda:
+        from sagebwd.masks import passes
+
+        if passes.takes(elements):
+            return passes.blocks_of(elements)
     blocks, keys = [], None
     for rows in elements.split(ROWS, 2):
         visible = shown(rows)

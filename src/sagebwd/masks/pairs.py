@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 aten = torch.ops.aten
@@ -67,8 +67,7 @@ def _vmapped(mask_mod: MaskMod, batch: Tensor, head: Tensor, q: Tensor, k: Tenso
 class _Elementwise(TorchDispatchMode):
     """Raises NotImplementedError at an operator that may give for indices of three dimensions what scalars do not.
 
-    What follows from no index is let through. A scalar beside what follows from indices is given their dimensions, or
-    types would be promoted otherwise than among scalars.
+    What follows from no index is let through.
     """
 
     def __init__(self, indices: tuple[Tensor, ...]) -> None:
@@ -85,34 +84,36 @@ class _Elementwise(TorchDispatchMode):
     ) -> Any:
         """The operator's result."""
         kwargs = kwargs or {}
-        if func in NEW or not any(self.follows(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func in NEW or not any(map(self.follows, given)):
             return func(*args, **kwargs)
-        if func is aten.index.Tensor:
-            table, indices = args
-            if self.follows(table) or len(indices) != table.dim() or not all(map(_counts, indices)):
-                raise NotImplementedError
-            found = func(table, [self._as_index(x) for x in indices])
-        elif (torch.Tag.pointwise in func.tags or func in UNTAGGED) and not func._schema.is_mutable:
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                raise NotImplementedError
-            found = func(*tree_map_only(Tensor, self._as_index, args), **tree_map_only(Tensor, self._as_index, kwargs))
-        else:
+        if not (_reads_a_table(func, args, self.follows) or self._is_of_elements(func, given)):
             raise NotImplementedError
+        found = func(*args, **kwargs)
         self._followers.append(found)
         self._storages.add(_storage(found))
         return found
 
-    def _as_index(self, x: Tensor) -> Tensor:
-        if self.follows(x):
-            return x
-        if x.dim():
-            raise NotImplementedError
-        return x.view(1, 1, 1)
+    def _is_of_elements(self, func: Any, given: list[Tensor]) -> bool:
+        if not (torch.Tag.pointwise in func.tags or func in UNTAGGED):
+            return False
+        drawn_or_written = torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable
+        return not drawn_or_written and all(self.follows(x) or self._may_stand_beside(x, given) for x in given)
+
+    def _may_stand_beside(self, x: Tensor, given: list[Tensor]) -> bool:
+        """Whether a tensor that follows from no index is a scalar, and types are promoted as among scalars."""
+        beside = [y for y in given if self.follows(y)]
+        return x.dim() == 0 and all(torch.result_type(x, y) == torch.promote_types(x.dtype, y.dtype) for y in beside)
 
 
-def _counts(index: Tensor | None) -> bool:
-    """Whether an index is of numbers, and there."""
-    return index is not None and index.dtype in (torch.int32, torch.int64)
+def _reads_a_table(func: Any, args: tuple, follows: Callable[[Tensor], bool]) -> bool:
+    """Whether single elements are read of a tensor that follows from no index."""
+    if func is not aten.index.Tensor:
+        return False
+    table, places = args
+    if follows(table) or len(places) != table.dim():
+        return False
+    return all(x is not None and x.dtype in (torch.int32, torch.int64) and x.dim() in (0, 3) for x in places)
 
 
 def _storage(x: Tensor) -> int:

@@ -38,16 +38,17 @@ def tiles_of(block_mask: BlockMask) -> Mask:
             shows.select(dim, -1).fill_(False)
     places = (~(shows | hides)).nonzero()
     elements = torch.empty(2 + len(places), TILE, TILE, dtype=torch.bool, device=device)
-    elements[SHOWS_ALL], elements[HIDES_ALL] = True, False
+    for tile, state in ((SHOWS_ALL, True), (HIDES_ALL, False)):
+        elements[tile].fill_(state)
     for first in range(0, len(places), TILES):
         some = slice(first, first + TILES)
         _ask(block_mask, given, places[some], elements[2:][some])
-    tiles = torch.where(shows, SHOWS_ALL, HIDES_ALL).int()
+    tiles = torch.full_like(shows, HIDES_ALL, dtype=torch.int32).masked_fill_(shows, SHOWS_ALL)
     batch, head, row, column = places.unbind(1)
     tiles[batch, head, row, column] = torch.arange(2, len(elements), device=device, dtype=torch.int32)
     blocks = _blocks_of(elements)[tiles.long()].transpose(3, 4).flatten(4, 5).flatten(2, 3)
     blocks = blocks[:, :, : -(-tokens[0] // BLOCK), : -(-tokens[1] // BLOCK)].contiguous()
-    seen = shows.any(2).any(1).int()[..., None].repeat(1, 1, TILE)
+    seen = shows.flatten(1, 2).any(1).int()[..., None].repeat(1, 1, TILE)
     seen.flatten(0, 1).index_add_(0, batch * grid[1] + column, elements[2:].any(1).int())
     return Mask(elements, tiles, blocks, seen.flatten(1)[:, : tokens[1]] > 0)
 
@@ -88,7 +89,7 @@ def _blocks_of(elements: Tensor) -> Tensor:
     """(count, n, n) uint8: SKIP, MASKED or WHOLE of each block of tiles."""
     side = TILE // BLOCK
     shown = elements.view(-1, side, BLOCK, side, BLOCK).sum((2, 4), dtype=torch.int32)
-    return (shown > 0).to(torch.uint8) * MASKED + (shown == BLOCK * BLOCK) * (WHOLE - MASKED)
+    return (shown > 0).to(torch.uint8) + (shown == BLOCK * BLOCK)  # SKIP, MASKED and WHOLE are 0, 1 and 2
 
 
 def _of_tiles(blocks: Tensor, sizes: tuple[int, int], grid: list[int]) -> Tensor:

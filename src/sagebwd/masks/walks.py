@@ -99,7 +99,7 @@ def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_part_first(order: Tensor) -> Tensor:
-    return torch.argsort(torch.where(order == 0, 3, order), dim=-1, stable=True)
+    return torch.argsort((order - 1) % 3, dim=-1, stable=True)
 
 
 def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
@@ -131,23 +131,30 @@ def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Te
 
 def _packed(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     if mask.tiles is not None:
-        return pack(mask.elements.mT if by_key else mask.elements), mask.tiles
-    batch, heads = mask.elements.shape[:2]
-    elements = mask.elements.expand(-1, -1, *tokens)
-    grid = [-(-n // TILE) for n in tokens]
+        return words_of(mask.elements[:, None], by_key), mask.tiles
+    words = words_of(mask.elements.expand(-1, -1, *tokens), by_key)
+    tiles = torch.arange(len(words), dtype=torch.int32, device=words.device)
+    return words, tiles.view(*mask.elements.shape[:2], *(-(-n // TILE) for n in tokens))
+
+
+def words_of(elements: Tensor, by_key: bool) -> Tensor:
+    """Bits of all tiles of a tensor in four dimensions, (tiles, TILE, 4) int32; by_key, of rows of keys."""
+    if elements.is_cuda:
+        from sagebwd.masks import passes
+
+        if passes.takes(elements):
+            return passes.words_of(elements, by_key)
     words = []
     for rows in elements.split(ROWS, 2):
-        x = F.pad(shown(rows), (0, -tokens[1] % TILE, 0, -rows.shape[2] % TILE))
+        x = F.pad(shown(rows), (0, -rows.shape[3] % TILE, 0, -rows.shape[2] % TILE))
         x = x.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE)).transpose(3, 4)
         words.append(pack(x.mT if by_key else x))
-    words = torch.cat(words, 2).flatten(0, 3)
-    tiles = torch.arange(len(words), dtype=torch.int32, device=words.device)
-    return words, tiles.view(batch, heads, *grid)
+    return torch.cat(words, 2).flatten(0, 3)
 
 
 def pack(tiles: Tensor) -> Tensor:
     """Bits of tiles (..., TILE, TILE) bool, as words (..., TILE, 4) int32."""
-    x = tiles.to(torch.uint8).unflatten(-1, (4, 4, 4, 2))  # 32 columns, j of a byte, t, pair
-    x = x[..., 0] | x[..., 1] << 1
-    x = x[..., 0, :] | x[..., 1, :] << 2 | x[..., 2, :] << 4 | x[..., 3, :] << 6
-    return x.mT.contiguous().view(torch.int32)[..., 0]
+    pairs = tiles.contiguous().view(torch.int16)  # a byte each
+    pairs = ((pairs | pairs >> 7) & 3).int().unflatten(-1, (TILE // 8, 4))
+    shift = torch.arange(0, TILE // 4, 2, dtype=torch.int32, device=tiles.device)
+    return (pairs << shift[:, None]).sum(-2, dtype=torch.int32)
