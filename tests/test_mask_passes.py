@@ -8,6 +8,8 @@ from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, blocks_of
 from tests.masks import bias, boolean
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# interpreted where there is no GPU, and of the GPU's tests where there is one
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -26,7 +28,7 @@ def test_a_pass_is_what_torch_computes(dtype, axes):
             assert torch.equal(ours.cpu(), theirs)
         full = x.expand(-1, -1, 150, 135)
         for by_key in (False, True):
-            ours = passes.words_of(full.to(DEVICE) if DEVICE == "cuda" else full, by_key)
+            ours = passes.words_of(x.to(DEVICE).expand(-1, -1, 150, 135), by_key)
             assert torch.equal(ours.cpu(), walks.words_of(full, by_key))
 
 
@@ -41,7 +43,6 @@ def test_what_is_added_hides_from_the_same_number_on(dtype):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.gpu
 def test_a_gpu_takes_them():
     mask = torch.ones(1, 1, TILE, TILE, dtype=torch.bool, device=DEVICE)
     assert passes.takes(mask)
