@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.sm90.backward.listed import of_share
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, barrier
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, barrier
 
 # Counters of a list that is cut: one for each of `CONSUMERS`, and what makes 16 bytes.
 COUNTERS = gl.constexpr(4)
@@ -26,6 +26,9 @@ def summed(
     if count > 1:
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) * CHANNELS
         columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
+        if len(pieces) * PIECE > 4 * ROWS:
+            # by single numbers: registers side by side would be spilled for in loops
+            columns = anew(columns)
         at = shares.sums + (place * CONSUMERS + CONSUMER) * (ROWS * CHANNELS) + FIRST
         at += gl.expand_dims(rows, 1) + gl.expand_dims(columns, 0)
         for piece in gl.static_range(len(pieces)):
