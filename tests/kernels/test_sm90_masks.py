@@ -8,7 +8,9 @@ import torch
 from tests.kernels.calls import KernelCall
 
 pytest.importorskip("triton")
+from sagebwd.kernels.sm90.backward.launch import prepare
 from sagebwd.kernels.sm90.widths import FORMS
+from sagebwd.masks import shares
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -50,6 +52,36 @@ def test_is_the_recipe(change, name, head_dim, value_dim):
         pytest.skip("three masks are enough")
     call = dataclasses.replace(CALLS[name], head_dim=head_dim, value_dim=value_dim, device="cuda", **CHANGES[change])
     call.check("hopper")
+
+
+# Keys that many queries see beside others, so that several programs share a list.
+SHARED = {
+    "sinks": KernelCall(mask="sinks", heads=8, kv_heads=2, tokens_q=1280, tokens_k=1280),
+    "sinks-ragged": KernelCall(mask="sinks", heads=8, kv_heads=2, tokens_q=1270, tokens_k=1270),
+    "prefix-batch-key-mask": KernelCall(mask="prefix", batch=2, masked=True, heads=4, tokens_q=1100, tokens_k=900),
+    "bias": KernelCall(mask="bias-matrix", heads=8, kv_heads=2, tokens_q=1300, tokens_k=384),
+    "few-shares": KernelCall(mask="bool-none", heads=4, tokens_q=1152, tokens_k=256),
+}
+
+
+@pytest.mark.parametrize("least", [32, 3])
+@pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+@pytest.mark.parametrize("name", SHARED)
+def test_lists_that_programs_share(name, head_dim, value_dim, least, monkeypatch):
+    monkeypatch.setattr(shares, "LEAST", least)
+    shape = {"head_dim": head_dim, "value_dim": value_dim, "device": "cuda", "recipe": "mixed"}
+    call = dataclasses.replace(SHARED[name], **shape)
+    inputs = call.inputs()
+    lists = prepare("backward", call.call(*inputs[:2])).lists
+    assert (lists.shares[:, 5] > 1).any()
+    shared = [call.run("hopper", inputs) for _ in range(4)]  # launched, watched and replayed
+    alone = dataclasses.replace(call, deterministic=True).run("hopper", inputs)
+    for gradient in ("dk", "dv"):
+        size = alone[gradient].float().norm()
+        for found in shared:
+            difference = (found[gradient].float() - alone[gradient].float()).norm() / size
+            assert difference < 0.01, f"{gradient}: {difference:.4f}"
+    call.check_outputs(inputs, shared[-1], ("o", "dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("pair", [(72, 72), (80, 80), (160, 192), (250, 200), (40, 24)])

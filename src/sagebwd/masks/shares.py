@@ -13,8 +13,8 @@ from torch import Tensor
 MOST = 2 * 132
 # Blocks of a list that is not cut: a program has work of its own beside them.
 LEAST = 32
-# Numbers of a program.
-FIELDS = 8
+# Numbers of a program, and of a block in a list, before which as many are its counts.
+FIELDS, ENTRY = 8, 4
 
 
 def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
@@ -48,7 +48,7 @@ def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
     share, shares, length = program - ends[place] + shares[number], shares[number], length[number]
     begin, end = share * length // shares, (share + 1) * length // shares
     in_part = torch.minimum((in_part[number] - begin).clamp(min=0), end - begin)
-    at = of_list[number] * row + begin * 4
+    at = of_list[number] * row + begin * ENTRY
     block = torch.where(there, number % blocks_k, blocks_k)
     fields = number // blocks_k, block, at, in_part, end - begin, shares, place, torch.zeros_like(at)
     return torch.stack(fields, -1).int()

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store_tile
 
 
@@ -62,10 +63,20 @@ def store_gradient(
 
 @gluon.jit
 def store_both(
-    dk, dv, tensors, dk_desc, dv_desc, out, place, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others."""
+    dk, dv, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others; of programs that
+    share a list the last stores the sums of all."""
     # how many channels are in memory stands beside them if not all are
     EACH: gl.constexpr = 4 if len(tensors.strides) == 8 else 3
-    store_gradient(dk, tensors.dk, tensors.strides[:EACH], dk_desc, out, place, first_k, sizes, RAGGED, LAYOUT)
-    store_gradient(dv, tensors.dv, tensors.strides[-EACH:], dv_desc, out, place, first_k, sizes, RAGGED, LAYOUT)
+    is_mine = True
+    if tensors.shares is not None:
+        PIECES: gl.constexpr = len(dk)
+        sums, is_mine = summed(dk + dv, tensors.shares, place, 0, CONSUMER, WIDTH, LAYOUT)
+        dk, dv = sums[:PIECES], sums[PIECES:]
+    if is_mine:
+        first_k = place.first + CONSUMER * ROWS
+        of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, place, first_k, sizes, KIND.RAGGED, LAYOUT)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, place, first_k, sizes, KIND.RAGGED, LAYOUT)

@@ -55,7 +55,6 @@ from sagebwd.kernels.sm90.backward.scores import (
     same_of_pairs,
     scores,
 )
-from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -117,7 +116,6 @@ def accumulate(
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
         listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
-        at = listed[0]
         begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
         edges = edges_of(begin, whole_from, end, walk, KIND)
         first_k = place.first + CONSUMER * ROWS
@@ -152,7 +150,7 @@ def accumulate(
         heads = group if KIND.GROUPED and not LISTED else 1
         last_rank, last_entry, last_block = None, 0, end
         if LISTED:
-            _, last_entry, last_rank = met_of(walk, at, 0)
+            _, last_entry, last_rank = met_of(walk, listed[0], 0)
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
             ahead = begun - begin
@@ -171,7 +169,7 @@ def accumulate(
                         last_head, last_block = head_and_block(last_entry)
                         to_row, to_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
                         known_rank = last_rank
-                        met, last_entry, last_rank = met_of(walk, at, i)
+                        met, last_entry, last_rank = met_of(walk, listed[0], i)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif KIND.GROUPED:
                         to_row = gl.where(i == begin, last_row, row)
@@ -246,8 +244,7 @@ def accumulate(
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-        program, is_mine = program_number(turn), True
-        place = place_of(program, turn, tensors, sizes)
+        place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
@@ -273,12 +270,8 @@ def accumulate(
             count_added(added, counter)
         # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
         out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
-        if tensors.shares is not None:
-            sums, is_mine = summed(dk_acc + dv_acc, tensors.shares, program, 0, CONSUMER, WIDTH, OUT_LAYOUT)
-            dk_acc, dv_acc = sums[:PIECES], sums[PIECES:]
-        if is_mine:
-            dk_acc, first_k = scaled(dk_acc, factors.scale), place.first + CONSUMER * ROWS
-            store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, first_k, sizes, KIND.RAGGED, OUT_LAYOUT)
+        dk_acc = scaled(dk_acc, factors.scale)
+        store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 

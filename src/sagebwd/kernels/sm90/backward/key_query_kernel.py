@@ -281,8 +281,7 @@ def accumulate(
     if LISTED:
         last_head, last_block = head_and_block(last_entry)
         last_head, last_block = first_head + last_head, last_block + 1
-    program, is_mine = program_number(0), True
-    place = place_of(program, 0, tensors, sizes, True)
+    place, is_mine = place_of(program_number(0), 0, tensors, sizes, True), True
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
     mbarrier.wait(ds_full.index(slot), phase)
@@ -304,7 +303,7 @@ def accumulate(
         count_added(added, counter)
 
     if tensors.shares is not None:
-        dk, is_mine = summed(dk, tensors.shares, program, 0, CONSUMER, WIDTH, PIECE)
+        dk, is_mine = summed(dk, tensors.shares, place, 0, CONSUMER, WIDTH, PIECE)
     if is_mine:
         # over this warpgroup's V
         store_gradient(

@@ -14,17 +14,20 @@ from sagebwd.masks import walks
 TILE = gl.constexpr(masks.TILE)
 HEAD_BIT = gl.constexpr(walks.HEAD_BIT)
 # Numbers of a list that belong to one block.
-FIELDS = gl.constexpr(4)
+FIELDS = gl.constexpr(shares_of_lists.ENTRY)
 # Numbers that say what a program takes of a list.
 SHARE = gl.constexpr(shares_of_lists.FIELDS)
 
 
 @gluon.jit
 def of_share(shares, program, FIELD: gl.constexpr):
-    """One number of what a program takes, in a uniform register: loops have few others left."""
+    """One number of what a program takes, in a uniform register: loops have few others left.
+
+    Impure, or it might come to stand where not all of a warp's threads are.
+    """
     x = gl.load(shares.programs + program * SHARE + FIELD)
     return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

@@ -159,10 +159,9 @@ def accumulate(
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
-    program, is_mine = program_number(0), True
-    place = place_of(program, 0, tensors, sizes, True)
+    place, is_mine = place_of(program_number(0), 0, tensors, sizes, True), True
     if tensors.shares is not None:
-        dv, is_mine = summed(dv, tensors.shares, program, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
+        dv, is_mine = summed(dv, tensors.shares, place, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
     if is_mine:
         # over this warpgroup's K
         store_gradient(
