@@ -63,8 +63,8 @@ def store_gradient(
 
 @gluon.jit
 def store_both(
-    dk, dv, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    dk, dv, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others; of programs that
     share a list the last stores the sums of all."""

@@ -17,7 +17,8 @@ def summed(
     """What a warpgroup has of 64 keys, by pieces of channels, summed over the programs that share their list; and
     whether it is to store that: of several programs the last to come here alone has the sums.
 
-    of_keys: the place of these. FIRST: the first piece's first channel, of dK's and then dV's. Each warpgroup is counted by itself.
+    of_keys: the place of these. FIRST: the first piece's first channel, of dK's and then dV's. Each warpgroup is
+    counted by itself.
     """
     PIECE: gl.constexpr = pieces[0].shape[1]
     CHANNELS: gl.constexpr = WIDTH.head_dim + WIDTH.value_dim
