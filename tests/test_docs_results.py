@@ -76,7 +76,7 @@ def test_what_the_readme_says_beside_its_tables_is_the_files():
     ).groups()
     suite = json.loads((ROOT / link).read_text(encoding="utf-8"))
     assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"]["failed"])
-    assert suite["left"]
+    assert suite["left"] or any(row["test"] == "pytest" for row in suite["rows"])  # a process that ended early
     newest = max((ROOT / "benchmarks" / "results").glob("gpu-suite_h200_*.json"), key=lambda path: path.name)
     assert (ROOT / link) == newest
     pattern = r"At 2K tokens and head_dim 64 or 128 the ratio is ([\d.]+) to ([\d.]+) \(\[file\]\((.*?)\)"
@@ -117,7 +117,7 @@ def test_what_index_limits_and_questions_repeat_is_the_files():
     assert f"a step of a 325M model is {between(own)} times as fast" in index
     suite, matrix = (
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["counts"]
-        for name in ("gpu-suite_h200_2026-11-25_90298a8", "matrix_h200_2026-11-24_65c8fbd")
+        for name in ("gpu-suite_h200_2026-11-25_84e861b", "matrix_h200_2026-11-24_65c8fbd")
     )
     assert f"{suite['passed']} GPU tests passed, {suite['failed']} failed" in index
     assert f"of {sum(matrix.values())} widths, forms of call and recipes {matrix['ok']} are right" in index
@@ -297,3 +297,26 @@ def test_losses_of_the_325m_model_are_those_of_the_files(folder):
     full, recipe = losses.values()
     for line, expected in zip(lines, [full, recipe, [b - a for a, b in zip(full, recipe)]], strict=True):
         assert [float(cell.strip(" *")) for cell in line] == [round(x, 4) for x in expected]
+
+
+def test_the_table_of_block_masks_is_the_files():
+    page = (ROOT / "docs/results/masks.md").read_text(encoding="utf-8")
+    rows = [
+        row
+        for link in re.findall(r"`(benchmarks/results/masks_[\w-]+\.json)`", page)
+        for row in json.loads((ROOT / link).read_text(encoding="utf-8"))["rows"]
+    ]
+    found = {(row["head_dim"], row["mask"], row["direction"]): row for row in rows if row["attention"] == "mixed"}
+    lines = re.findall(r"^\| (\d+) \| ([a-z-]+)(?:, 8K)? \| (.*) \|$", page, re.MULTILINE)
+    assert len(lines) == len(found) / 2
+    for width, mask, cells in lines:
+        forward, both = (found[int(width), mask, way] for way in ("fwd", "fwd+bwd"))
+
+        def over(row, name):
+            return f"{row['over'][name]:.2f}" if name in row["over"] else "-"
+
+        expected = [f"{forward['shown']:.1%}"]
+        for row in (forward, both):
+            expected += [f"{row['ms']:.3f}", over(row, "flex"), over(row, "fa4")]
+        expected.append(f"{over(forward, 'packed mixed')} / {over(both, 'packed mixed')}")
+        assert cells.split(" | ") == expected

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

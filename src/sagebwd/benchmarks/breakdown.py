@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 PACKAGE = Path(__file__).parents[1]
 # Folders whose kernels are passes; those of all others are attention itself.
-OF_PASSES = ("operands", "sinks")
+OF_PASSES = ("operands", "sinks", "masks")
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(r"sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+")
 ATTENTION = re.compile(
