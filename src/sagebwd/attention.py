@@ -85,7 +85,7 @@ def sage_attention(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
         NotImplementedError: dropout and an additive mask that needs a gradient, but under "auto"; a recipe that the
-            implementation lacks (FP8 gradients under a mask that is more than key padding), nested tensors,
+            implementation lacks (FP8 gradients on the portable kernels), nested tensors,
             torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
     """
     given = query, key, value, attn_mask, None, None, sinks
