@@ -234,26 +234,24 @@ def _flash_attention_4(
     mask_mod: Callable, table: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
 ) -> Tensor:
     """By its own lists of blocks, which are the BlockMask's: keys of a query tile, and the reverse for backward."""
-    cute = importlib.import_module("flash_attn.cute")
     lists = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     of_queries = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     of_keys = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
-    out = cute.flash_attn_func(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        mask_mod=mask_mod,
-        aux_tensors=None if table is None else [table],
+    return _by_flash_attention_4(
+        q, k, v, mask_mod=mask_mod, aux_tensors=None if table is None else [table],
         block_sparse_tensors=lists(*of_queries, block_size=mask.BLOCK_SIZE),
         block_sparse_tensors_bwd=lists(*of_keys, block_size=mask.BLOCK_SIZE),
-    )
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    )  # fmt: skip
 
 
 def _flash_attention_4_beside(sinks: Tensor, band: Band, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    cute = importlib.import_module("flash_attn.cute")
     window = tuple(None if size == UNLIMITED else size for size in _window(band))
-    out = cute.flash_attn_func(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=window, learnable_sink=sinks
-    )
+    return _by_flash_attention_4(q, k, v, causal=True, window_size=window, learnable_sink=sinks)
+
+
+def _by_flash_attention_4(*call: Tensor, **settings: object) -> Tensor:
+    """Its own function, of tensors as SDPA has them."""
+    out = importlib.import_module("flash_attn.cute").flash_attn_func(*(x.transpose(1, 2) for x in call), **settings)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sagebwd.commands.seeds import MARGIN, MARGIN_BY_DEFAULT
+from sagebwd.commands.seeds import JOBS, MARGIN, MARGIN_BY_DEFAULT, RESULTS, SECONDS
 from sagebwd.commands.terminal import console, errors, interruptible, quiet
 
 
@@ -15,11 +15,9 @@ def continued(
     config: Annotated[Path, typer.Option(help="YAML file; those in configs/continued/ are examples.")],
     output: Annotated[Path | None, typer.Option(help="Folder of all runs [default: runs/NAME].")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at once, in processes of their own, on the GPUs in turn.")] = 1,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so long; what has ended counts.")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder for comparison.json and runs.jsonl.xz, written after each run.")
-    ] = None,
+    jobs: Annotated[int, JOBS] = 1,
+    seconds: Annotated[float | None, SECONDS] = None,
+    results: Annotated[Path | None, RESULTS] = None,
     margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
 ) -> None:
     """Train a model on, in pairs of one seed under several attentions and learning rates, and print the paired gaps.

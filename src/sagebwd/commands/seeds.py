@@ -12,6 +12,10 @@ from sagebwd.commands.terminal import console, errors, interruptible, quiet
 
 MARGIN_BY_DEFAULT = 0.02  # `sagebwd.training.gaps.MARGIN`, which takes torch to import
 MARGIN = typer.Option(help="Nats a token within which two attentions count as equivalent.")
+# Of commands that train many runs.
+JOBS = typer.Option(help="Runs at once, in processes of their own, on the GPUs in turn.")
+SECONDS = typer.Option(help="Stop after so long; what has ended counts.")
+RESULTS = typer.Option(help="Folder for comparison.json and runs.jsonl.xz, written after each run.")
 
 
 def seeds(
@@ -20,11 +24,9 @@ def seeds(
     output: Annotated[Path | None, typer.Option(help="Folder of all runs [default: runs/NAME-seeds].")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="These variants alone; repeat for several.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at once, in processes of their own, on the GPUs in turn.")] = 1,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so long; what has ended counts.")] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder for comparison.json and runs.jsonl.xz, written after each run.")
-    ] = None,
+    jobs: Annotated[int, JOBS] = 1,
+    seconds: Annotated[float | None, SECONDS] = None,
+    results: Annotated[Path | None, RESULTS] = None,
     margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
 ) -> None:
     """Train a config's variants with several seeds, side by side, and print the paired gaps to the first.

@@ -234,6 +234,14 @@ class Config(Settings):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def check_seeds(seeds: list[int]) -> None:
+    """Raises ValueError for a config's seeds that are none, no whole numbers from 0, or hold one twice."""
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise ValueError(f"seeds={seeds!r} must list at least one whole number from 0, for example [0, 1, 2]")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={seeds!r} holds one twice")
+
+
 def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
     """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sagebwd import dispatch
 from sagebwd.recipe import Recipe
-from sagebwd.training.config import SDPA, Attention, Settings
+from sagebwd.training.config import SDPA, Attention, Settings, check_seeds
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class Finetuning(Settings):
         dispatch.check_known(self.attention.impl)
         if self.attention.recipe != SDPA:
             Recipe.parse(self.attention.recipe)
-        if not self.seeds or not all(type(seed) is int and seed >= 0 for seed in self.seeds):
-            raise ValueError(f"seeds={self.seeds!r} must list at least one whole number from 0, for example [0, 1, 2]")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds={self.seeds!r} holds one twice")
+        check_seeds(self.seeds)
         optimisation = self.optimisation
         if optimisation.precision not in ("fp32", "bf16"):
             raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sagebwd import dispatch
 from sagebwd.recipe import Recipe
-from sagebwd.training.config import FULL_PRECISION, SDPA, Attention, Settings, build
+from sagebwd.training.config import FULL_PRECISION, SDPA, Attention, Settings, build, check_seeds
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ class Continued(Settings):
         dispatch.check_known(self.attention.impl)
         if self.attention.recipe not in FULL_PRECISION:
             Recipe.parse(self.attention.recipe)
-        if not self.seeds or not all(type(seed) is int and seed >= 0 for seed in self.seeds):
-            raise ValueError(f"seeds={self.seeds!r} must list at least one whole number from 0, for example [0, 1, 2]")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds={self.seeds!r} holds one twice")
+        check_seeds(self.seeds)
         settings = self.optimisation
         for name, accepted in (("precision", ("bf16", "fp32")), ("schedule", ("cosine", "constant"))):
             if getattr(settings, name) not in accepted:
