@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def name_of(kernel: Any) -> str:
 
 
 def rows_of(launches: list[Launch], events: list[tuple[str, float, float]], runs: int) -> list[Row]:
-    """The launches of one run, in the mean of ``runs``; events: name, start and end of what a GPU did, in order.
+    """The launches of one run, medians of ``runs``; events: name, start and end of what a GPU did, in order.
 
     Raises ValueError where runs did not do the same.
     """
@@ -120,9 +121,9 @@ def rows_of(launches: list[Launch], events: list[tuple[str, float, float]], runs
         if waiting is not None and waiting.kernel in name:
             name, moved, waiting = waiting.kernel, waiting.moved, next(left, None)
         these = range(place, len(events), count)
-        took = sum(events[i][2] - events[i][1] for i in these) / runs
+        took = median(events[i][2] - events[i][1] for i in these)
         gaps = [events[i][1] - events[i - 1][2] for i in these if i > 0]
-        found.append(Row(name, moved, took, sum(gaps) / max(len(gaps), 1)))
+        found.append(Row(name, moved, took, median(gaps) if gaps else 0.0))
     return found
 
 
