@@ -35,10 +35,12 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_both
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    edges_of,
+    block_cut,
+    cut_at_both_ends,
     head_and_number,
     heads_of,
     key_block,
+    loops_of,
     place_of,
     queries_met,
     queries_of,
@@ -89,6 +91,8 @@ def accumulate(
     STAGES: gl.constexpr = TILE.stages
     IN_ORDER: gl.constexpr = added is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    # the block before is not one less than a block
+    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
     IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
     PIECE: gl.constexpr = memory.k.shape[2]
     PIECES: gl.constexpr = WIDTH.head_dim // PIECE
@@ -116,8 +120,8 @@ def accumulate(
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
         listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
-        begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
-        edges = edges_of(begin, whole_from, end, walk, KIND)
+        met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
+        begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
@@ -148,15 +152,17 @@ def accumulate(
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
         heads = group if KIND.GROUPED and not LISTED else 1
-        last_rank, last_entry, last_block = None, 0, end
+        last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
         if LISTED:
             _, last_entry, last_rank = met_of(walk, listed[0], 0)
+        until = begun + (end - begin) * heads
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
-            ahead = begun - begin
-            for part in gl.static_range(len(edges) - 1):
-                for i in range(edges[part], edges[part + 1]):
-                    step = i + ahead
+            for part in gl.static_range(len(loops)):
+                ahead = begun + loops[part][2]
+                for number in range(loops[part][0], loops[part][1]):
+                    i = block_cut(number, met, KIND) if part == 0 else number
+                    step = number + ahead
                     block = step + turn
                     stage, phase = ring(step, STAGES)
                     before, phase_before = ring(block, SLOTS)
@@ -164,16 +170,15 @@ def accumulate(
                     rows, copy_scales = memory.rows.index(stage), memory.scales.index(stage)
                     # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
                     # a block of this sequence, never to the one before
-                    to_row, to_block, known_rank, met, first_q = row, gl.maximum(i, 1), None, 0, i * BLOCK_Q
+                    to_row, to_block, known_rank, at, first_q = row, gl.maximum(i, 1), None, 0, i * BLOCK_Q
                     if LISTED:
                         last_head, last_block = head_and_block(last_entry)
                         to_row, to_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
                         known_rank = last_rank
-                        met, last_entry, last_rank = met_of(walk, listed[0], i)
+                        at, last_entry, last_rank = met_of(walk, listed[0], number)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
-                    elif KIND.GROUPED:
-                        to_row = gl.where(i == begin, last_row, row)
-                        to_block = gl.where(i == begin, end, i)
+                    elif JUMPS:
+                        to_row, to_block, last_row, last_block = last_row, last_block + 1, row, i
                     counter, rank, count = counter_rank_and_count(
                         to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
                         HEAD, known_rank,
@@ -187,18 +192,20 @@ def accumulate(
                     )
                     p, whole = probabilities(
                         s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, group, key_mask, walk,
-                        tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                        tensors.bias, at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
+                    ds_codes = ds_operand(
+                        p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED and part == 0, S_LAYOUT, OPERAND
+                    )
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
-                    more = (i + 1 < end) | (head + 1 < heads)
+                    more = step + 1 < until if JUMPS else number + 1 < end
                     if IN_PIECES:
                         dv_acc, dk_acc, dq, dq_half = add_in_pieces(
                             dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
@@ -238,12 +245,12 @@ def accumulate(
                             s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
-            if not LISTED:
-                last_row = row
             begun += end - begin
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
+        if JUMPS:
+            last_block += 1
         place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
@@ -351,7 +358,7 @@ def backward_kernel(
     written = (dq_desc, dk_desc, dv_desc)
     heads = (place.head * group, place.head * group + group)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
     # fmt: off
     gl.warp_specialize(
         [

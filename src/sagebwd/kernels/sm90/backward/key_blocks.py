@@ -93,29 +93,75 @@ def heads_of(place, sizes, VARLEN: gl.constexpr):
         return place.batch * sizes.heads_k * sizes.group, place.batch * sizes.heads_k + place.head
 
 
-@gluon.jit
-def queries_met(first_k, queries, walk, listed, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Blocks of queries that see any of a program's keys: begin, the first that no mask cuts, and end.
+class Met(NamedTuple):
+    """Blocks of queries that see any of a program's keys, and which of them no mask cuts and no end.
 
-    walk: of a mask of elements, where ``listed`` counts them, those of all heads (`list_of`); or None.
+    Of a mask of elements, numbers of its list's blocks.
+    """
+
+    begin: gl.tensor
+    whole_from: gl.tensor
+    whole_until: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def queries_met(first_k, length, queries, walk, listed, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """What a program's keys meet, of a sequence of ``length`` keys.
+
+    walk: of a mask of elements, where ``listed`` counts blocks, those of all heads (`list_of`); or None.
     """
     if walk is not None:
-        return 0, listed[1], listed[2]
+        return Met(0, listed[1], listed[2], listed[2])
     else:
-        begin, whole_from, _, end = block_range(
+        begin, whole_from, whole_until, end = block_range(
             first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
             KIND.HAS_LOWER, False,
         )  # fmt: skip
-        return begin, whole_from, end
+        if KIND.RAGGED:
+            keys_end = first_k + CONSUMERS * ROWS > length
+            whole_from = gl.where(keys_end, end, whole_from)
+            whole_until = gl.where(keys_end, end, whole_until)
+        if cut_at_both_ends(KIND):
+            return Met(begin, whole_from, whole_until, end)
+        else:
+            return Met(begin, whole_from, end, end)
+
+
+@gluon.constexpr_function
+def cut_at_both_ends(kind):
+    """Whether a mask or an end may cut a program's last blocks of queries too, not only its first."""
+    return kind.HAS_LOWER or kind.RAGGED
 
 
 @gluon.jit
-def edges_of(begin, whole_from, end, walk, KIND: gl.constexpr):
-    """Where loops over blocks of queries begin, and the last one ends: one, or first one of those that a mask cuts.
-
-    What masks need would take registers that the other has not.
-    """
-    if walk is not None or (KIND.HAS_UPPER and not KIND.HAS_LOWER and not KIND.GROUPED):
-        return begin, whole_from, end
+def block_cut(number, met, KIND: gl.constexpr):
+    """Of the blocks that a mask or an end cuts, which a program meets first, the one with this number."""
+    if cut_at_both_ends(KIND):
+        return number + gl.where(number < met.whole_from, 0, met.whole_until - met.whole_from)
     else:
-        return begin, end
+        return number
+
+
+@gluon.jit
+def number_met(number, met, KIND: gl.constexpr):
+    """The block of queries that a program meets as that number from ``met.begin`` on."""
+    if cut_at_both_ends(KIND):
+        tail = met.end - met.whole_until
+        return gl.where(number < met.whole_from + tail, block_cut(number, met, KIND), number - tail)
+    else:
+        return number
+
+
+@gluon.jit
+def loops_of(met, walk, KIND: gl.constexpr):
+    """Loops over blocks of queries: from where, to where, and how many blocks go before such a number's.
+
+    Numbers of `block_cut` first, then whole blocks; or these alone. What is cut takes registers and branches that whole
+    blocks have not.
+    """
+    if walk is not None or KIND.HAS_UPPER or KIND.HAS_LOWER or KIND.RAGGED:
+        tail = met.end - met.whole_until
+        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
+    else:
+        return ((met.begin, met.end, -met.begin),)

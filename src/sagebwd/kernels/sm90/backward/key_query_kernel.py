@@ -29,7 +29,16 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     store_no_ds,
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
-from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.key_blocks import (
+    block_cut,
+    cut_at_both_ends,
+    heads_of,
+    loops_of,
+    number_met,
+    place_of,
+    queries_met,
+    queries_of,
+)
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import (
@@ -78,7 +87,7 @@ def load(
     origin_k, origin_v, origin_q, origin_do = origins
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k, length = blocks
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
@@ -87,12 +96,12 @@ def load(
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
     listed = list_of(walk, shares, batch, head_k, first_k)
     at = listed[0]
-    begin, _, end = queries_met(first_k, queries, walk, listed, KIND, BLOCK_Q)
+    met = queries_met(first_k, length, queries, walk, listed, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-        for number in range(begin, end):
-            head, i = first_head, number
+        for number in range(met.begin, met.end):
+            head, i = first_head, number_met(number, met, KIND)
             if walk is not None:
                 head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
@@ -131,6 +140,8 @@ def accumulate(
     added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
+    # the block before is not one less than a block
+    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -154,8 +165,8 @@ def accumulate(
     z_q, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
-    edges = edges_of(begin, whole_from, end, walk, KIND)
+    met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
+    begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
@@ -183,30 +194,31 @@ def accumulate(
     s = scores(k, memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
-    last_rank, last_entry, last_block = None, 0, end
+    last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
     if LISTED:
         _, last_entry, last_rank = met_of(walk, at, 0)
+    until = begun + (end - begin) * heads
     for head in range(heads):
-        ahead = begun - begin
-        for part in gl.static_range(len(edges) - 1):
-            for i in range(edges[part], edges[part + 1]):
-                step = i + ahead
+        for part in gl.static_range(len(loops)):
+            ahead = begun + loops[part][2]
+            for number in range(loops[part][0], loops[part][1]):
+                i = block_cut(number, met, KIND) if part == 0 else number
+                step = number + ahead
                 place_q, phase = ring(step, PLACES)
                 before, phase_before = ring(step, SLOTS)
                 slot, phase_slot = ring(step + 1, SLOTS)
                 # where this step adds dQ of the step before; at the first zeros times K, NaN if that is: to a block of
                 # this sequence, never to the one before
                 to_head = first_head + head
-                to_block, known_rank, met, first_q = gl.maximum(i, 1), None, 0, i * BLOCK_Q
+                to_block, known_rank, entry_at, first_q = gl.maximum(i, 1), None, 0, i * BLOCK_Q
                 if LISTED:
                     to_head, last_block = head_and_block(last_entry)
                     to_head, to_block = first_head + to_head, last_block + 1
                     known_rank = last_rank
-                    met, last_entry, last_rank = met_of(walk, at, i)
+                    entry_at, last_entry, last_rank = met_of(walk, at, number)
                     first_q = head_and_block(last_entry)[1] * BLOCK_Q
-                elif KIND.GROUPED:
-                    to_head = gl.where(i == begin, last_head, to_head)
-                    to_block = gl.where(i == begin, end, i)
+                elif JUMPS:
+                    to_head, to_block, last_head, last_block = last_head, last_block + 1, to_head, i
                 counter, rank, count = counter_rank_and_count(
                     to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1,
                     known_rank,
@@ -228,11 +240,13 @@ def accumulate(
                     dp = warpgroup_mma(v[piece], do[piece].permute((1, 0)), dp, is_async=True)
                 p, whole = probabilities(
                     s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, sizes.group, key_mask,
-                    walk, tensors.bias, met, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                    walk, tensors.bias, entry_at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO * PLACES + place_q), count=1)
-                codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, S_LAYOUT, OPERAND)
+                codes = ds_operand(
+                    p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED and part == 0, S_LAYOUT, OPERAND
+                )
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
@@ -259,7 +273,7 @@ def accumulate(
                 mbarrier.arrive(empty.index(OF_Q_T * PLACES), count=1)
                 dk_added += (add_here(dk[PARTS - 1], last, dk_scale),)
                 dk = dk_added
-                more = (i + 1 < end) | (head + 1 < heads)
+                more = step + 1 < until if JUMPS else number + 1 < end
                 free = last.to(gl.int32, bitcast=True)
                 place_q, phase = ring(step + 1, PLACES) if PLACES > 1 else (0, phase ^ 1)
                 mbarrier.wait(full.index(OF_Q * PLACES + place_q), phase, pred=more)
@@ -275,12 +289,12 @@ def accumulate(
                 store_dq_part(dq_memory, dq * sum_scale, None, -1, CONSUMER, True)
                 add_dq_part(dq_desc, dq_memory, to_row, None, -1, 0, 0, CONSUMER, True)
                 counter_before = counter
-        if not LISTED:
-            last_head = first_head + head
         begun += end - begin
     if LISTED:
         last_head, last_block = head_and_block(last_entry)
         last_head, last_block = first_head + last_head, last_block + 1
+    if JUMPS:
+        last_block += 1
     place, is_mine = place_of(program_number(0), 0, tensors, sizes, True), True
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
@@ -362,7 +376,7 @@ def key_query_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
     own = (k_t, ds, dq)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(

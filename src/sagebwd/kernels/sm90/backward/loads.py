@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sagebwd.kernels.sm90.backward.key_blocks import key_block, queries_met
+from sagebwd.kernels.sm90.backward.key_blocks import key_block, number_met, queries_met
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
@@ -82,7 +82,8 @@ def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, at, step, WIDTH: gl.constexpr,
+    descriptors, memory, barriers, origin_q, origin_do, met, blocks, heads, walk, at, step, KIND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
@@ -91,7 +92,7 @@ def load_queries(
     """
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    begin, count, blocks_q, z_q, block_0 = steps
+    blocks_q, z_q, block_0 = blocks
     HEAD_DIM: gl.constexpr = WIDTH.head_dim
     VALUE_DIM: gl.constexpr = WIDTH.value_dim
     STAGES: gl.constexpr = WIDTH.backward.stages
@@ -102,8 +103,8 @@ def load_queries(
     step = gl.to_tensor(step)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-        for number in range(begin, begin + count):
-            head, i = first_head, number
+        for number in range(met.begin, met.end):
+            head, i = first_head, number_met(number, met, KIND)
             if walk is not None:
                 head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
@@ -140,15 +141,15 @@ def load(
 ):  # fmt: skip
     """In each turn the keys' K and V, then what `load_queries` loads; origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
-    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k, length = blocks
     step = 0
     for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER and shares is None else 1):
         first_k = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
         mbarrier.wait(barriers.keys_empty, (turn & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
         listed = list_of(walk, shares, batch, head_k, first_k)
-        begin, _, end = queries_met(first_k, queries, walk, listed, KIND, WIDTH.backward.queries)
-        steps = (begin, end - begin, blocks_q, z_q, block_0)
+        met = queries_met(first_k, length, queries, walk, listed, KIND, WIDTH.backward.queries)
         step = load_queries(
-            descriptors, memory, barriers, origin_q, origin_do, steps, heads, walk, listed[0], step, WIDTH
-        )
+            descriptors, memory, barriers, origin_q, origin_do, met, (blocks_q, z_q, block_0), heads, walk, listed[0],
+            step, KIND, WIDTH,
+        )  # fmt: skip

@@ -76,14 +76,14 @@ def probabilities(
 ):  # fmt: skip
     """P^T, 0 where masked, and whether the block is whole: no mask cuts it, no end.
 
-    IN_PART: a causal mask or one of elements may cut the block; met: where that one's list, if there is one, has it.
+    IN_PART: a mask or an end may cut the block; met: where that one's list, if there is one, has it.
     KEYS_END: keys past the end are masked too, as they must be where dQ reduces over keys. key_scale is of
     `same_of_pairs`, so that a product with a query's serves two scores.
     """
     LISTED: gl.constexpr = walk is not None
-    HAS_LOWER: gl.constexpr = KIND.HAS_LOWER and not LISTED
+    HAS_LOWER: gl.constexpr = KIND.HAS_LOWER and IN_PART and not LISTED
     HAS_UPPER: gl.constexpr = KIND.HAS_UPPER and IN_PART and not LISTED
-    ENDS: gl.constexpr = KEYS_END and not LISTED
+    ENDS: gl.constexpr = KEYS_END and IN_PART and not LISTED
     x = s.to(gl.float32) * (plane(rows, 1, BLOCK_Q, LAYOUT) * gl.expand_dims(key_scale, 1))
     if LISTED and IN_PART:
         seen = pairs_seen(walk, met, first_k, keys, keep_key, first_q, queries, KIND, BLOCK_Q, LAYOUT)

@@ -16,7 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
-from sagebwd.kernels.sm90.backward.key_blocks import edges_of, heads_of, place_of, queries_met, queries_of
+from sagebwd.kernels.sm90.backward.key_blocks import (
+    block_cut,
+    cut_at_both_ends,
+    heads_of,
+    loops_of,
+    number_met,
+    place_of,
+    queries_met,
+    queries_of,
+)
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces, loaded, parts_of_copy, pieces_of, repeated
@@ -43,7 +52,7 @@ def load(
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0, walk, shares, batch, head_k = blocks
+    blocks_q, z_q, block_0, walk, shares, batch, head_k, length = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -55,12 +64,12 @@ def load(
         load_pieces(descriptors.k, row, column_k, barriers.keys_full, memory.k, consumer, PIECES)
     listed = list_of(walk, shares, batch, head_k, first_k)
     at = listed[0]
-    begin, _, end = queries_met(first_k, queries, walk, listed, KIND, BLOCK_Q)
+    met = queries_met(first_k, length, queries, walk, listed, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-        for number in range(begin, end):
-            head, i = first_head, number
+        for number in range(met.begin, met.end):
+            head, i = first_head, number_met(number, met, KIND)
             if walk is not None:
                 head, i = head_and_block(met_of(walk, at, number)[1])
                 head += first_head
@@ -91,6 +100,8 @@ def accumulate(
     STAGES: gl.constexpr = WIDTH.backward.stages
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
+    # the block before is not one less than a block
+    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -105,8 +116,8 @@ def accumulate(
     _, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    begin, whole_from, end = queries_met(place.first, queries, walk, listed, KIND, BLOCK_Q)
-    edges = edges_of(begin, whole_from, end, walk, KIND)
+    met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
+    begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
@@ -125,21 +136,23 @@ def accumulate(
     s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
+    until = begun + (end - begin) * heads
     for head in range(heads):
-        ahead = begun - begin
-        for part in gl.static_range(len(edges) - 1):
-            for i in range(edges[part], edges[part + 1]):
-                step = i + ahead
+        for part in gl.static_range(len(loops)):
+            ahead = begun + loops[part][2]
+            for number in range(loops[part][0], loops[part][1]):
+                i = block_cut(number, met, KIND) if part == 0 else number
+                step = number + ahead
                 stage, phase = ring(step, STAGES)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
-                met, block = 0, i
+                entry_at, block = 0, i
                 if LISTED:
-                    met, entry, _ = met_of(walk, at, i)
+                    entry_at, entry, _ = met_of(walk, at, number)
                     block = head_and_block(entry)[1]
                 p = probabilities(
                     s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, place, queries,
-                    sizes.group, tensors.key_mask, walk, tensors.bias, met, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
+                    sizes.group, tensors.key_mask, walk, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
                 )[0]  # fmt: skip
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
@@ -149,7 +162,7 @@ def accumulate(
                 second = new_product(codes, copy[1], none)
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
-                more = (i + 1 < end) | (head + 1 < heads)
+                more = step + 1 < until if JUMPS else number + 1 < end
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
                 last = warpgroup_mma_wait(len(k), deps=[last])  # as many are S's
@@ -209,7 +222,7 @@ def value_kernel(
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
