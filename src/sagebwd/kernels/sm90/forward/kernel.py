@@ -204,6 +204,12 @@ class Forward:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
+    def release_keys(self, memory, stage: Int32) -> None:
+        """A warp has done with K's stage, and each of its lanes with what it read of masks there."""
+        if const_expr(self.variant.key_mask):
+            cute.arch.sync_warp()
+        self.release(memory.k_empty + stage)
+
     @cute.jit
     def queue_s(self, mma: cute.TiledMma, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor, stage: Int32):
         """S of the block in ``stage``."""
@@ -312,7 +318,7 @@ class Forward:
             warpgroup.wait_group(0)
             self.softmax.maxima(s, x, state, factors, seen, True, True)
             self.softmax.exponentials(s, x, state, factors, True)
-            self.release(memory.k_empty + stage)
+            self.release_keys(memory, stage)
             self.softmax.pack(x, p)
             if const_expr(self.variant.varlen):
                 cute.arch.mbarrier_wait(memory.v_full + stage, phase)
@@ -450,12 +456,12 @@ class Forward:
         # which keys the mask keeps is read from the stage: that is released once the bits have been used
         held = const_expr(masked and self.variant.key_mask)
         if const_expr(not held):
-            self.release(memory.k_empty + stage)
+            self.release_keys(memory, stage)
         moved = Boolean(False)
         if const_expr(not free):
             moved = self.softmax.maxima(s, x, state, factors, seen, False, masked)
         if const_expr(held):
-            self.release(memory.k_empty + stage)
+            self.release_keys(memory, stage)
         parts = self.softmax.exponentials(s, x, state, factors, masked)
         if const_expr(look):
             self.softmax.note_exactly(x, parts, state)
