@@ -35,6 +35,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_both
 from sagebwd.kernels.sm90.backward.key_blocks import (
+    Keys,
     block_cut,
     cut_at_both_ends,
     head_and_number,
@@ -120,8 +121,9 @@ def accumulate(
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
         listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
-        met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
-        begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
+        these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+        met = queries_met(place.first, these, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
+        begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
@@ -197,7 +199,7 @@ def accumulate(
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     ds_codes = ds_operand(
-                        p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED and part == 0, S_LAYOUT, OPERAND
+                        p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, part == 0, S_LAYOUT, OPERAND
                     )
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
@@ -358,7 +360,8 @@ def backward_kernel(
     written = (dq_desc, dk_desc, dv_desc)
     heads = (place.head * group, place.head * group + group)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
+    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
     # fmt: off
     gl.warp_specialize(
         [

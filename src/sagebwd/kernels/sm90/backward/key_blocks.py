@@ -105,9 +105,29 @@ class Met(NamedTuple):
     end: gl.tensor
 
 
+class Keys(NamedTuple):
+    """A sequence's keys: of which of a batch, how many, the mask of keys or None, and how many are a row of it."""
+
+    batch: gl.tensor
+    length: gl.tensor
+    mask: gl.tensor
+    tokens: gl.tensor
+
+
 @gluon.jit
-def queries_met(first_k, length, queries, walk, listed, KIND: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """What a program's keys meet, of a sequence of ``length`` keys.
+def kept_of(keys, first_k):
+    """How many of a program's keys count; each warp counts all."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([CONSUMERS * ROWS // 32], [32], [gl.num_warps()], [0])
+    these = first_k + gl.arange(0, CONSUMERS * ROWS, LAYOUT)
+    row = keys.mask + keys.batch.to(gl.int64) * keys.tokens
+    return gl.sum((gl.load(row + these, mask=these < keys.length, other=0) != 0).to(gl.int32), 0)
+
+
+@gluon.jit
+def queries_met(
+    first_k, keys, queries, walk, listed, IN_ORDER: gl.constexpr, KIND: gl.constexpr, BLOCK_Q: gl.constexpr
+):
+    """What a program's keys meet: nothing if a mask hides them all, unless blocks of keys add to dQ in order.
 
     walk: of a mask of elements, where ``listed`` counts blocks, those of all heads (`list_of`); or None.
     """
@@ -118,10 +138,16 @@ def queries_met(first_k, length, queries, walk, listed, KIND: gl.constexpr, BLOC
             first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
             KIND.HAS_LOWER, False,
         )  # fmt: skip
-        if KIND.RAGGED:
-            keys_end = first_k + CONSUMERS * ROWS > length
-            whole_from = gl.where(keys_end, end, whole_from)
-            whole_until = gl.where(keys_end, end, whole_until)
+        if keys.mask is not None:
+            kept = kept_of(keys, first_k)
+            if not IN_ORDER:
+                end = gl.where(kept > 0, end, begin)
+            are_cut = kept < CONSUMERS * ROWS
+        else:
+            are_cut = first_k + CONSUMERS * ROWS > keys.length
+        if KIND.RAGGED or keys.mask is not None:
+            whole_from = gl.where(are_cut, end, whole_from)
+            whole_until = gl.where(are_cut, end, whole_until)
         if cut_at_both_ends(KIND):
             return Met(begin, whole_from, whole_until, end)
         else:
@@ -154,13 +180,13 @@ def number_met(number, met, KIND: gl.constexpr):
 
 
 @gluon.jit
-def loops_of(met, walk, KIND: gl.constexpr):
+def loops_of(met, walk, key_mask, KIND: gl.constexpr):
     """Loops over blocks of queries: from where, to where, and how many blocks go before such a number's.
 
-    Numbers of `block_cut` first, then whole blocks; or these alone. What is cut takes registers and branches that whole
-    blocks have not.
+    Numbers of `block_cut` first, then whole blocks; or these alone. What is cut takes registers and branches that
+    whole blocks have not.
     """
-    if walk is not None or KIND.HAS_UPPER or KIND.HAS_LOWER or KIND.RAGGED:
+    if walk is not None or KIND.HAS_UPPER or KIND.HAS_LOWER or KIND.RAGGED or key_mask is not None:
         tail = met.end - met.whole_until
         return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
     else:

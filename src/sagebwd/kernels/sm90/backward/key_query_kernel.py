@@ -30,6 +30,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
+    Keys,
     block_cut,
     cut_at_both_ends,
     heads_of,
@@ -81,22 +82,23 @@ OF_Q, OF_DO, OF_Q_T, OPERANDS = (gl.constexpr(number) for number in (0, 1, 2, 3)
 
 @gluon.jit
 def load(
-    descriptors, memory, barriers, origins, first_k, blocks, heads, queries, KIND: gl.constexpr, WIDTH: gl.constexpr
-):
+    descriptors, memory, barriers, origins, first_k, blocks, heads, queries, IN_ORDER: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """The loading warp: K and V once, then each operand of a block of queries once its place is free."""
     origin_k, origin_v, origin_q, origin_do = origins
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    blocks_q, z_q, block_0, walk, shares, batch, head_k, length = blocks
+    blocks_q, z_q, block_0, walk, shares, head_k, keys = blocks
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
     PLACES: gl.constexpr = WIDTH.backward.places
     PIECES: gl.constexpr = memory.q_t.shape[0]
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-    listed = list_of(walk, shares, batch, head_k, first_k)
+    listed = list_of(walk, shares, keys.batch, head_k, first_k)
     at = listed[0]
-    met = queries_met(first_k, length, queries, walk, listed, KIND, BLOCK_Q)
+    met = queries_met(first_k, keys, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -165,8 +167,9 @@ def accumulate(
     z_q, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
-    begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
+    these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+    met = queries_met(place.first, these, queries, walk, listed, added is not None, KIND, BLOCK_Q)
+    begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
@@ -244,9 +247,7 @@ def accumulate(
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO * PLACES + place_q), count=1)
-                codes = ds_operand(
-                    p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED and part == 0, S_LAYOUT, OPERAND
-                )
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, part == 0, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
@@ -376,14 +377,18 @@ def key_query_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
     own = (k_t, ds, dq)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
+    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
             (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 0, KIND, WIDTH)),
             (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 1, KIND, WIDTH)),
-            (load, (descriptors, memory, barriers, origins, place.first, blocks, heads, queries, KIND, WIDTH)),
+            (load, (
+                descriptors, memory, barriers, origins, place.first, blocks, heads, queries, tensors.added is not None,
+                KIND, WIDTH,
+            )),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
+    Keys,
     block_cut,
     cut_at_both_ends,
     heads_of,
@@ -52,7 +53,7 @@ def load(
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0, walk, shares, batch, head_k, length = blocks
+    blocks_q, z_q, block_0, walk, shares, head_k, keys = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -62,9 +63,9 @@ def load(
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
         load_pieces(descriptors.k, row, column_k, barriers.keys_full, memory.k, consumer, PIECES)
-    listed = list_of(walk, shares, batch, head_k, first_k)
+    listed = list_of(walk, shares, keys.batch, head_k, first_k)
     at = listed[0]
-    met = queries_met(first_k, length, queries, walk, listed, KIND, BLOCK_Q)
+    met = queries_met(first_k, keys, queries, walk, listed, False, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -116,8 +117,9 @@ def accumulate(
     _, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    met = queries_met(place.first, place.length, queries, walk, listed, KIND, BLOCK_Q)
-    begin, end, loops = met.begin, met.end, loops_of(met, walk, KIND)
+    these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+    met = queries_met(place.first, these, queries, walk, listed, False, KIND, BLOCK_Q)
+    begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
@@ -137,7 +139,7 @@ def accumulate(
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     until = begun + (end - begin) * heads
-    for head in range(heads):
+    for _ in range(heads):
         for part in gl.static_range(len(loops)):
             ahead = begun + loops[part][2]
             for number in range(loops[part][0], loops[part][1]):
@@ -152,7 +154,8 @@ def accumulate(
                     block = head_and_block(entry)[1]
                 p = probabilities(
                     s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, place, queries,
-                    sizes.group, tensors.key_mask, walk, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q, S_LAYOUT,
+                    sizes.group, tensors.key_mask, walk, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q,
+                    S_LAYOUT,
                 )[0]  # fmt: skip
                 codes = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
@@ -222,7 +225,8 @@ def value_kernel(
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.batch, place.head, place.length)
+    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
