@@ -39,7 +39,17 @@ from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
 from tests.kernels.calls import KernelCall
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
-FORMS = ("causal", "ungrouped", "full", "packed", "packed-causal", "window", "padded", "padded-causal")
+FORMS = (
+    "causal",
+    "ungrouped",
+    "full",
+    "packed",
+    "packed-causal",
+    "packed-grouped",
+    "window",
+    "padded",
+    "padded-causal",
+)
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
@@ -214,14 +224,14 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
 
 def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str = "256") -> list[dict]:
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
-    causal, count = form in ("causal", "ungrouped", "packed-causal", "window", "padded-causal"), int(tokens)
+    causal, count = form not in ("full", "packed", "padded") and form in FORMS, int(tokens)
     lengths = [count - count // 3, count // 3] if form.startswith("packed") else []
     head_dim, _, value_dim = head_dim.partition("/")
     shape = KernelCall(
         recipe=recipe, head_dim=int(head_dim), value_dim=int(value_dim or head_dim), heads=4,
-        kv_heads=2 if form == "causal" else 4, tokens_q=count, tokens_k=count, lengths_q=lengths, lengths_k=lengths,
-        is_causal=causal, window=(64, 0) if form == "window" else (-1, -1), masked=form.startswith("padded"),
-        mask="" if form in FORMS else form,
+        kv_heads=2 if form in ("causal", "packed-grouped") else 4, tokens_q=count, tokens_k=count, lengths_q=lengths,
+        lengths_k=lengths, is_causal=causal, window=(64, 0) if form == "window" else (-1, -1),
+        masked=form.startswith("padded"), mask="" if form in FORMS else form,
     )  # fmt: skip
     return launches(arch, shape)
 

@@ -92,6 +92,7 @@ def accumulate(
     STAGES: gl.constexpr = TILE.stages
     IN_ORDER: gl.constexpr = added is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    MANY: gl.constexpr = KIND.GROUPED and not LISTED
     # the block before is not one less than a block
     JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
     IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
@@ -153,15 +154,18 @@ def accumulate(
         counter_before = -1
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
-        heads = group if KIND.GROUPED and not LISTED else 1
+        heads = group if MANY else 1
         last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
         if LISTED:
             _, last_entry, last_rank = met_of(walk, listed[0], 0)
         until = begun + (end - begin) * heads
-        for head in range(heads):
-            row = (first_head + head) * HEAD + CHANNEL
-            for part in gl.static_range(len(loops)):
+        for part in gl.static_range(len(loops)):
+            # all heads' cut blocks before all their whole ones
+            for head in range(heads):
+                row = (first_head + head) * HEAD + CHANNEL
                 ahead = begun + loops[part][2]
+                if MANY:
+                    ahead = begun - loops[part][0] + head * (loops[part][1] - loops[part][0])
                 for number in range(loops[part][0], loops[part][1]):
                     i = block_cut(number, met, KIND) if part == 0 else number
                     step = number + ahead
@@ -247,6 +251,9 @@ def accumulate(
                             s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
+            if MANY:
+                begun += (loops[part][1] - loops[part][0]) * heads
+        if not MANY:
             begun += end - begin
         if LISTED:
             last_head, last_block = head_and_block(last_entry)

@@ -156,13 +156,13 @@ def queries_met(
 
 @gluon.constexpr_function
 def cut_at_both_ends(kind):
-    """Whether a mask or an end may cut a program's last blocks of queries too, not only its first."""
-    return kind.HAS_LOWER or kind.RAGGED
+    """Whether an end may cut a program's last blocks of queries too, not only a mask its first."""
+    return kind.RAGGED and not kind.HAS_LOWER
 
 
 @gluon.jit
 def block_cut(number, met, KIND: gl.constexpr):
-    """Of the blocks that a mask or an end cuts, which a program meets first, the one with this number."""
+    """Of the blocks that a mask or an end cuts, the one with this number: they are numbered from ``met.begin`` on."""
     if cut_at_both_ends(KIND):
         return number + gl.where(number < met.whole_from, 0, met.whole_until - met.whole_from)
     else:
@@ -170,24 +170,41 @@ def block_cut(number, met, KIND: gl.constexpr):
 
 
 @gluon.jit
-def number_met(number, met, KIND: gl.constexpr):
-    """The block of queries that a program meets as that number from ``met.begin`` on."""
-    if cut_at_both_ends(KIND):
-        tail = met.end - met.whole_until
-        return gl.where(number < met.whole_from + tail, block_cut(number, met, KIND), number - tail)
+def loops_of(met, walk, key_mask, KIND: gl.constexpr):
+    """Loops over blocks of queries: from where, to where, and by how much a block's place in order is more.
+
+    Over numbers of `block_cut` first, then over whole blocks: what is cut takes registers and branches that whole
+    blocks have not. One loop alone goes over all where nothing is cut, and under a window, of which few blocks are
+    whole: from one loop to the other instructions are fetched anew.
+    """
+    if walk is None and (KIND.HAS_LOWER or not (KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None)):
+        return ((met.begin, met.end, -met.begin),)
     else:
-        return number
+        tail = met.end - met.whole_until
+        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
+
+
+@gluon.constexpr_function
+def parts_loaded(kind, listed):
+    """How many times a loading warp goes through a turn's heads: twice where of all heads what is cut comes first."""
+    return 2 if kind.GROUPED and not listed and not kind.HAS_LOWER else 1
 
 
 @gluon.jit
-def loops_of(met, walk, key_mask, KIND: gl.constexpr):
-    """Loops over blocks of queries: from where, to where, and how many blocks go before such a number's.
-
-    Numbers of `block_cut` first, then whole blocks; or these alone. What is cut takes registers and branches that
-    whole blocks have not.
-    """
-    if walk is not None or KIND.HAS_UPPER or KIND.HAS_LOWER or KIND.RAGGED or key_mask is not None:
-        tail = met.end - met.whole_until
-        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
+def loaded_from(met, part, KIND: gl.constexpr, LISTED: gl.constexpr):
+    """From where to where a loading warp goes for a head: numbers of `block_met`."""
+    if parts_loaded(KIND, LISTED) == 1:
+        return met.begin, met.end
     else:
-        return ((met.begin, met.end, -met.begin),)
+        edge = met.whole_from + (met.end - met.whole_until)
+        return gl.where(part == 0, met.begin, edge), gl.where(part == 0, edge, met.end)
+
+
+@gluon.jit
+def block_met(number, met, KIND: gl.constexpr):
+    """`block_cut`, or the whole block that comes after these."""
+    block = block_cut(number, met, KIND)
+    if cut_at_both_ends(KIND):
+        tail = met.end - met.whole_until
+        block = gl.where(number < met.whole_from + tail, block, number - tail)
+    return block
