@@ -92,9 +92,8 @@ def accumulate(
     STAGES: gl.constexpr = TILE.stages
     IN_ORDER: gl.constexpr = added is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
-    MANY: gl.constexpr = KIND.GROUPED and not LISTED
     # the block before is not one less than a block
-    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
     IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
     PIECE: gl.constexpr = memory.k.shape[2]
     PIECES: gl.constexpr = WIDTH.head_dim // PIECE
@@ -154,18 +153,15 @@ def accumulate(
         counter_before = -1
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
         # one head alone is no loop
-        heads = group if MANY else 1
+        heads = group if KIND.GROUPED and not LISTED else 1
         last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
         if LISTED:
             _, last_entry, last_rank = met_of(walk, listed[0], 0)
         until = begun + (end - begin) * heads
-        for part in gl.static_range(len(loops)):
-            # all heads' cut blocks before all their whole ones
-            for head in range(heads):
-                row = (first_head + head) * HEAD + CHANNEL
+        for head in range(heads):
+            row = (first_head + head) * HEAD + CHANNEL
+            for part in gl.static_range(len(loops)):
                 ahead = begun + loops[part][2]
-                if MANY:
-                    ahead = begun - loops[part][0] + head * (loops[part][1] - loops[part][0])
                 for number in range(loops[part][0], loops[part][1]):
                     i = block_cut(number, met, KIND) if part == 0 else number
                     step = number + ahead
@@ -184,7 +180,10 @@ def accumulate(
                         at, last_entry, last_rank = met_of(walk, listed[0], number)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif JUMPS:
-                        to_row, to_block, last_row, last_block = last_row, last_block + 1, row, i
+                        to_block, last_block = last_block + 1, i
+                    elif KIND.GROUPED:
+                        to_row = gl.where(i == begin, last_row, row)
+                        to_block = gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
                         to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
                         HEAD, known_rank,
@@ -211,7 +210,7 @@ def accumulate(
                     barrier()
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
-                    more = step + 1 < until if JUMPS else number + 1 < end
+                    more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                     if IN_PIECES:
                         dv_acc, dk_acc, dq, dq_half = add_in_pieces(
                             dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
@@ -251,9 +250,8 @@ def accumulate(
                             s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
-            if MANY:
-                begun += (loops[part][1] - loops[part][0]) * heads
-        if not MANY:
+            if not LISTED:
+                last_row = row
             begun += end - begin
         if LISTED:
             last_head, last_block = head_and_block(last_entry)

@@ -156,48 +156,17 @@ def queries_met(
 
 @gluon.constexpr_function
 def cut_at_both_ends(kind):
-    """Whether an end may cut a program's last blocks of queries too, not only a mask its first."""
-    return kind.RAGGED and not kind.HAS_LOWER
+    """Whether a program meets what is cut at an end of its queries with what a mask cuts, before all whole blocks."""
+    return kind.RAGGED and not kind.HAS_LOWER and not kind.GROUPED
 
 
 @gluon.jit
 def block_cut(number, met, KIND: gl.constexpr):
-    """Of the blocks that a mask or an end cuts, the one with this number: they are numbered from ``met.begin`` on."""
+    """The block of queries that is met as that number from ``met.begin`` on, of those that a mask or an end cuts."""
     if cut_at_both_ends(KIND):
         return number + gl.where(number < met.whole_from, 0, met.whole_until - met.whole_from)
     else:
         return number
-
-
-@gluon.jit
-def loops_of(met, walk, key_mask, KIND: gl.constexpr):
-    """Loops over blocks of queries: from where, to where, and by how much a block's place in order is more.
-
-    Over numbers of `block_cut` first, then over whole blocks: what is cut takes registers and branches that whole
-    blocks have not. One loop alone goes over all where nothing is cut, and under a window, of which few blocks are
-    whole: from one loop to the other instructions are fetched anew.
-    """
-    if walk is None and (KIND.HAS_LOWER or not (KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None)):
-        return ((met.begin, met.end, -met.begin),)
-    else:
-        tail = met.end - met.whole_until
-        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
-
-
-@gluon.constexpr_function
-def parts_loaded(kind, listed):
-    """How many times a loading warp goes through a turn's heads: twice where of all heads what is cut comes first."""
-    return 2 if kind.GROUPED and not listed and not kind.HAS_LOWER else 1
-
-
-@gluon.jit
-def loaded_from(met, part, KIND: gl.constexpr, LISTED: gl.constexpr):
-    """From where to where a loading warp goes for a head: numbers of `block_met`."""
-    if parts_loaded(KIND, LISTED) == 1:
-        return met.begin, met.end
-    else:
-        edge = met.whole_from + (met.end - met.whole_until)
-        return gl.where(part == 0, met.begin, edge), gl.where(part == 0, edge, met.end)
 
 
 @gluon.jit
@@ -208,3 +177,18 @@ def block_met(number, met, KIND: gl.constexpr):
         tail = met.end - met.whole_until
         block = gl.where(number < met.whole_from + tail, block, number - tail)
     return block
+
+
+@gluon.jit
+def loops_of(met, walk, key_mask, KIND: gl.constexpr):
+    """Loops over blocks of queries: from where, to where, and by how much a block's place in order is more.
+
+    Over numbers of `block_cut` first, then over whole blocks, which need fewer registers and no branches. Under a
+    window and with grouped heads one loop over all is faster: going from loop to loop so often costs what they gain.
+    """
+    CUT: gl.constexpr = KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None
+    if walk is not None or (CUT and not KIND.HAS_LOWER and not KIND.GROUPED):
+        tail = met.end - met.whole_until
+        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
+    else:
+        return ((met.begin, met.end, -met.begin),)

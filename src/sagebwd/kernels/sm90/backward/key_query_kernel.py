@@ -35,9 +35,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     block_met,
     cut_at_both_ends,
     heads_of,
-    loaded_from,
     loops_of,
-    parts_loaded,
     place_of,
     queries_met,
     queries_of,
@@ -102,38 +100,34 @@ def load(
     at = listed[0]
     met = queries_met(first_k, keys, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
-    for part in range(parts_loaded(KIND, walk is not None)):
-        begin, end = loaded_from(met, part, KIND, walk is not None)
-        # a list has the blocks of all heads
-        for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-            for number in range(begin, end):
-                head, i = first_head, block_met(number, met, KIND)
-                if walk is not None:
-                    head, i = head_and_block(met_of(walk, at, number)[1])
-                    head += first_head
-                z = z_q + head
-                place, phase = ring(step, PLACES)
-                free = phase ^ 1
-                first = i * BLOCK_Q
-                padded = z * blocks_q + block_0 + i
-                ready = full.index(OF_Q * PLACES + place)
-                mbarrier.wait(empty.index(OF_Q * PLACES + place), free)
-                mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
-                load_pieces(
-                    descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, place, PIECES
-                )
-                do_ready = full.index(OF_DO * PLACES + place)
-                mbarrier.wait(empty.index(OF_DO * PLACES + place), free)
-                mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + memory.rows.shape[2] * 4)
-                load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(place))
-                row = row_do + head * row_do_h + first
-                load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, place, PIECES)
-                copy_ready = full.index(OF_Q_T * PLACES)
-                mbarrier.wait(empty.index(OF_Q_T * PLACES), (step & 1) ^ 1)
-                mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
-                load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
-                load_copy(descriptors.q_t, z * BLOCK_D, (block_0 + i) * BLOCK_Q, copy_ready, memory.q_t, 0, PIECES)
-                step += 1
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
+        for number in range(met.begin, met.end):
+            head, i = first_head, block_met(number, met, KIND)
+            if walk is not None:
+                head, i = head_and_block(met_of(walk, at, number)[1])
+                head += first_head
+            z = z_q + head
+            place, phase = ring(step, PLACES)
+            free = phase ^ 1
+            first = i * BLOCK_Q
+            padded = z * blocks_q + block_0 + i
+            ready = full.index(OF_Q * PLACES + place)
+            mbarrier.wait(empty.index(OF_Q * PLACES + place), free)
+            mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
+            load_pieces(descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, place, PIECES)
+            do_ready = full.index(OF_DO * PLACES + place)
+            mbarrier.wait(empty.index(OF_DO * PLACES + place), free)
+            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * 2 + memory.rows.shape[2] * 4)
+            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(place))
+            row = row_do + head * row_do_h + first
+            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, place, PIECES)
+            copy_ready = full.index(OF_Q_T * PLACES)
+            mbarrier.wait(empty.index(OF_Q_T * PLACES), (step & 1) ^ 1)
+            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
+            load_copy(descriptors.q_t, z * BLOCK_D, (block_0 + i) * BLOCK_Q, copy_ready, memory.q_t, 0, PIECES)
+            step += 1
 
 
 @gluon.jit
@@ -148,9 +142,8 @@ def accumulate(
     added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    MANY: gl.constexpr = KIND.GROUPED and not LISTED
     # the block before is not one less than a block
-    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -203,17 +196,14 @@ def accumulate(
     begun = 0
     s = scores(k, memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
-    heads = sizes.group if MANY else 1
+    heads = sizes.group if KIND.GROUPED and not LISTED else 1
     last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
     if LISTED:
         _, last_entry, last_rank = met_of(walk, at, 0)
     until = begun + (end - begin) * heads
-    for part in gl.static_range(len(loops)):
-        # all heads' cut blocks before all their whole ones
-        for head in range(heads):
+    for head in range(heads):
+        for part in gl.static_range(len(loops)):
             ahead = begun + loops[part][2]
-            if MANY:
-                ahead = begun - loops[part][0] + head * (loops[part][1] - loops[part][0])
             for number in range(loops[part][0], loops[part][1]):
                 i = block_cut(number, met, KIND) if part == 0 else number
                 step = number + ahead
@@ -231,7 +221,10 @@ def accumulate(
                     entry_at, last_entry, last_rank = met_of(walk, at, number)
                     first_q = head_and_block(last_entry)[1] * BLOCK_Q
                 elif JUMPS:
-                    to_head, to_block, last_head, last_block = last_head, last_block + 1, to_head, i
+                    to_block, last_block = last_block + 1, i
+                elif KIND.GROUPED:
+                    to_head = gl.where(i == begin, last_head, to_head)
+                    to_block = gl.where(i == begin, end, i)
                 counter, rank, count = counter_rank_and_count(
                     to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1,
                     known_rank,
@@ -284,7 +277,7 @@ def accumulate(
                 mbarrier.arrive(empty.index(OF_Q_T * PLACES), count=1)
                 dk_added += (add_here(dk[PARTS - 1], last, dk_scale),)
                 dk = dk_added
-                more = step + 1 < until if JUMPS else number + 1 < end
+                more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = last.to(gl.int32, bitcast=True)
                 place_q, phase = ring(step + 1, PLACES) if PLACES > 1 else (0, phase ^ 1)
                 mbarrier.wait(full.index(OF_Q * PLACES + place_q), phase, pred=more)
@@ -300,9 +293,8 @@ def accumulate(
                 store_dq_part(dq_memory, dq * sum_scale, None, -1, CONSUMER, True)
                 add_dq_part(dq_desc, dq_memory, to_row, None, -1, 0, 0, CONSUMER, True)
                 counter_before = counter
-        if MANY:
-            begun += (loops[part][1] - loops[part][0]) * heads
-    if not MANY:
+        if not LISTED:
+            last_head = first_head + head
         begun += end - begin
     if LISTED:
         last_head, last_block = head_and_block(last_entry)

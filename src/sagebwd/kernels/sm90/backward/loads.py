@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sagebwd.kernels.sm90.backward.key_blocks import block_met, key_block, loaded_from, parts_loaded, queries_met
+from sagebwd.kernels.sm90.backward.key_blocks import block_met, key_block, queries_met
 from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
@@ -82,13 +82,13 @@ def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, barriers, origin_q, origin_do, met, blocks, heads, walk, at, step,
-    KIND: gl.constexpr, WIDTH: gl.constexpr,
+    descriptors, memory, barriers, origin_q, origin_do, met, blocks, heads, walk, at, step, KIND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
 
-    Origins: row of a sequence's first query, and steps of a head. met: of `queries_met`. at: where a list begins in
-    ``walk``. step: how many blocks the ring has had; returned with these counted in.
+    Origins: row of a sequence's first query, and steps of a head. at: where a list begins in ``walk``. step: how many
+    blocks the ring has had; returned with these counted in.
     """
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
@@ -101,38 +101,36 @@ def load_queries(
     VALUE_PIECES: gl.constexpr = memory.do.shape[0] // STAGES
     full = barriers.full
     step = gl.to_tensor(step)
-    for part in range(parts_loaded(KIND, walk is not None)):
-        begin, end = loaded_from(met, part, KIND, walk is not None)
-        # a list has the blocks of all heads
-        for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-            for number in range(begin, end):
-                head, i = first_head, block_met(number, met, KIND)
-                if walk is not None:
-                    head, i = head_and_block(met_of(walk, at, number)[1])
-                    head += first_head
-                z = z_q + head
-                stage = step % STAGES
-                mbarrier.wait(barriers.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                ready = full.index(stage * 3)
-                do_ready = full.index(stage * 3 + 1)
-                copies_ready = full.index(stage * 3 + 2)
-                first = i * BLOCK_Q
-                padded = block_0 + i
-                mbarrier.expect(ready, BLOCK_Q * HEAD_DIM + memory.rows.shape[2] * 4)
-                row = row_q + head * row_q_h + first
-                load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
-                load_tile(descriptors.rows, [z * blocks_q + padded, 0], ready, memory.rows.index(stage))
-                mbarrier.expect(do_ready, BLOCK_Q * (VALUE_DIM + memory.delta.shape[2]) * 2)
-                token = (z * blocks_q + padded) * BLOCK_Q
-                load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
-                row = row_do + head * row_do_h + first
-                load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, stage, VALUE_PIECES)
-                mbarrier.expect(copies_ready, BLOCK_Q * (HEAD_DIM + VALUE_DIM) + memory.scales.shape[2] * 4)
-                load_tile(descriptors.scales, [z * blocks_q + padded, 0], copies_ready, memory.scales.index(stage))
-                column = padded * BLOCK_Q
-                load_copy(descriptors.do_t, z * VALUE_DIM, column, copies_ready, memory.do_t, stage, VALUE_PIECES)
-                load_copy(descriptors.q_t, z * HEAD_DIM, column, copies_ready, memory.q_t, stage, PIECES)
-                step += 1
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
+        for number in range(met.begin, met.end):
+            head, i = first_head, block_met(number, met, KIND)
+            if walk is not None:
+                head, i = head_and_block(met_of(walk, at, number)[1])
+                head += first_head
+            z = z_q + head
+            stage = step % STAGES
+            mbarrier.wait(barriers.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            ready = full.index(stage * 3)
+            do_ready = full.index(stage * 3 + 1)
+            copies_ready = full.index(stage * 3 + 2)
+            first = i * BLOCK_Q
+            padded = block_0 + i
+            mbarrier.expect(ready, BLOCK_Q * HEAD_DIM + memory.rows.shape[2] * 4)
+            row = row_q + head * row_q_h + first
+            load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
+            load_tile(descriptors.rows, [z * blocks_q + padded, 0], ready, memory.rows.index(stage))
+            mbarrier.expect(do_ready, BLOCK_Q * (VALUE_DIM + memory.delta.shape[2]) * 2)
+            token = (z * blocks_q + padded) * BLOCK_Q
+            load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
+            row = row_do + head * row_do_h + first
+            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, stage, VALUE_PIECES)
+            mbarrier.expect(copies_ready, BLOCK_Q * (HEAD_DIM + VALUE_DIM) + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [z * blocks_q + padded, 0], copies_ready, memory.scales.index(stage))
+            column = padded * BLOCK_Q
+            load_copy(descriptors.do_t, z * VALUE_DIM, column, copies_ready, memory.do_t, stage, VALUE_PIECES)
+            load_copy(descriptors.q_t, z * HEAD_DIM, column, copies_ready, memory.q_t, stage, PIECES)
+            step += 1
     return step
 
 
@@ -152,6 +150,6 @@ def load(
         listed = list_of(walk, shares, keys.batch, head_k, first_k)
         met = queries_met(first_k, keys, queries, walk, listed, IN_ORDER, KIND, WIDTH.backward.queries)
         step = load_queries(
-            descriptors, memory, barriers, origin_q, origin_do, met, (blocks_q, z_q, block_0), heads, walk,
-            listed[0], step, KIND, WIDTH,
+            descriptors, memory, barriers, origin_q, origin_do, met, (blocks_q, z_q, block_0), heads, walk, listed[0],
+            step, KIND, WIDTH,
         )  # fmt: skip

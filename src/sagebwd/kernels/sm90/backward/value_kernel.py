@@ -22,9 +22,7 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     block_met,
     cut_at_both_ends,
     heads_of,
-    loaded_from,
     loops_of,
-    parts_loaded,
     place_of,
     queries_met,
     queries_of,
@@ -69,30 +67,28 @@ def load(
     at = listed[0]
     met = queries_met(first_k, keys, queries, walk, listed, False, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
-    for part in range(parts_loaded(KIND, walk is not None)):
-        begin, end = loaded_from(met, part, KIND, walk is not None)
-        # a list has the blocks of all heads
-        for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-            for number in range(begin, end):
-                head, i = first_head, block_met(number, met, KIND)
-                if walk is not None:
-                    head, i = head_and_block(met_of(walk, at, number)[1])
-                    head += first_head
-                z = z_q + head
-                stage, phase = ring(step, STAGES)
-                mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-                ready = full.index(stage * 2)
-                copy_ready = full.index(stage * 2 + 1)
-                padded = z * blocks_q + block_0 + i
-                mbarrier.expect(ready, BLOCK_Q * BLOCK_D + memory.rows.shape[2] * 4)
-                row = row_q + head * row_q_h + i * BLOCK_Q
-                load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
-                load_tile(descriptors.rows, [padded, 0], ready, memory.rows.index(stage))
-                mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
-                load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(stage))
-                column = (block_0 + i) * BLOCK_Q
-                load_copy(descriptors.do_t, z * BLOCK_D, column, copy_ready, memory.do_t, stage, PIECES)
-                step += 1
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
+        for number in range(met.begin, met.end):
+            head, i = first_head, block_met(number, met, KIND)
+            if walk is not None:
+                head, i = head_and_block(met_of(walk, at, number)[1])
+                head += first_head
+            z = z_q + head
+            stage, phase = ring(step, STAGES)
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+            ready = full.index(stage * 2)
+            copy_ready = full.index(stage * 2 + 1)
+            padded = z * blocks_q + block_0 + i
+            mbarrier.expect(ready, BLOCK_Q * BLOCK_D + memory.rows.shape[2] * 4)
+            row = row_q + head * row_q_h + i * BLOCK_Q
+            load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
+            load_tile(descriptors.rows, [padded, 0], ready, memory.rows.index(stage))
+            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(stage))
+            column = (block_0 + i) * BLOCK_Q
+            load_copy(descriptors.do_t, z * BLOCK_D, column, copy_ready, memory.do_t, stage, PIECES)
+            step += 1
 
 
 @gluon.jit
@@ -105,9 +101,8 @@ def accumulate(
     STAGES: gl.constexpr = WIDTH.backward.stages
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    MANY: gl.constexpr = KIND.GROUPED and not LISTED
     # the block before is not one less than a block
-    JUMPS: gl.constexpr = (cut_at_both_ends(KIND) or KIND.GROUPED) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -142,14 +137,11 @@ def accumulate(
     begun = 0
     s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
     # one head alone is no loop
-    heads = sizes.group if MANY else 1
+    heads = sizes.group if KIND.GROUPED and not LISTED else 1
     until = begun + (end - begin) * heads
-    for part in gl.static_range(len(loops)):
-        # all heads' cut blocks before all their whole ones
-        for head in range(heads):
+    for head in range(heads):
+        for part in gl.static_range(len(loops)):
             ahead = begun + loops[part][2]
-            if MANY:
-                ahead = begun - loops[part][0] + head * (loops[part][1] - loops[part][0])
             for number in range(loops[part][0], loops[part][1]):
                 i = block_cut(number, met, KIND) if part == 0 else number
                 step = number + ahead
@@ -173,16 +165,13 @@ def accumulate(
                 second = new_product(codes, copy[1], none)
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
-                more = step + 1 < until if JUMPS else number + 1 < end
+                more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
                 last = warpgroup_mma_wait(len(k), deps=[last])  # as many are S's
                 mbarrier.arrive(empty.index(stage), count=1)
                 added += (add_here(dv[PARTS - 1], last, dv_scale),)
                 dv = added
-        if MANY:
-            begun += (loops[part][1] - loops[part][0]) * heads
-    if not MANY:
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
