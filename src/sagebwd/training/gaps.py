@@ -55,7 +55,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class AtStep:
-    """A variant's gap at one evaluation, and ``changes``, one a pair, since the evaluation before: none at the first."""
+    """A variant's gap at an evaluation. ``changes``, one a pair, are since the one before; none at the first."""
 
     step: int
     gap: Gap
