@@ -35,6 +35,11 @@ OWN_TESTS = {
     "trained-variants.md: Rotation and Q-smoothing": "test_docs_numbers.py::test_variants_on_a_trained_model",
     "trained-variants.md: Gradients of all weights": "test_docs_numbers.py::test_gradients_of_a_trained_model",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
+    "README.md: Training": "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
+    "pretraining.md: A trained model, trained on":
+        "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
+    "continued.md: By step, at 1e-4": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
+    "continued.md: By step, at 1e-3": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
     "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
     "pretraining-runs.md: 325M weights at 2.1M tokens a step":
         "test_docs_results.py::test_losses_of_the_325m_model_are_those_of_the_files",

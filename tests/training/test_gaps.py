@@ -1,6 +1,7 @@
 """Means over seeds, and the noise that repeated baselines measure."""
 
 import json
+import lzma
 import math
 import statistics
 
@@ -8,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from sagebwd.commands import seeds as command
-from sagebwd.training.gaps import MARGIN, equivalence, gaps, interval, table
+from sagebwd.training.gaps import MARGIN, by_step, equivalence, gaps, interval, table, table_by_step
+from sagebwd.training.packed import PACKED
 from sagebwd.training.run_dir import COMPARISON
 
 
@@ -58,9 +60,9 @@ def test_means_and_noise(folders):
     assert "diverged: 1" in text
 
 
-def printed(found):
+def printed(found, draw=table):
     console = Console(record=True, width=240)
-    console.print(table(found))
+    console.print(draw(found))
     return console.export_text()
 
 
@@ -126,3 +128,47 @@ def test_what_is_no_comparison_says_so(tmp_path):
     alone = comparison(tmp_path / "alone", {"full": math.inf, "token": 2.0}, diverged=["full", "token"])
     with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
         gaps([alone])
+
+
+def pack(folder, losses):
+    """runs.jsonl.xz beside a comparison: of each run the held-out losses by step."""
+    with lzma.open(folder / PACKED, "wt", encoding="utf-8") as file:
+        for name, by_run in losses.items():
+            lines = [{"step": 1, "loss": 9.0}, *({"step": step, "held_out_loss": x} for step, x in by_run.items())]
+            file.write(json.dumps({"run": name, "ended": None, "result": None, "metrics": lines}) + "\n")
+    return folder
+
+
+def test_gaps_at_each_evaluation(tmp_path):
+    first = comparison(tmp_path / "0", {"full": 2.0, "token": 2.03, "paper": 9.0}, diverged=["paper"])
+    pack(first, {"full": {0: 4.0, 5: 3.0, 9: 2.0}, "token": {0: 4.5, 5: 3.01, 9: 2.03}, "paper": {0: 9.0}})
+    second = comparison(tmp_path / "1", {"full": 2.5, "token": 2.56})
+    # its baseline has no step 7 and its token no step 5, so neither is a step of all pairs
+    pack(second, {"full": {0: 4.0, 5: 3.5, 9: 2.5}, "token": {0: 4.5, 7: 3.0, 9: 2.56}})
+    start, end = by_step([first, second], 0.02)
+    assert (start.step, start.gap.gaps, start.changes) == (0, (0.5, 0.5), ())
+    assert (end.step, end.gap.variant) == (9, "token")
+    assert end.gap.gaps == pytest.approx((0.03, 0.06))
+    assert end.changes == pytest.approx((-0.47, -0.44))
+    assert (end.gap.interval, end.gap.p) == (interval(end.gap.gaps), equivalence(end.gap.gaps, 0.02))
+    assert [at.gap.mean for at in by_step([first])] == pytest.approx([0.5, 0.01, 0.03])
+    text = printed([start, end], table_by_step)
+    assert "{:+.4f} to {:+.4f}".format(*interval(end.changes)) in text
+    assert "-0.4550" in text
+    assert "+0.5000 to" not in text, "pairs with the same gap are one measurement"
+    with pytest.raises(ValueError, match="has no evaluations of token, which"):
+        by_step([pack(second, {"full": {0: 4.0}})])
+    with pytest.raises(ValueError, match=f"holds no {PACKED}; `python -m sagebwd.training.packed pack` writes it"):
+        by_step([comparison(tmp_path / "2", {"full": 2.0, "token": 2.1})])
+
+
+def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
+    folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
+    (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
+    assert "not counted: 1, the kernels of a9c0339" in printed([at], table_by_step)
+    assert (at.gap.gaps, at.gap.mean, list(at.gap.objections.values())) == ((), None, [1])
+
+
+def test_noise_is_of_losses_at_the_end_alone(tmp_path):
+    with pytest.raises(ValueError, match="expected no --by-step beside it"):
+        command.gaps([tmp_path], noise_of=[tmp_path], by_step=True)

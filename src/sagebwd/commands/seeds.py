@@ -59,6 +59,9 @@ def gaps(
     in_full_precision: Annotated[
         bool, typer.Option("--in-full-precision", help="Of losses of all runs in full precision; `continue` has them.")
     ] = False,
+    by_step: Annotated[
+        bool, typer.Option("--by-step", help="At each evaluation, with the change since the one before.")
+    ] = False,
 ) -> None:
     """Paired gaps to full precision over seeds: mean, 95% interval, and a test of equivalence within a margin.
 
@@ -66,7 +69,13 @@ def gaps(
     """
     from sagebwd.training import gaps as measured
 
-    console.print(measured.table(measured.gaps(folders, noise_of, margin, in_full_precision), margin))
+    if by_step and noise_of:
+        raise ValueError("--noise-of measures the noise of losses at the end; expected no --by-step beside it")
+    if by_step:
+        found = measured.by_step(folders, margin, in_full_precision)
+        console.print(measured.table_by_step(found, margin))
+    else:
+        console.print(measured.table(measured.gaps(folders, noise_of, margin, in_full_precision), margin))
 
 
 def _seeds(text: str) -> list[int]:

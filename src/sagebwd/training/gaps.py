@@ -23,6 +23,7 @@ from rich.table import Table
 
 from sagebwd.training import student
 from sagebwd.training.kernel_commit import objection
+from sagebwd.training.packed import PACKED, name_of, read
 from sagebwd.training.run_dir import COMPARISON
 
 MARGIN = 0.02
@@ -52,6 +53,15 @@ class Gap:
     objections: dict[str, int]
 
 
+@dataclass(frozen=True)
+class AtStep:
+    """A variant's gap at an evaluation. ``changes``, one a pair, are since the one before; none at the first."""
+
+    step: int
+    gap: Gap
+    changes: tuple[float, ...]
+
+
 def gaps(
     folders: list[Path], noise_of: list[Path] | None = None, margin: float = MARGIN, in_full_precision: bool = False
 ) -> list[Gap]:
@@ -63,10 +73,7 @@ def gaps(
     Raises ValueError for no folders, for one that holds no comparison or none of whose baseline, and for a margin of
     0 or less.
     """
-    if not folders:
-        raise ValueError("expected at least one folder that `sagebwd compare` or `sagebwd seeds` has written")
-    if not margin > 0:
-        raise ValueError(f"margin={margin} must be a number of nats above 0")
+    _check(folders, margin)
     key = "gap_in_full_precision" if in_full_precision else "gap"
     rows = [row for folder in folders for row in _outcomes(folder, key)]
     everywhere = rows + [row for folder in set(noise_of or ()) - set(folders) for row in _outcomes(folder, key)]
@@ -74,6 +81,50 @@ def gaps(
     single = math.sqrt(sum(gap**2 for gap in repeats) / len(repeats)) if repeats else None
     variants = dict.fromkeys(row["variant"] for row in rows)
     return [_gap([row for row in rows if row["variant"] == name], single, margin) for name in variants]
+
+
+def by_step(folders: list[Path], margin: float = MARGIN, in_full_precision: bool = False) -> list[AtStep]:
+    """The gaps of the pairs that `gaps` counts, at each step at which all of a variant's were evaluated.
+
+    Each folder holds runs.jsonl.xz beside its comparison. Raises ValueError as `gaps` does, and where a run of the
+    comparison or its evaluations are not in that file.
+    """
+    _check(folders, margin)
+    suffix = "_in_full_precision" if in_full_precision else ""
+    pairs: dict[str, list[tuple[dict, dict[int, float]]]] = {}
+    for folder in folders:
+        losses = _evaluated(folder, f"held_out_loss{suffix}")
+        for row in _outcomes(folder, f"gap{suffix}"):
+            if row["gap"] is None:
+                continue
+            names = name_of(row), name_of({**row, "variant": row["baseline"]})
+            if missing := [name for name in names if not losses.get(name)]:
+                raise ValueError(f"{folder / PACKED} has no evaluations of {missing[0]}, which {COMPARISON} compares")
+            own, baseline = (losses[name] for name in names)
+            at = {step: own[step] - baseline[step] for step in own.keys() & baseline.keys()}
+            pairs.setdefault(row["variant"], []).append((row, at))
+    found = []
+    for of_variant in pairs.values():
+        before: tuple[float, ...] = ()
+        for step in sorted(set.intersection(*(set(at) for _, at in of_variant))):
+            gap = _gap([{**row, "gap": at[step]} for row, at in of_variant], None, margin)
+            found.append(AtStep(step, gap, tuple(now - then for now, then in zip(gap.gaps, before))))
+            before = gap.gaps
+    return found
+
+
+def _check(folders: list[Path], margin: float) -> None:
+    if not folders:
+        raise ValueError("expected at least one folder that `sagebwd compare` or `sagebwd seeds` has written")
+    if not margin > 0:
+        raise ValueError(f"margin={margin} must be a number of nats above 0")
+
+
+def _evaluated(folder: Path, loss: str) -> dict[str, dict[int, float]]:
+    """By run and step, the losses of that name that the folder's packed runs have."""
+    if not (folder / PACKED).is_file():
+        raise ValueError(f"{folder} holds no {PACKED}; `python -m sagebwd.training.packed pack` writes it")
+    return {run["run"]: {line["step"]: line[loss] for line in run["metrics"] if loss in line} for run in read(folder)}
 
 
 def _gap(rows: list[dict], single: float | None, margin: float) -> Gap:
@@ -120,8 +171,8 @@ def equivalence(values: Sequence[float], margin: float = MARGIN) -> float | None
 
 
 def _outcomes(folder: Path, key: str) -> list[dict]:
-    """The rows of a comparison but the baselines', one a seed, each with its ``key`` as the gap and whether it
-    ``repeats`` the baseline."""
+    """The rows of a comparison but the baselines', one a seed, each with its ``key`` as the gap, the variant of its
+    ``baseline`` and whether it ``repeats`` that."""
     path = folder / COMPARISON
     if not path.is_file():
         raise ValueError(f"{folder} holds no {COMPARISON}; expected the output folder of `sagebwd compare` or `seeds`")
@@ -134,7 +185,9 @@ def _outcomes(folder: Path, key: str) -> list[dict]:
     if any(key not in row for rows in paired for row in rows):
         raise ValueError(f"{path} has no losses in full precision; expected an output of `sagebwd continue`")
     return [
-        {**row, "gap": row[key], "repeats": row["digest"] == rows[0]["digest"]} for rows in paired for row in rows[1:]
+        {**row, "gap": row[key], "baseline": rows[0]["variant"], "repeats": row["digest"] == rows[0]["digest"]}
+        for rows in paired
+        for row in rows[1:]
     ]
 
 
@@ -143,23 +196,63 @@ def table(found: list[Gap], margin: float = MARGIN) -> Table:
     title = f"held-out loss minus the baseline's, nats a token; p: of a gap beyond ±{margin:g} (TOST)"
     drawn = Table(title=title, title_justify="left", box=None)
     left = ("variant", "attention", "commit", "each")
-    digits = max(4, 2 - math.floor(math.log10(margin)))  # two more than the margin's first
+    digits = _digits(margin)
     for heading in ("variant", "attention", "gap", "95%", "pairs", "p", "noise", "scatter", "commit", "each"):
         drawn.add_column(heading, justify="left" if heading in left else "right")
     for row in found:
-        notes = [f"{gap:+.{digits}f}" for gap in row.gaps]
-        notes += [f"diverged: {row.diverged}"] if row.diverged else []
-        notes += [f"not counted: {count}, {reason}" for reason, count in row.objections.items()]
         drawn.add_row(
             row.variant,
             row.recipe,
             "" if row.mean is None else f"{row.mean:+.{digits}f}",
-            "" if row.interval is None else " to ".join(f"{end:+.{digits}f}" for end in row.interval),
+            _spelt(row.interval, digits),
             str(len(row.gaps)),
             "" if row.p is None else f"{row.p:.4f}",
             "" if row.noise is None else f"{row.noise:.{digits}f}",
             "" if row.scatter is None else f"{row.scatter:.{digits}f}",
             " ".join(row.commits),
-            " ".join(notes),
+            _each(row, digits),
         )
     return drawn
+
+
+def table_by_step(found: list[AtStep], margin: float = MARGIN) -> Table:
+    """The gaps at each evaluation for a terminal; ``change`` is the mean of a pair's since the evaluation before.
+
+    Where all pairs have the same gap, as before the first step, they are one measurement: no interval and no p.
+    """
+    title = f"held-out loss minus the baseline's, nats a token; p: of a gap beyond ±{margin:g} (TOST)"
+    drawn = Table(title=title, title_justify="left", box=None)
+    digits = _digits(margin)
+    for heading in ("variant", "step", "gap", "95%", "pairs", "p", "change", "95% of it", "each"):
+        drawn.add_column(heading, justify="left" if heading in ("variant", "each") else "right")
+    for at in found:
+        one = len(set(at.gap.gaps)) < 2
+        drawn.add_row(
+            at.gap.variant,
+            str(at.step),
+            "" if at.gap.mean is None else f"{at.gap.mean:+.{digits}f}",
+            "" if one else _spelt(at.gap.interval, digits),
+            str(len(at.gap.gaps)),
+            "" if one or at.gap.p is None else f"{at.gap.p:.4f}",
+            f"{mean(at.changes):+.{digits}f}" if at.changes else "",
+            _spelt(interval(at.changes), digits),
+            _each(at.gap, digits),
+        )
+    return drawn
+
+
+def _digits(margin: float) -> int:
+    """After the point: two more than the margin's first."""
+    return max(4, 2 - math.floor(math.log10(margin)))
+
+
+def _spelt(between: tuple[float, float] | None, digits: int) -> str:
+    return "" if between is None else " to ".join(f"{end:+.{digits}f}" for end in between)
+
+
+def _each(row: Gap, digits: int) -> str:
+    """Its gaps, and why others are not among them."""
+    notes = [f"{gap:+.{digits}f}" for gap in row.gaps]
+    notes += [f"diverged: {row.diverged}"] if row.diverged else []
+    notes += [f"not counted: {count}, {reason}" for reason, count in row.objections.items()]
+    return " ".join(notes)

@@ -1,0 +1,104 @@
+"""Numbers of README and pages on a trained model trained on, cell by cell, from the files that they name."""
+
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from sagebwd.training.gaps import by_step, gaps, interval
+from sagebwd.training.packed import read
+from tests.test_docs_results import spelt
+
+ROOT = Path(__file__).parent.parent
+PAGE = "docs/results/pretraining.md"
+RATES = {"1e-4": "lr-0.0001", "1e-3": "lr-0.001"}  # of the model trained on, as pages have them, and the folders
+
+
+def with_interval(value, between):
+    """A gap of the model trained on, as pages have it."""
+    number = f"{value:+.5f}".replace("0.", ".", 1)
+    return f"{number} ({spelt(between, 5)})" if between else number
+
+
+def trained_on(rate, count):
+    """What one of `sagebwd.training.gaps`' functions finds in a rate's folder, by own attention and of the weights."""
+    folders = [ROOT / "docs" / "results" / "continued" / RATES[rate]]
+    return zip(*(count(folders, margin=0.001, in_full_precision=exact) for exact in (False, True)), strict=True)
+
+
+def test_gaps_of_a_model_trained_on_are_those_of_the_files():
+    readme, questions, index, limits, verdicts = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/questions.md", "docs/index.md", "docs/limits.md", PAGE)
+    )
+    expected, found = [], {}
+    for rate in RATES:
+        for own, weights in trained_on(rate, gaps):
+            found[rate, own.variant] = own, weights
+            cells = [f"`{own.variant}`", rate]
+            for row in (own, weights):
+                cells += [with_interval(row.mean, row.interval), "" if row.p is None else f"{row.p:.4f}".lstrip("0")]
+            expected.append([*cells, str(len(own.gaps)), ", ".join(f"`{commit}`" for commit in own.commits)])
+    lines = re.findall(r"^\| (`\w+` \| 1e-\d \| .*) \|$", (ROOT / PAGE).read_text(encoding="utf-8"), re.MULTILINE)
+    assert [[cell.strip() for cell in line.split("|")] for line in lines] == expected
+    own = {name: with_interval(row.mean, row.interval) for (rate, name), (row, _) in found.items() if rate == "1e-4"}
+    for name, gap in own.items():
+        assert gap in readme, name
+    assert own["paper"] in index
+    assert f"does not ({own['paper'].replace(' (', ', ')}" in verdicts
+    assert own["paper"].replace("(", "(95% ") in questions
+    # what is said of equivalence and of margins
+    assert all(row.p < 0.05 for name in ("mixed", "token") for row in found["1e-4", name])
+    paper, weights = found["1e-4", "paper"]
+    least, of_weights = (f"{row.interval[0]:.5f}".lstrip("0") for row in (paper, weights))
+    assert f"by at least {least} by its own attention, which is more than the margin, " in verdicts
+    assert f"and by at least {of_weights} in its weights, whose gap may be either side of .001" in verdicts
+    assert paper.interval[0] > 0.001
+    assert weights.interval[0] < 0.001 < weights.interval[1]
+    mixed, _ = found["1e-3", "mixed"]
+    low, high = (f"{end:+.3f}".replace("0.", ".") for end in mixed.interval)
+    assert f"a gap of `mixed` between {low} and {high}" in questions
+    assert f"these leave `mixed` a gap of {low} to {high}" in limits
+    assert f"The interval of `mixed` reaches from {low} to {high}" in verdicts
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_gaps_by_step_are_those_of_the_files(rate):
+    text = (ROOT / "docs" / "results" / "continued.md").read_text(encoding="utf-8")
+    text = text[text.index(f"## By step, at {rate}\n") :].split("\n## ")[0]
+    lines = re.findall(r"^\| (`\w+` \| \d+ \| .*) \|$", text, re.MULTILINE)
+    expected = []
+    for pair in trained_on(rate, by_step):
+        cells = [f"`{pair[0].gap.variant}`", str(pair[0].step)]
+        for at in pair:
+            cells.append(with_interval(at.gap.mean, at.gap.interval if at.step else None))
+            cells.append(with_interval(statistics.mean(at.changes), interval(at.changes)) if at.changes else "")
+        expected += [cells] if len(pair[0].gap.gaps) > 1 else []
+    assert len(expected) in (5, 15)
+    assert [[cell.strip() for cell in line.split("|")] for line in lines] == expected
+    stated = re.findall(r"[+-]\.\d{5}(?: \([+-]\.\d{5} to [+-]\.\d{5}\))?", text.split("\n\n")[-1])
+    seeds = [f"{gap:+.5f}".replace("0.", ".", 1) for own, _ in trained_on(rate, by_step) for gap in own.gap.gaps]
+    assert stated
+    for number in stated:
+        assert number in " ".join(cell for cells in expected for cell in cells) or number in seeds, number
+
+
+def test_losses_of_the_rates_that_were_tried_are_those_of_the_files():
+    text = " ".join((ROOT / "docs" / "results" / "continued.md").read_text(encoding="utf-8").split())
+    folder, losses = ROOT / "docs" / "results" / "continued", {}
+    for name in ("lr-0.0001", "lr-0.001", "rates/lr-0.001", "rates/lr-0.003"):
+        for run in read(folder / name):
+            if run["run"].endswith("full precision"):
+                for line in run["metrics"]:
+                    if "held_out_loss" in line:
+                        losses.setdefault((name, line["step"]), []).append(line["held_out_loss"])
+
+    def of(name, step):
+        least, most = (f"{end(losses[name, step]):.4f}" for end in (min, max))
+        return least if least == most else f"{least} to {most}"
+
+    assert f"full precision ends at {of('lr-0.0001', 500)} and begins at {of('lr-0.0001', 0)}" in text
+    assert f"end at {of('rates/lr-0.001', 150)} at 1e-3 and at {of('rates/lr-0.003', 150)} at 3e-3" in text
+    assert f"it is {of('lr-0.001', 125)} at step 125 and {of('lr-0.001', 500)} at the end" in text
+    assert max(losses["lr-0.001", 500]) < losses["lr-0.001", 0][0] < losses["rates/lr-0.003", 150][0]
