@@ -46,8 +46,8 @@ CALLS = {
         for mask in ("full", "causal", "ungrouped")
         if mask == "ungrouped" or (head_dim, value_dim) in MOST_USED
     ]
-    + [("hopper", head_dim, "mixed(rotate=False)", "causal") for head_dim, _ in MOST_USED]
-    + [("hopper", head_dim, "mixed", "document") for head_dim, _ in MOST_USED],
+    + [("hopper", 64, "mixed(rotate=False)", "causal")]
+    + [("hopper", head_dim, "mixed", mask) for head_dim, _ in MOST_USED for mask in ("document", "packed-causal")],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip
