@@ -151,11 +151,12 @@ def add_dq(dq_desc, memory, row, column, added, counter, rank, count):
 
 @gluon.jit
 def count_added(added, counter):
-    """Let the next block of keys add to a block of dQ^T, now that TMA has.
+    """Let the next block of keys add to a block of dQ^T, now that TMA has; where blocks add in order.
 
     Relaxed: nothing but TMA's additions need be seen, and those are done. A release would wait for all stores besides.
     """
-    writes_done(counter)
-    barrier()
-    if counter >= 0:
-        gl.atomic_add(added + counter, 1, sem="relaxed")
+    if added is not None:
+        writes_done(counter)
+        barrier()
+        if counter >= 0:
+            gl.atomic_add(added + counter, 1, sem="relaxed")

@@ -35,13 +35,11 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_both
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    Keys,
     block_cut,
     cut_at_both_ends,
     head_and_number,
     heads_of,
     key_block,
-    loops_of,
     place_of,
     queries_met,
     queries_of,
@@ -92,8 +90,7 @@ def accumulate(
     STAGES: gl.constexpr = TILE.stages
     IN_ORDER: gl.constexpr = added is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
-    # the block before is not one less than a block
-    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
     IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
     PIECE: gl.constexpr = memory.k.shape[2]
     PIECES: gl.constexpr = WIDTH.head_dim // PIECE
@@ -121,9 +118,10 @@ def accumulate(
         queries = queries_of(place, tensors, sizes)
         z_q, z_k = heads_of(place, sizes, VARLEN)
         listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
-        these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-        met = queries_met(place.first, these, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
-        begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
+        met = queries_met(
+            place, place.first, tensors.key_mask, sizes.tokens_k, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q
+        )
+        begin, end, loops = met.begin, met.end, met.loops
         first_k = place.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
         no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
@@ -145,16 +143,13 @@ def accumulate(
                 k_t = loaded(k_t, gl.DotOperandLayout(0, DQ_LAYOUT, 4))
         if TILE.holds_keys:
             k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
-        first_head = z_q + place.head * group
+        first_head, counter_before = z_q + place.head * group, -1
         last_row = first_head * HEAD + CHANNEL
-        # blocks of dQ^T are counted from the one before a sequence's first
-        block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1
+        block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1  # the one before a sequence's first
         column = block_0 * BLOCK_Q + QUERY
-        counter_before = -1
         s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
-        # one head alone is no loop
-        heads = group if KIND.GROUPED and not LISTED else 1
-        last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
+        heads = group if KIND.GROUPED and not LISTED else 1  # one alone is no loop
+        last_rank, last_entry, last_block = None, 0, end
         if LISTED:
             _, last_entry, last_rank = met_of(walk, listed[0], 0)
         until = begun + (end - begin) * heads
@@ -180,10 +175,9 @@ def accumulate(
                         at, last_entry, last_rank = met_of(walk, listed[0], number)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif JUMPS:
-                        to_block, last_block = last_block + 1, i
+                        to_block, last_block = last_block, i + 1
                     elif KIND.GROUPED:
-                        to_row = gl.where(i == begin, last_row, row)
-                        to_block = gl.where(i == begin, end, i)
+                        to_row, to_block = gl.where(i == begin, last_row, row), gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
                         to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
                         HEAD, known_rank,
@@ -201,9 +195,7 @@ def accumulate(
                     )  # fmt: skip
                     p_codes = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(
-                        p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, part == 0, S_LAYOUT, OPERAND
-                    )
+                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND, part == 0, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
                     fence_async_shared()
@@ -238,26 +230,22 @@ def accumulate(
                         )  # fmt: skip
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
+                    dq = dq * factors.sum_scale
                     if IN_PIECES:
                         to_row = to_row * pitch + column + to_block * BLOCK_Q
-                        add_dq_rows(
-                            dq_desc, dq_memory, dq * factors.sum_scale, to_row, CONSUMER, added, counter, rank, count
-                        )
+                        add_dq_rows(dq_desc, dq_memory, dq, to_row, CONSUMER, added, counter, rank, count)
                     else:
-                        store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
+                        store_dq(dq_part, dq, added, counter_before)
                         if not TILE.in_halves:
                             # not before: dQ's registers are needed
                             s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
                         add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
                     counter_before = counter
-            if not LISTED:
-                last_row = row
+            last_row = row
             begun += end - begin
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-        if JUMPS:
-            last_block += 1
         place = place_of(program_number(turn), turn, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + turn, SLOTS)
@@ -280,8 +268,7 @@ def accumulate(
         else:
             store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
             add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, added, counter, rank, count)
-        if added is not None:
-            count_added(added, counter)
+        count_added(added, counter)
         # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
         out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
         dk_acc = scaled(dk_acc, factors.scale)
@@ -365,8 +352,7 @@ def backward_kernel(
     written = (dq_desc, dk_desc, dv_desc)
     heads = (place.head * group, place.head * group + group)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place, tensors.key_mask, tokens_k)
     # fmt: off
     gl.warp_specialize(
         [

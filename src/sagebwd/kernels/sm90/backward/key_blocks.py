@@ -94,64 +94,64 @@ def heads_of(place, sizes, VARLEN: gl.constexpr):
 
 
 class Met(NamedTuple):
-    """Blocks of queries that see any of a program's keys, and which of them no mask cuts and no end.
+    """Blocks of queries that see any of a program's keys; of a mask of elements, numbers of its list's blocks.
 
-    Of a mask of elements, numbers of its list's blocks.
+    No mask cuts those from ``whole_from`` to ``whole_until``, and no end. loops: from where, to where, and by how much
+    a block's place in order is more; over numbers of `block_cut`, then over whole blocks, which need no branches.
     """
 
     begin: gl.tensor
     whole_from: gl.tensor
     whole_until: gl.tensor
     end: gl.tensor
-
-
-class Keys(NamedTuple):
-    """A sequence's keys: of which of a batch, how many, the mask of keys or None, and how many are a row of it."""
-
-    batch: gl.tensor
-    length: gl.tensor
-    mask: gl.tensor
-    tokens: gl.tensor
+    loops: tuple
 
 
 @gluon.jit
-def kept_of(keys, first_k):
-    """How many of a program's keys count; each warp counts all."""
+def kept_of(place, first_k, key_mask, tokens_k):
+    """How many of a program's keys a mask keeps; each warp counts all."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([CONSUMERS * ROWS // 32], [32], [gl.num_warps()], [0])
-    these = first_k + gl.arange(0, CONSUMERS * ROWS, LAYOUT)
-    row = keys.mask + keys.batch.to(gl.int64) * keys.tokens
-    return gl.sum((gl.load(row + these, mask=these < keys.length, other=0) != 0).to(gl.int32), 0)
+    keys = first_k + gl.arange(0, CONSUMERS * ROWS, LAYOUT)
+    row = key_mask + place.batch.to(gl.int64) * tokens_k
+    return gl.sum((gl.load(row + keys, mask=keys < place.length, other=0) != 0).to(gl.int32), 0)
 
 
 @gluon.jit
 def queries_met(
-    first_k, keys, queries, walk, listed, IN_ORDER: gl.constexpr, KIND: gl.constexpr, BLOCK_Q: gl.constexpr
-):
-    """What a program's keys meet: nothing if a mask hides them all, unless blocks of keys add to dQ in order.
+    place, first_k, key_mask, tokens_k, queries, walk, listed, IN_ORDER: gl.constexpr, KIND: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """What keys from ``first_k`` on meet: nothing if a mask hides them all, unless blocks of keys add to dQ in order.
 
     walk: of a mask of elements, where ``listed`` counts blocks, those of all heads (`list_of`); or None.
     """
     if walk is not None:
-        return Met(0, listed[1], listed[2], listed[2])
+        begin, whole_from, whole_until, end = 0, listed[1], listed[2], listed[2]
     else:
         begin, whole_from, whole_until, end = block_range(
             first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
             KIND.HAS_LOWER, False,
         )  # fmt: skip
-        if keys.mask is not None:
-            kept = kept_of(keys, first_k)
+        if key_mask is not None:
+            kept = kept_of(place, first_k, key_mask, tokens_k)
             if not IN_ORDER:
                 end = gl.where(kept > 0, end, begin)
             are_cut = kept < CONSUMERS * ROWS
         else:
-            are_cut = first_k + CONSUMERS * ROWS > keys.length
-        if KIND.RAGGED or keys.mask is not None:
+            are_cut = first_k + CONSUMERS * ROWS > place.length
+        if KIND.RAGGED or key_mask is not None:
             whole_from = gl.where(are_cut, end, whole_from)
             whole_until = gl.where(are_cut, end, whole_until)
-        if cut_at_both_ends(KIND):
-            return Met(begin, whole_from, whole_until, end)
-        else:
-            return Met(begin, whole_from, end, end)
+        if not cut_at_both_ends(KIND):
+            whole_until = end
+    # under a window and with grouped heads one loop is faster: going from loop to loop so often costs what they gain
+    CUT: gl.constexpr = KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None
+    if walk is not None or (CUT and not KIND.HAS_LOWER and not KIND.GROUPED):
+        tail = end - whole_until
+        loops = (begin, whole_from + tail, -begin), (whole_from, whole_until, tail - begin)
+    else:
+        loops = ((begin, end, -begin),)
+    return Met(begin, whole_from, whole_until, end, loops)
 
 
 @gluon.constexpr_function
@@ -177,18 +177,3 @@ def block_met(number, met, KIND: gl.constexpr):
         tail = met.end - met.whole_until
         block = gl.where(number < met.whole_from + tail, block, number - tail)
     return block
-
-
-@gluon.jit
-def loops_of(met, walk, key_mask, KIND: gl.constexpr):
-    """Loops over blocks of queries: from where, to where, and by how much a block's place in order is more.
-
-    Over numbers of `block_cut` first, then over whole blocks, which need fewer registers and no branches. Under a
-    window and with grouped heads one loop over all is faster: going from loop to loop so often costs what they gain.
-    """
-    CUT: gl.constexpr = KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None
-    if walk is not None or (CUT and not KIND.HAS_LOWER and not KIND.GROUPED):
-        tail = met.end - met.whole_until
-        return (met.begin, met.whole_from + tail, -met.begin), (met.whole_from, met.whole_until, tail - met.begin)
-    else:
-        return ((met.begin, met.end, -met.begin),)

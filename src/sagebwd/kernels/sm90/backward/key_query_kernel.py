@@ -30,12 +30,10 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    Keys,
     block_cut,
     block_met,
     cut_at_both_ends,
     heads_of,
-    loops_of,
     place_of,
     queries_met,
     queries_of,
@@ -89,16 +87,16 @@ def load(
     origin_k, origin_v, origin_q, origin_do = origins
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
-    blocks_q, z_q, block_0, walk, shares, head_k, keys = blocks
+    blocks_q, z_q, block_0, walk, shares, keys, key_mask, tokens_k = blocks
     full, empty = barriers.full, barriers.empty
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     BLOCK_D: gl.constexpr = WIDTH.head_dim
     PLACES: gl.constexpr = WIDTH.backward.places
     PIECES: gl.constexpr = memory.q_t.shape[0]
     load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-    listed = list_of(walk, shares, keys.batch, head_k, first_k)
+    listed = list_of(walk, shares, keys.batch, keys.head, first_k)
     at = listed[0]
-    met = queries_met(first_k, keys, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
+    met = queries_met(keys, first_k, key_mask, tokens_k, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -142,8 +140,7 @@ def accumulate(
     added, key_mask, blocks_q, sum_scale = tensors.added, tensors.key_mask, sizes.blocks_q, factors.sum_scale
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    # the block before is not one less than a block
-    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -167,9 +164,10 @@ def accumulate(
     z_q, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-    met = queries_met(place.first, these, queries, walk, listed, added is not None, KIND, BLOCK_Q)
-    begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
+    met = queries_met(
+        place, place.first, tensors.key_mask, sizes.tokens_k, queries, walk, listed, added is not None, KIND, BLOCK_Q
+    )
+    begin, end, loops = met.begin, met.end, met.loops
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
@@ -197,7 +195,7 @@ def accumulate(
     s = scores(k, memory.q, full, begun, begin < end, no_scores, False, 1)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
-    last_rank, last_entry, last_block = None, 0, gl.maximum(end, 1) - 1 if JUMPS else end
+    last_rank, last_entry, last_block = None, 0, end
     if LISTED:
         _, last_entry, last_rank = met_of(walk, at, 0)
     until = begun + (end - begin) * heads
@@ -221,10 +219,9 @@ def accumulate(
                     entry_at, last_entry, last_rank = met_of(walk, at, number)
                     first_q = head_and_block(last_entry)[1] * BLOCK_Q
                 elif JUMPS:
-                    to_block, last_block = last_block + 1, i
+                    to_block, last_block = last_block, i + 1
                 elif KIND.GROUPED:
-                    to_head = gl.where(i == begin, last_head, to_head)
-                    to_block = gl.where(i == begin, end, i)
+                    to_head, to_block = gl.where(i == begin, last_head, to_head), gl.where(i == begin, end, i)
                 counter, rank, count = counter_rank_and_count(
                     to_head, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q, 1,
                     known_rank,
@@ -250,7 +247,7 @@ def accumulate(
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(empty.index(OF_DO * PLACES + place_q), count=1)
-                codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND.RAGGED, part == 0, S_LAYOUT, OPERAND)
+                codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND, part == 0, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                 store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(codes, S_LAYOUT))
                 fence_async_shared()
@@ -299,8 +296,6 @@ def accumulate(
     if LISTED:
         last_head, last_block = head_and_block(last_entry)
         last_head, last_block = first_head + last_head, last_block + 1
-    if JUMPS:
-        last_block += 1
     place, is_mine = place_of(program_number(0), 0, tensors, sizes, True), True
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
@@ -319,8 +314,7 @@ def accumulate(
     dq = warpgroup_mma_wait(0, deps=[dq])
     store_dq_part(dq_memory, dq * sum_scale, None, -1, CONSUMER, True)
     add_dq_part(dq_desc, dq_memory, to_row, None, -1, 0, 0, CONSUMER, True)
-    if added is not None:
-        count_added(added, counter)
+    count_added(added, counter)
 
     if tensors.shares is not None:
         dk, is_mine = summed(dk, tensors.shares, place, 0, CONSUMER, WIDTH, PIECE)
@@ -382,8 +376,7 @@ def key_query_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
     own = (k_t, ds, dq)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place, tensors.key_mask, tokens_k)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(

@@ -141,14 +141,16 @@ def load(
 ):  # fmt: skip
     """In each turn the keys' K and V, then what `load_queries` loads; origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
-    blocks_q, z_q, block_0, walk, shares, head_k, keys = blocks
+    blocks_q, z_q, block_0, walk, shares, place, key_mask, tokens_k = blocks
     step = 0
     for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER and shares is None else 1):
         first_k = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
         mbarrier.wait(barriers.keys_empty, (turn & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-        listed = list_of(walk, shares, keys.batch, head_k, first_k)
-        met = queries_met(first_k, keys, queries, walk, listed, IN_ORDER, KIND, WIDTH.backward.queries)
+        listed = list_of(walk, shares, place.batch, place.head, first_k)
+        met = queries_met(
+            place, first_k, key_mask, tokens_k, queries, walk, listed, IN_ORDER, KIND, WIDTH.backward.queries
+        )
         step = load_queries(
             descriptors, memory, barriers, origin_q, origin_do, met, (blocks_q, z_q, block_0), heads, walk, listed[0],
             step, KIND, WIDTH,

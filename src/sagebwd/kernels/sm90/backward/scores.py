@@ -131,14 +131,14 @@ def difference(ones, delta_memory, v_memory, consumer, do_memory, stage, none, A
 
 @gluon.jit
 def ds_operand(
-    p, dp, whole, keep_key, key_mask, walk, RAGGED: gl.constexpr, IN_PART: gl.constexpr, LAYOUT: gl.constexpr,
+    p, dp, whole, keep_key, key_mask, walk, KIND: gl.constexpr, IN_PART: gl.constexpr, LAYOUT: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
     """dS^T in e4m3, of P^T and its `difference`, 0 where masked. whole, IN_PART: as of `probabilities`."""
     ds = p * gl.convert_layout(dp, LAYOUT, assert_trivial=True)
     if key_mask is not None and IN_PART and walk is None:
         ds = gl.where(gl.expand_dims(keep_key, 1), ds, 0.0)
-    if (RAGGED and IN_PART) or walk is not None:  # noqa: SIM102 (one is of compile time)
+    if (KIND.RAGGED and IN_PART) or walk is not None:  # noqa: SIM102 (one is of compile time)
         if not whole:
             # what lies past the end need not be finite
             ds = gl.where(p == 0, 0.0, ds)

@@ -17,12 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    Keys,
     block_cut,
     block_met,
     cut_at_both_ends,
     heads_of,
-    loops_of,
     place_of,
     queries_met,
     queries_of,
@@ -53,7 +51,7 @@ def load(
     """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0, walk, shares, head_k, keys = blocks
+    blocks_q, z_q, block_0, walk, shares, place, key_mask, tokens_k = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -63,9 +61,9 @@ def load(
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
         load_pieces(descriptors.k, row, column_k, barriers.keys_full, memory.k, consumer, PIECES)
-    listed = list_of(walk, shares, keys.batch, head_k, first_k)
+    listed = list_of(walk, shares, place.batch, place.head, first_k)
     at = listed[0]
-    met = queries_met(first_k, keys, queries, walk, listed, False, KIND, BLOCK_Q)
+    met = queries_met(place, first_k, key_mask, tokens_k, queries, walk, listed, False, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
     for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
@@ -101,8 +99,7 @@ def accumulate(
     STAGES: gl.constexpr = WIDTH.backward.stages
     walk = tensors.walk
     LISTED: gl.constexpr = walk is not None
-    # the block before is not one less than a block
-    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED
+    JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 32])
@@ -117,9 +114,10 @@ def accumulate(
     _, z_k = heads_of(place, sizes, VARLEN)
     listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
     at = listed[0]
-    these = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-    met = queries_met(place.first, these, queries, walk, listed, False, KIND, BLOCK_Q)
-    begin, end, loops = met.begin, met.end, loops_of(met, walk, tensors.key_mask, KIND)
+    met = queries_met(
+        place, place.first, tensors.key_mask, sizes.tokens_k, queries, walk, listed, False, KIND, BLOCK_Q
+    )
+    begin, end, loops = met.begin, met.end, met.loops
     first_k = place.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
@@ -225,8 +223,7 @@ def value_kernel(
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
     block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    keys = Keys(place.batch, place.length, tensors.key_mask, sizes.tokens_k)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place.head, keys)
+    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place, tensors.key_mask, tokens_k)
     heads = (place.head * group, place.head * group + group)
     # fmt: off
     gl.warp_specialize(
