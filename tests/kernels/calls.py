@@ -54,6 +54,7 @@ class KernelCall:
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
     masked: bool = False
+    padding: bool = False  # what `masked` hides are the last keys, of each batch element more than of the one before
     mask: str = ""  # of `tests.masks.KINDS`; `masked` beside it is a mask of keys too
     with_dlse: bool = False
     lengths_q: list[int] = field(default_factory=list)
@@ -117,6 +118,9 @@ class KernelCall:
             generator = torch.Generator().manual_seed(self.seed + 1)
             mask = torch.rand(self.batch, self.tokens_k, generator=generator) > 0.3
             mask[:, -self.tokens_k // 4 :] = False
+            if self.padding:
+                kept = self.tokens_k * torch.arange(self.batch, 0, -1) // (self.batch + 1)
+                mask = torch.arange(self.tokens_k) < kept[:, None]
             mask = mask.to(self.device)
         drawn = self.mask_of()
         if drawn is not None:

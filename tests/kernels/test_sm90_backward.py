@@ -26,7 +26,8 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs c
 
 VARIED = (
     "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
-    "key-mask", "packed", "packed-causal-window", "fp16", "whole", "sink",
+    "key-mask", "packed", "packed-causal-window", "fp16", "whole", "sink", "padded", "packed-ungrouped",
+    "packed-ungrouped-causal",
 )  # fmt: skip
 CHANGES = {
     "": {"recipe": "mixed"},
@@ -37,6 +38,14 @@ CHANGES = {
 }
 # nothing but whole blocks: dK and dV leave by TMA
 CALLS = CALLS | {"whole": KernelCall(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
+# blocks of keys that are whole, that an end cuts, and that a mask hides, where heads are not grouped
+ALONE = {"heads": 2, "kv_heads": 2}
+LENGTHS = {"lengths_q": [5, 700, 256, 64], "lengths_k": [5, 640, 256, 129], **ALONE}
+CALLS |= {
+    "padded": KernelCall(tokens_q=700, tokens_k=700, batch=3, **ALONE, masked=True, padding=True, is_causal=True),
+    "packed-ungrouped": KernelCall(**LENGTHS),
+    "packed-ungrouped-causal": KernelCall(**LENGTHS, is_causal=True),
+}
 CALLS = {change + name: dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED}
 # several blocks of 128 keys a head, the last of them not whole
 TURNS = {
@@ -46,6 +55,8 @@ TURNS = {
     "more-keys": KernelCall(tokens_q=70, tokens_k=900, is_causal=True),
     "window": KernelCall(tokens_q=900, tokens_k=900, window=(100, 0)),
     "key-mask": KernelCall(tokens_q=300, tokens_k=600, batch=2, masked=True),
+    "padded": KernelCall(tokens_q=900, tokens_k=900, batch=2, heads=3, kv_heads=3, masked=True, padding=True),
+    "packed-ungrouped": KernelCall(**LENGTHS, is_causal=True),
     "packed": KernelCall(lengths_q=[5, 300, 700, 64], lengths_k=[5, 640, 129, 700], is_causal=True),
 }
 
