@@ -160,6 +160,23 @@ def test_bench_says_which_peer_is_wrong_and_what_it_does_not_claim(command, tmp_
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 
+def test_bench_of_packed_documents(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("sagebwd.benchmarks.packed.EQUAL", ((8, 8), (8,)))
+    monkeypatch.setattr("sagebwd.benchmarks.packed.MIXED", (13, 5))
+    code, out, _ = command(
+        "bench", "--packed", "--device", "cpu", "--impl", "reference", "--head-dim", 128, "--recipe", "token",
+        "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "D128 H16/4 packed 2 of 5 to 13 causal" in out
+    assert "token (reference) over the best baseline: fwd" in out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv"}  # no grid, no plot
+    (path,) = tmp_path.glob("packed_cpu_*_abc.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["lengths"] for row in rows[::6]] == [[8, 8], [8], [13, 5], [13, 5]]
+    assert [row["kv_heads"] for row in rows[::6]] == [16, 16, 16, 4]
+
+
 def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeypatch):
     measure, shapes = attention.measure_shape, []
 
@@ -270,6 +287,8 @@ variants:
         (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
         (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
         (("bench", "--device", "tpu"), "device='tpu' is not known"),
+        (("bench", "--device", "cpu", "--packed", "--tokens", 32), "neither --tokens nor --special"),
+        (("bench", "--device", "cpu", "--packed", "--special"), "neither --tokens nor --special"),
         (("bench", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
         (
             ("bench", "--device", "cpu", "--head-dim", "100"),

@@ -1,4 +1,4 @@
-"""Speed and memory of attention, end to end, against the best BF16 kernels on the same tensors.
+"""Speed and memory of attention, dense and packed, end to end, against the best BF16 kernels on the same tensors.
 
 What is timed is what a training step pays: quantisation, smoothing, delta, conversions and allocation included.
 All are interleaved in rounds and compared by the median. Before a shape is timed, one head of it is held
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.attention import sage_attention
+from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.auto import crossings
 from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
+from sagebwd.benchmarks.packed import Packed
 from sagebwd.benchmarks.peers import Attention, candidates, refusal
 from sagebwd.benchmarks.shapes import Shape
 from sagebwd.call import Ask
@@ -48,7 +50,8 @@ class Measurement:
     host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace. peer:
     the fastest baseline of the shape that is right in this direction, peer_ms its time, and speedup is over it. gate:
     "ok", "FAILED" of a kernel that is not its recipe, which has no time, or what is "wrong" of a baseline. peer_gates:
-    the baselines that do not count here, each with why; fa2_ms and cudnn_ms are None of those.
+    the baselines that do not count here, each with why; fa2_ms and cudnn_ms are None of those. lengths: of packed
+    sequences, whose batch is 1 and whose sum is tokens; None of dense calls, and not in older files.
     """
 
     impl: str
@@ -59,6 +62,7 @@ class Measurement:
     kv_heads: int
     batch: int
     tokens: int
+    lengths: list[int] | None
     causal: bool
     window: None
     direction: str
@@ -162,13 +166,7 @@ def measure_shape(
     gates: dict[Key, dict[str, str]] = {}
     for impl, recipe in _pairs(shape, recipes, impls, device, dtype):
         key = (impl, str(recipe))
-
-        def attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe = recipe, impl: str = impl) -> Tensor:
-            return sage_attention(
-                q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
-            )
-
-        attentions[key] = attention
+        attention = attentions[key] = _ours(shape, recipe, impl, device)
         gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attention, recipe, inputs))
         if deterministic and FP8 in (recipe.dv, recipe.dq, recipe.dk):
             key = impl, str(recipe) + DETERMINISTIC
@@ -188,13 +186,25 @@ def measure_shape(
     return [_row(shape, key, direction, times, gates, refused, used) for key in attentions for direction in DIRECTIONS]
 
 
+def _ours(shape: Shape, recipe: Recipe, impl: str, device: str) -> Attention:
+    if isinstance(shape, Packed):
+        ends, longest = shape.offsets(device), shape.longest
+        return lambda q, k, v: sage_attention_varlen(
+            q, k, v, ends, ends, longest, longest, is_causal=shape.is_causal, recipe=recipe, impl=impl
+        )
+    return lambda q, k, v: sage_attention(
+        q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
+    )
+
+
 def _pairs(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str, dtype: torch.dtype
 ) -> list[tuple[str, Recipe]]:
     """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
     pairs = []
     for recipe in map(Recipe.parse, recipes):
-        ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device))
+        kind = crossings.PACKED if isinstance(shape, Packed) else crossings.FULL
+        ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device), kind)
         if impls is None:
             pairs.append((dispatch.choose(ask).impl, recipe))
             continue
@@ -248,7 +258,8 @@ def _row(
     peak, kept = used[key]
     return Measurement(
         impl, recipe, shape.head_dim, shape.value_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens,
-        shape.is_causal, None, direction, "end_to_end", ms, host_ms,
+        list(shape.lengths) if isinstance(shape, Packed) else None, shape.is_causal, None, direction, "end_to_end", ms,
+        host_ms,
         None if ms is None else shape.flops(direction) / ms * 1e-9, best, right.get(best),
         None if best is None or found != "ok" else right[best] / ms, right.get("fa2"), right.get("cudnn"), found,
         refused | {name: found for name, found in peers.items() if found != "ok"}, peak, kept,
@@ -272,7 +283,7 @@ def deterministic_cost(rows: list[Measurement], impl: str, recipe: str, directio
     mine = [row for row in rows if (row.impl, row.direction) == (impl, direction) and row.ms is not None]
     default, slower = (
         {
-            (row.head_dim, row.value_dim, row.heads, row.kv_heads, row.tokens, row.causal): row.ms
+            (row.head_dim, row.value_dim, row.heads, row.kv_heads, row.tokens, str(row.lengths), row.causal): row.ms
             for row in mine
             if row.recipe == name
         }

@@ -1,6 +1,6 @@
 """Whether what a benchmark times computes what it should: a recipe's kernels the recipe, a peer attention.
 
-One key head of the call is looked at, at the shape that is timed.
+One key head of the call is looked at, at the shape that is timed; of packed sequences, that of each.
 """
 
 from __future__ import annotations
@@ -31,20 +31,25 @@ Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def gate(
     shape: Shape, attention: Attention, recipe: Recipe, inputs: tuple[Tensor, ...], mask: Mask | None = None,
-    tokens: slice = slice(None), band: Band | None = None, sinks: Tensor | None = None,
+    tokens: slice | None = None, band: Band | None = None, sinks: Tensor | None = None,
 ) -> str:  # fmt: skip
     """Whether the call is the recipe: "ok" or "FAILED".
 
-    By `sagebwd.meaning.conformance`, with the emulator in the inputs' dtype for the kernel's precision.
+    By `sagebwd.meaning.conformance`, with the emulator in the inputs' dtype for the kernel's precision. Each of the
+    shape's sequences is held to it by itself: in one tensor of all, one that is wrong in a short one would not show.
 
     mask, band, sinks: as of `emulated`. tokens: a sequence of packed ones, which alone is looked at.
     """
-    one = tuple(x[..., tokens, :] for x in inputs)
-    low, high = (emulated(shape, recipe, one, dtype, mask, band, sinks) for dtype in (inputs[0].dtype, torch.float64))
     eps = torch.finfo(inputs[0].dtype).eps
-    computed = (x[..., tokens, :] for x in _computed(shape, attention, inputs))
-    problems = [violation(kernel, *sides, eps) for kernel, *sides in zip(computed, low, high)]
-    return "ok" if problems == [None] * len(problems) else "FAILED"
+    computed = _computed(shape, attention, inputs)
+    for one in shape.sequences() if tokens is None else [tokens]:
+        low, high = (
+            emulated(shape, recipe, inputs, dtype, mask, band, sinks, one)
+            for dtype in (inputs[0].dtype, torch.float64)
+        )
+        if any(violation(x[..., one, :], *sides, eps) is not None for x, *sides in zip(computed, low, high)):
+            return "FAILED"
+    return "ok"
 
 
 def wrong_tensors(
@@ -67,13 +72,18 @@ def wrong_tensors(
 
 def emulated(
     shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None,
-    band: Band | None = None, sinks: Tensor | None = None,
+    band: Band | None = None, sinks: Tensor | None = None, tokens: slice | None = None,
 ) -> Outcome:  # fmt: skip
     """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype.
 
     mask: one for all heads, beside the band. band: ``shape.is_causal``'s by default. sinks: a logit a query head.
+    tokens: those of one sequence; all of the shape's by default, each computed by itself.
     """
-    q, k, v, do = (shape.last_key_head(x).to(dtype) for x in inputs)
+    if tokens is None:
+        settings = dtype, mask, band, sinks
+        parts = [emulated(shape, recipe, inputs, *settings, one) for one in shape.sequences()]
+        return tuple(torch.cat(part, dim=-2) for part in zip(*parts))
+    q, k, v, do = (shape.last_key_head(x)[..., tokens, :].to(dtype) for x in inputs)
     keys = None if mask is None else mask.keys.expand(1, shape.tokens)
     scale, band = shape.head_dim**-0.5, Band.of(shape.is_causal) if band is None else band
     emulator = Emulator(q, k, v, recipe, scale, band, keys, mask)

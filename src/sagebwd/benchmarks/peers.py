@@ -1,27 +1,36 @@
-"""The full-precision attentions that ours is compared with: SDPA's backends and, where installed, FlashAttention-4."""
+"""The full-precision attentions that ours is compared with: torch's and, where installed, FlashAttention-4."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sagebwd.auto import torch_attention
+from sagebwd.benchmarks.packed import Packed
 from sagebwd.benchmarks.shapes import Shape
 from sagebwd.dispatch import is_hopper
+from sagebwd.masks.band import UNLIMITED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 FLASH_ATTENTION_4 = "fa4"
 """The fastest on Hopper: without it nothing there is compared with the best."""
+VARLEN = "varlen"
+"""Torch's attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`."""
 
 
 def candidates(shape: Shape, device: str) -> dict[str, Attention]:
-    """Those that are installed, whether they take the shape or not: cudnn, fa2 and fa4; "sdpa" on a CPU."""
+    """Those that are installed, whether they take the shape or not.
+
+    They are cudnn, fa2 and fa4, of packed sequences varlen and fa4; on a CPU "sdpa" alone, a sequence at a time.
+    """
+    if isinstance(shape, Packed):
+        return _of_packed(shape, device)
 
     def sdpa(*backends: SDPBackend) -> Attention:
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -45,8 +54,8 @@ def baselines(shape: Shape, device: str) -> dict[str, Attention]:
 
 
 def refusal(attention: Attention, shape: Shape, device: str) -> str | None:
-    """Why one does not take this shape, forward and backward, tried on one short batch; None where it does."""
-    q, k, v, do = replace(shape, batch=1, tokens=min(shape.tokens, 1024)).inputs(device, torch.bfloat16)
+    """Why one does not take this shape, forward and backward, tried on its short form; None where it does."""
+    q, k, v, do = shape.short().inputs(device, torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     try:
         torch.autograd.grad(attention(*leaves), leaves, do)
@@ -72,3 +81,38 @@ def _flash_attention_4(shape: Shape) -> Attention | None:
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attention
+
+
+def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
+    """The candidates of (tokens, heads, head_dim) tensors."""
+    if not device.startswith("cuda"):
+        return {"sdpa": lambda q, k, v: _by_sequence(shape, q, k, v)}
+    offsets, longest, scale = shape.offsets(device), shape.longest, shape.head_dim**-0.5
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        unlimited = UNLIMITED, UNLIMITED
+        call = q, k, v, (offsets, offsets), (longest, longest)
+        return torch_attention.packed(*call, shape.is_causal, unlimited, scale)
+
+    try:
+        flash_attention = importlib.import_module("flash_attn.cute")
+    except ImportError:
+        return {VARLEN: varlen}
+
+    def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attention.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
+            causal=shape.is_causal,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+
+    return {VARLEN: varlen, FLASH_ATTENTION_4: fa4}
+
+
+def _by_sequence(shape: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    outs = []
+    for tokens in shape.sequences():
+        one = (x[tokens].transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*one, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,10 +41,22 @@ class Shape:
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
 
-    def __str__(self) -> str:
-        width = widths_text(self.head_dim, self.value_dim)
+    @property
+    def name(self) -> str:
+        """Its widths and heads."""
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"D{width} H{heads} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
+        return f"D{widths_text(self.head_dim, self.value_dim)} H{heads}"
+
+    def __str__(self) -> str:
+        return f"{self.name} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
+
+    def sequences(self) -> list[slice]:
+        """The tokens that see each other: all."""
+        return [slice(None)]
+
+    def short(self) -> Shape:
+        """One batch of it, and few tokens."""
+        return replace(self, batch=1, tokens=min(self.tokens, 1024))
 
     def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do, the same for all."""
@@ -73,25 +85,31 @@ class Shape:
         )  # fmt: skip
 
 
+def widths_of(names: Iterable[str]) -> list[tuple[int, int]]:
+    """(head_dim, value's head_dim) of each of `WIDTHS`. Raises ValueError for another name."""
+    names = list(names)
+    for name in names:
+        if name not in WIDTHS:
+            raise ValueError(f"head_dim={name} is not of the grid; accepted: {', '.join(WIDTHS)}")
+    return [WIDTHS[name] for name in names]
+
+
 def standard_grid(widths: Iterable[str] = DEFAULT_WIDTHS, tokens: Iterable[int] = GRID_TOKENS) -> list[Shape]:
     """The standard grid: heads = 2048 / value's head_dim, batch x tokens = 16384 (batch 1 beyond), causal and not.
 
     widths: of `WIDTHS`. Raises ValueError for another.
     """
-    for width in widths:
-        if width not in WIDTHS:
-            raise ValueError(f"head_dim={width} is not of the grid; accepted: {', '.join(WIDTHS)}")
     return [
         Shape(d, MODEL_WIDTH // e, MODEL_WIDTH // e, max(1, TOTAL_TOKENS // n), n, is_causal, e)
-        for d, e in (WIDTHS[width] for width in widths)
+        for d, e in widths_of(widths)
         for is_causal in (False, True)
         for n in tokens
     ]
 
 
 def on_grid(row: dict) -> bool:
-    """Whether a row of a result file is of the standard grid."""
-    return row["heads"] == row["kv_heads"] == MODEL_WIDTH // value_dim_of(row)
+    """Whether a row of a result file is of the standard grid; older files have no packed rows."""
+    return not row.get("lengths") and row["heads"] == row["kv_heads"] == MODEL_WIDTH // value_dim_of(row)
 
 
 def value_dim_of(row: dict) -> int:

@@ -20,7 +20,12 @@ def bench(
         typer.Option(help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256; repeat [default: 64, 128]."),
     ] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
-    special: Annotated[bool, typer.Option(help="Also grouped heads and the video shape.")] = True,
+    special: Annotated[
+        bool | None, typer.Option(help="Also grouped heads and the video shape [default: with the grid].")
+    ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
+    ] = False,
     deterministic: Annotated[
         bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
     ] = False,
@@ -29,9 +34,10 @@ def bench(
     output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
-    """Speed and memory on the standard grid, end to end, against the best BF16 kernels here."""
+    """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
     from sagebwd.benchmarks import attention as benchmark
     from sagebwd.benchmarks import peers, shapes
+    from sagebwd.benchmarks.packed import packed_shapes
     from sagebwd.benchmarks.plot import plot_attention
     from sagebwd.benchmarks.results import environment, save, save_csv
     from sagebwd.dispatch import check_known
@@ -42,8 +48,13 @@ def bench(
     for name in impl or ():
         check_known(name)
     recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
-    grid = shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
-    grid += shapes.special_shapes() if special else []
+    if packed:
+        if tokens or special:
+            raise ValueError("--packed has shapes of its own; expected neither --tokens nor --special beside it")
+        kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS)
+    else:
+        kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
+        grid += shapes.special_shapes() if special is not False else []
     facts = environment(device, commit)
     rows: list[benchmark.Measurement] = []
     for index, shape in enumerate(grid, 1):
@@ -53,7 +64,7 @@ def bench(
         console.print(_bench_table(str(shape), measured))
         for name, reason in measured[-1].peer_gates.items():
             console.print(f"{name} does not count here, {reason}", markup=False)
-        path = save(rows, facts, output)  # anew with every shape: one that is cut off has what it measured
+        path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {save_csv(rows, path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not peers.may_claim_best({row.impl for row in rows}, device):
