@@ -64,7 +64,8 @@ def _of_bench(rows: list[dict]) -> Iterator[dict]:
     for row in rows:
         peers = [ms for ms in (row["cudnn_ms"], row["fa2_ms"]) if ms is not None]
         direction = _DIRECTIONS.get(row["direction"])
-        if (row["recipe"], row["gate"]) != ("mixed", "ok") or direction is None or row["heads"] != row["kv_heads"]:
+        dense = row["heads"] == row["kv_heads"] and not row.get("lengths")
+        if (row["recipe"], row["gate"]) != ("mixed", "ok") or direction is None or not dense:
             continue
         yield {
             "kind": CAUSAL if row["causal"] else FULL, "head_dim": row["head_dim"],
