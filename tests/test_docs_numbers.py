@@ -40,6 +40,8 @@ OWN_TESTS = {
         "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
     "continued.md: By step, at 1e-4": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
     "continued.md: By step, at 1e-3": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
+    "packed.md: Packed sequences": "test_docs_packed.py::test_speeds_of_packed_sequences_are_those_of_the_file",
+    "passes.md: A budget of launches by bytes": "test_docs_packed.py::test_the_budget_of_launches_is_the_files",
     "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
     "pretraining-runs.md: 325M weights at 2.1M tokens a step":
         "test_docs_results.py::test_losses_of_the_325m_model_are_those_of_the_files",

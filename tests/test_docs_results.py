@@ -75,7 +75,7 @@ def test_what_the_readme_says_beside_its_tables_is_the_files():
         r"([\d]+) passed, (\d+) failed and a few were not reached \(\[file\]\((.*?)\)", text
     ).groups()
     suite = json.loads((ROOT / link).read_text(encoding="utf-8"))
-    assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"]["failed"])
+    assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"].get("failed", 0))
     assert suite["left"] or any(row["test"] == "pytest" for row in suite["rows"])  # a process that ended early
     newest = max((ROOT / "benchmarks" / "results").glob("gpu-suite_h200_*.json"), key=lambda path: path.name)
     assert (ROOT / link) == newest
@@ -117,9 +117,9 @@ def test_what_index_limits_and_questions_repeat_is_the_files():
     assert f"a step of a 325M model is {between(own)} times as fast" in index
     suite, matrix = (
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["counts"]
-        for name in ("gpu-suite_h200_2026-11-25_84e861b", "matrix_h200_2026-11-24_65c8fbd")
+        for name in ("gpu-suite_h200_2026-11-25_cbd8f97", "matrix_h200_2026-11-24_65c8fbd")
     )
-    assert f"{suite['passed']} GPU tests passed, {suite['failed']} failed" in index
+    assert f"{suite['passed']} GPU tests passed, {suite.get('failed', 0)} failed" in index
     assert f"of {sum(matrix.values())} widths, forms of call and recipes {matrix['ok']} are right" in index
     assert f"are right and {matrix['refused']} refused" in index
 
