@@ -90,6 +90,6 @@ def test_the_budget_of_launches_is_the_files():
         passes = [row for row in rows if row["moved"] and row["kernel"] not in ATTENTION]
         saved.append(f"{sum(row['took'] - row['moved'] / BYTES_A_MICROSECOND for row in passes) / time:.1%}")
     assert cells.pop("could be saved, of all") == saved
-    assert not cells
+    assert set(cells) == {"launch"}
     at_4k = saved[head.split(" | ").index("4K, 128")]
     assert f"head_dim 128 would be {at_4k} faster" in " ".join(text.split())
