@@ -8,12 +8,15 @@ g of all weights, and of some groups of them, against FP32's g0 it prints means 
 - slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
 - the change of the loss.
 
-"bf16" beside the recipes is full precision on the rounded tensors. The ``--output`` has every window.
+"bf16" beside the recipes is full precision on the rounded tensors. With ``--device cuda`` recipes run on the kernels
+that `sage_attention` takes there, unless they are ``--emulated``. The ``--output`` has every window, and of each the
+errors and slopes of every layer's projections.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -28,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd import sage_attention
 from sagebwd.analysis.models import load_model, text_windows
+from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe
 from tools.trained_heads import kept, parser_of
 
@@ -35,14 +39,15 @@ EXACT, ROUNDED = "fp32", "bf16"
 RECIPES = (ROUNDED, "mixed", "token")
 # Of weights, by what is in their name; "all" is every one.
 GROUPS = ("all", "q_proj", "k_proj", "v_proj", "o_proj")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 NAME = "trained-gradients"
 
 
 class Probe:
     """Attention of whichever recipe it was told last, for `transformers.AttentionInterface`."""
 
-    def __init__(self) -> None:
-        self.recipe = EXACT
+    def __init__(self, impl: str | None = "reference") -> None:
+        self.recipe, self.impl = EXACT, impl
         AttentionInterface.register(NAME, self)
         AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
@@ -58,7 +63,7 @@ class Probe:
             o = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=scale, enable_gqa=True)
         else:
             o = sage_attention(
-                *tensors, is_causal=True, scale=scale, enable_gqa=True, recipe=self.recipe, impl="reference"
+                *tensors, is_causal=True, scale=scale, enable_gqa=True, recipe=self.recipe, impl=self.impl
             )
         return o.transpose(1, 2).to(query.dtype), None
 
@@ -71,25 +76,30 @@ def gradients(model: PreTrainedModel, ids: Tensor) -> tuple[float, dict[str, Ten
     return loss.item(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Error and slope less 1 of each group."""
-    sums = {group: [0.0, 0.0, 0.0] for group in GROUPS}
+def compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, dict]:
+    """Error and slope less 1 of each group, and under "layers" of each layer's groups, by the layer's number."""
+    sums: dict[tuple[str, str], list[float]] = {}
     for name, expected in exact.items():
         a, b = found[name].double().flatten(), expected.double().flatten()
         parts = ((a - b) @ (a - b)).item(), (a @ b).item(), (b @ b).item()
+        layer = LAYER.search(name)
         for group in GROUPS:
             if group == "all" or group in name:
-                sums[group] = [total + part for total, part in zip(sums[group], parts)]
-    return {
-        group: {"error": math.sqrt(error / norm), "slope": dot / norm - 1}
-        for group, (error, dot, norm) in sums.items()
-        if norm
-    }
+                for place in {"", layer.group(1) if layer else ""}:
+                    known = sums.get((place, group), (0.0, 0.0, 0.0))
+                    sums[place, group] = [total + part for total, part in zip(known, parts)]
+    of: dict[str, dict] = {}
+    for (place, group), (error, dot, norm) in sums.items():
+        if norm:
+            of.setdefault(place, {})[group] = {"error": math.sqrt(error / norm), "slope": dot / norm - 1}
+    return {**of.pop("", {}), "layers": of}
 
 
-def measure(model: PreTrainedModel, chosen: list[Tensor], recipes: list[str]) -> Iterator[dict[str, object]]:
-    """A row for each window: the loss, and by recipe its change, errors and slopes."""
-    probe = Probe()
+def measure(
+    model: PreTrainedModel, chosen: list[Tensor], recipes: list[str], impl: str | None = "reference"
+) -> Iterator[dict[str, object]]:
+    """A row for each window: the loss, and by recipe its change, errors and slopes; impl: of recipes."""
+    probe = Probe(impl)
     model.set_attn_implementation(NAME)
     for index, ids in enumerate(chosen):
         probe.recipe = EXACT
@@ -121,11 +131,18 @@ def table(rows: list[dict]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
-    given = parser_of(__doc__, 512, 32, RECIPES).parse_args(arguments)
+    parser = parser_of(__doc__, 512, 32, RECIPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--emulated", action="store_true", help="on a GPU too")
+    parser.add_argument("--commit", help="what ran, outside a git checkout")
+    given = parser.parse_args(arguments)
+    check_device(given.device)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
-    model = load_model(given.model, dtype=torch.float32)
-    chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
-    rows = kept(given, measure(model, chosen, recipes))
+    model = load_model(given.model, given.device, torch.float32)
+    windows = text_windows(model, given.model, given.text, given.tokens, given.windows)
+    chosen = [ids.to(given.device) for ids in windows]
+    impl = None if given.device.startswith("cuda") and not given.emulated else "reference"
+    rows = kept(given, measure(model, chosen, recipes, impl), given.device, given.commit)
     Console(width=170).print(table(rows))
     return 0
 

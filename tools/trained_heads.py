@@ -113,10 +113,12 @@ def parser_of(description: str, tokens: int, count: int, recipes: Iterable[str])
     return parser
 
 
-def kept(given: argparse.Namespace, measured: Iterable[dict]) -> list[dict]:
+def kept(
+    given: argparse.Namespace, measured: Iterable[dict], device: str = "cpu", commit: str | None = None
+) -> list[dict]:
     """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured."""
     facts = {"model": given.model.name, "text": given.text.name, "tokens": given.tokens}
-    facts |= environment("cpu")
+    facts |= environment(device, commit)
     rows = []
     for row in measured:
         rows.append(row)

@@ -24,10 +24,33 @@ def test_the_command(folder, capsys):
         assert 0 < full["all"]["error"] < 0.02
         assert rounded["all"]["error"] < token["all"]["error"] < 0.2
         assert abs(token["all"]["slope"]) <= token["all"]["error"]
-        assert set(token) == {"loss", *trained_gradients.GROUPS}
+        assert set(token) == {"loss", "layers", *trained_gradients.GROUPS}
     printed = capsys.readouterr().out
     errors = [row["recipes"]["token"]["all"]["error"] for row in rows]
     assert f"{statistics.mean(errors):.4f} ± {statistics.stdev(errors) / math.sqrt(2):.4f}" in printed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_are_as_right_as_their_emulator(folder):
+    command = [
+        str(folder / "model"),
+        str(folder / "text.txt"),
+        "--tokens",
+        "96",
+        "--windows",
+        "2",
+        "--recipe",
+        "token",
+    ]
+    rows = []
+    for which in ((), ("--emulated",)):
+        output = folder / "found.json"
+        assert trained_gradients.main([*command, "--device", "cuda", *which, "--output", str(output)]) == 0
+        rows.append(json.loads(output.read_text())["rows"])
+    for kernels, emulator in zip(*rows, strict=True):
+        kernels, emulator = (row["recipes"]["token"]["all"]["error"] for row in (kernels, emulator))
+        assert 0 < kernels < 1.5 * emulator
 
 
 def test_full_precision_is_the_models_own(folder):
@@ -49,3 +72,26 @@ def test_error_and_slope():
     assert found["all"] == {"error": pytest.approx(math.sqrt(3.25) / 5), "slope": pytest.approx(-4.5 / 25)}
     assert found["q_proj"] == {"error": pytest.approx(math.sqrt(3.25) / 3), "slope": pytest.approx(-0.5)}
     assert "k_proj" not in found
+    assert found["layers"] == {}
+
+
+def test_error_and_slope_of_each_layer():
+    exact = {
+        "model.layers.0.self_attn.q_proj.weight": torch.tensor([2.0, 0.0]),
+        "model.layers.10.self_attn.q_proj.weight": torch.tensor([0.0, 4.0]),
+        "model.layers.10.mlp.weight": torch.tensor([3.0]),
+        "model.embed_tokens.weight": torch.tensor([1.0]),
+    }
+    found = {name: x.clone() for name, x in exact.items()}
+    found["model.layers.10.self_attn.q_proj.weight"] = torch.tensor([0.0, 3.0])
+    of = trained_gradients.compared(found, exact)
+    none = {"error": 0.0, "slope": 0.0}
+    assert of["layers"] == {
+        "0": {"all": none, "q_proj": none},
+        "10": {
+            "all": {"error": pytest.approx(1 / 5), "slope": pytest.approx(-4 / 25)},
+            "q_proj": {"error": pytest.approx(1 / 4), "slope": pytest.approx(-1 / 4)},
+        },
+    }
+    assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
+    assert of["all"]["slope"] == pytest.approx(-4 / 30)
