@@ -8,6 +8,8 @@ g of all weights, and of some groups of them, against FP32's g0 it prints means 
 - slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
 - the change of the loss.
 
+``--weights`` are a file's that `sagebwd continue` wrote, in place of the model's. TEXT may be a token file of it.
+
 "bf16" beside the recipes is full precision on the rounded tensors. With ``--device cuda`` recipes run on the kernels
 that `sage_attention` takes there, unless they are ``--emulated``. The ``--output`` has every window, and of each the
 errors and slopes of every layer's projections.
@@ -20,19 +22,22 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd import sage_attention
-from sagebwd.analysis.models import load_model, text_windows
+from sagebwd.analysis.models import load_model, text_windows, windows
 from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe
+from sagebwd.training.continued import tokens
 from tools.trained_heads import kept, parser_of
 
 EXACT, ROUNDED = "fp32", "bf16"
@@ -129,18 +134,35 @@ def table(rows: list[dict]) -> Table:
     return found
 
 
+def with_weights(model: PreTrainedModel, path: Path) -> None:
+    """Put a file's weights into a model. Raises ValueError where these are not the model's, all of them."""
+    found, own = load_file(path), dict(model.named_parameters())
+    if set(found) != set(own):
+        raise ValueError(f"weights={path}: of {len(own)} of the model it has {len(set(found) & set(own))}")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(found[name])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = parser_of(__doc__, 512, 32, RECIPES)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--weights", type=Path, help="a .safetensors of sagebwd continue")
     parser.add_argument("--emulated", action="store_true", help="on a GPU too")
     parser.add_argument("--commit", help="what ran, outside a git checkout")
     given = parser.parse_args(arguments)
     check_device(given.device)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
     model = load_model(given.model, given.device, torch.float32)
-    windows = text_windows(model, given.model, given.text, given.tokens, given.windows)
-    chosen = [ids.to(given.device) for ids in windows]
+    if given.weights is not None:
+        with_weights(model, given.weights)
+    if given.text.suffix == ".npy":
+        ids = tokens.read(str(given.text), model.config.get_text_config().vocab_size, "text")
+        found = windows(torch.from_numpy(ids.astype("int64"))[None], given.tokens, given.windows)
+    else:
+        found = text_windows(model, given.model, given.text, given.tokens, given.windows)
+    chosen = [ids.to(given.device) for ids in found]
     impl = None if given.device.startswith("cuda") and not given.emulated else "reference"
     rows = kept(given, measure(model, chosen, recipes, impl), given.device, given.commit)
     Console(width=170).print(table(rows))

@@ -4,8 +4,10 @@ import json
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sagebwd.analysis.models import load_model, text_windows
 from tools import trained_gradients
@@ -51,6 +53,28 @@ def test_kernels_are_as_right_as_their_emulator(folder):
     for kernels, emulator in zip(*rows, strict=True):
         kernels, emulator = (row["recipes"]["token"]["all"]["error"] for row in (kernels, emulator))
         assert 0 < kernels < 1.5 * emulator
+
+
+def test_weights_and_tokens_of_continued_training(folder, capsys):
+    model = load_model(folder / "model")
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    command = ["--tokens", "96", "--windows", "1", "--recipe", "full", "--output", str(folder / "found.json")]
+    losses = []
+    for text, factor in (("text.txt", 0), ("ids.npy", 0), ("ids.npy", 1), ("ids.npy", 2)):
+        if text == "ids.npy":
+            np.save(folder / text, np.array([i * i % 64 for i in range(300)], np.uint16))
+        given = [str(folder / "model"), str(folder / text), *command]
+        if factor:
+            save_file({name: factor * x for name, x in weights.items()}, folder / "weights.safetensors")
+            given += ["--weights", str(folder / "weights.safetensors")]
+        assert trained_gradients.main(given) == 0
+        (row,) = json.loads((folder / "found.json").read_text())["rows"]
+        losses.append(row["loss"])
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    assert losses[3] != pytest.approx(losses[0], rel=1e-3)
+    save_file({"lm_head.weight": weights["lm_head.weight"]}, folder / "weights.safetensors")
+    with pytest.raises(ValueError, match=f"of {len(weights)} of the model it has 1"):
+        trained_gradients.main(given)
 
 
 def test_full_precision_is_the_models_own(folder):

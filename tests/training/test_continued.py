@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -167,6 +168,22 @@ def test_each_run_begins_with_the_models_own_weights(config):
         assert torch.equal(weight, first)
 
 
+def test_weights_are_kept_after_the_steps_that_are_named(config, tmp_path):
+    run = next(iter(config.runs().values())).replace({"logging.weights_at": [1, 4]})
+    assert run.digest() == next(iter(config.runs().values())).digest()
+    trainee = one.Trainee(run, "cpu")
+    assert one.train(trainee, run, "sdpa", tmp_path / "run") == RESULT
+    assert {path.name for path in (tmp_path / "run").glob("*.safetensors")} == {
+        "weights-1.safetensors", "weights-4.safetensors"
+    }  # fmt: skip
+    first, last = (load_file(tmp_path / "run" / f"weights-{step}.safetensors") for step in (1, 4))
+    trained = dict(trainee.model.named_parameters())
+    assert set(first) == set(last) == set(trained)
+    for name, weight in trained.items():
+        assert torch.equal(last[name], weight)
+        assert not torch.equal(first[name], weight)
+
+
 def test_compiled_layers_do_not_look_into_attention(config, monkeypatch):
     """One compilation serves every attention, forward and backward."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
@@ -217,6 +234,7 @@ def test_settings_that_cannot_be(config, tmp_path):
         ({"seeds": [1, 1]}, "holds one twice"),
         ({"stages": [{"rate": 1}]}, r"there is no key stages\[0\]\.rate"),
         ({"logging.every": 0}, "logging.every=0 must be at least 1"),
+        ({"logging.weights_at": [0]}, r"logging.weights_at=\[0\]: steps are 1 to 4"),
     ):
         with pytest.raises(ValueError, match=message):
             config.replace(keys)

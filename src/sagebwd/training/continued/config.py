@@ -47,6 +47,7 @@ class Logging:
 
     every: int = 10
     evaluate_every: int = 125
+    weights_at: list[int] = field(default_factory=list)  # steps after which weights-STEP.safetensors is written
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class Continued(Settings):
             value = getattr(getattr(self, section), name)
             if value < least:
                 raise ValueError(f"{section}.{name}={value} must be at least {least}")
+        out_of_range = [step for step in self.logging.weights_at if not 0 < step <= settings.steps]
+        if out_of_range:
+            raise ValueError(f"logging.weights_at={self.logging.weights_at}: steps are 1 to {settings.steps}")
         together = self.data.context * settings.micro_batch
         if settings.tokens_per_step < 1 or settings.tokens_per_step % together:
             raise ValueError(
@@ -132,7 +136,13 @@ class Continued(Settings):
         Raises ValueError where one of them is not there.
         """
         content = self.as_dict()
-        del content["name"], content["variants"], content["stages"], content["logging"]["every"]
+        del (
+            content["name"],
+            content["variants"],
+            content["stages"],
+            content["logging"]["every"],
+            content["logging"]["weights_at"],
+        )
         content["model"] = fingerprint(self.model, "model")
         for part in ("train", "held_out"):
             content["data"][part] = fingerprint(content["data"][part], f"data.{part}")

@@ -1,8 +1,8 @@
 """One run in the process that it is in: a model whose weights can be put back, trained from them and evaluated.
 
 The folder of a run holds ``config.yaml``, ``metrics.jsonl`` (a line a logging step and an evaluation), and at its end
-``result.json``, ``diverged.json`` where the loss was not finite, or `UNFINISHED` where time was up. There are no
-checkpoints: a run that was stopped begins anew.
+``result.json``, ``diverged.json`` where the loss was not finite, or `UNFINISHED` where time was up; and the weights
+after the steps of ``logging.weights_at``. These are no checkpoints: a run that was stopped begins anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -187,6 +188,8 @@ class _Run:
             rate = rate_at(step, config)
             noted.append(self._one(optimiser, self.train[step], rate))
             self.step = step + 1
+            if self.step in config.logging.weights_at:
+                self._keep_weights()
             evaluates = self.step % config.logging.evaluate_every == 0 or self.step == settings.steps
             if self.step % config.logging.every == 0 or self.step in (1, settings.steps) or evaluates:
                 loss, norm = torch.stack([torch.stack(pair) for pair in noted]).mean(0).tolist()  # waits for the GPU
@@ -241,6 +244,11 @@ class _Run:
         found = [trainee.of(part, settings.precision) for part in self.held_out.split(settings.micro_batch)]
         trainee.switch.chosen = self.config.attention
         return torch.cat(found).tolist()
+
+    def _keep_weights(self) -> None:
+        """The model's weights as they are, by their names in it."""
+        named = {name: weight.detach().contiguous() for name, weight in self.trainee.model.named_parameters()}
+        save_file(named, self.folder / f"weights-{self.step}.safetensors")
 
     def _write(self, line: dict[str, object]) -> None:
         line = {"step": self.step, "tokens": self.step * self.config.optimisation.tokens_per_step, **line}
