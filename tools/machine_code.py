@@ -53,6 +53,21 @@ CALLS = {
 }  # fmt: skip
 
 
+# Of other tritons than the one that GPUs were timed with.
+OTHER_MASKS = ("ungrouped", "packed-causal")
+
+
+def calls_of(version: str) -> dict[str, list[tuple]]:
+    """The calls of a triton that the table has, by family.
+
+    Of Hopper's kernels all where GPUs were timed with it, else those of `OTHER_MASKS`. The portable kernels were timed
+    on no card that has nothing else, so that one triton is enough for them.
+    """
+    if version == TIMED_VERSION:
+        return {"hopper": CALLS["hopper"]}
+    return {"hopper": [call for call in CALLS["hopper"] if call[3] in OTHER_MASKS], "portable": CALLS["portable"]}
+
+
 def name_of(call: tuple) -> str:
     """A call's key in the table."""
     return " ".join(map(str, call))
@@ -174,9 +189,7 @@ def main(arguments: list[str]) -> int:
     table = read() if TABLE.exists() else {"timed": {}, "untimed": {}}
     mine = table.setdefault(triton.__version__, {})
     failed = False
-    for family, calls in CALLS.items():
-        if triton.__version__ == TIMED_VERSION and family == "portable":
-            continue  # of cards that were not timed
+    for family, calls in calls_of(triton.__version__).items():
         known, mine[family] = mine.get(family, {}), {}
         for call in calls:
             mine[family][name_of(call)] = found = facts(call)

@@ -23,8 +23,9 @@ COMPARED = [
     (version, family, call)
     for version in HERE
     if version in TABLE
-    for family in (TABLE[version] if version == triton.__version__ else ["hopper"])
-    for call in machine_code.CALLS[family]
+    for family, calls in machine_code.calls_of(version).items()
+    if family == "hopper" or version == triton.__version__
+    for call in calls
 ]
 
 
@@ -170,7 +171,7 @@ def test_kernels_that_come_and_go_are_differences():
 def test_the_command(monkeypatch, capsys, arguments, found, code):
     call = ("hopper", 64, "token", "full")
     table = {triton.__version__: {"hopper": {machine_code.name_of(call): {"dq_kernel": KERNEL}}}}
-    monkeypatch.setattr(machine_code, "CALLS", {"hopper": [call]})
+    monkeypatch.setattr(machine_code, "calls_of", lambda version: {"hopper": [call]})
     monkeypatch.setattr(machine_code, "read", lambda: table)
     monkeypatch.setattr(machine_code, "facts", lambda call: {"dq_kernel": KERNEL | found})
     assert machine_code.main(arguments) == code
