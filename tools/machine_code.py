@@ -54,7 +54,7 @@ CALLS = {
 
 
 # Of other tritons than the one that GPUs were timed with.
-OTHER_MASKS = ("ungrouped", "packed-causal")
+OTHER_MASKS = ("ungrouped",)
 
 
 def calls_of(version: str) -> dict[str, list[tuple]]:
