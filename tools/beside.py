@@ -24,6 +24,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 WAYS = ("both", "backward", "forward")
+# As `sagebwd.benchmarks.packed` has them, which older trees have not.
 MIXED = (1317, 4099, 700, 8192, 2500, 333, 6000, 1024, 5000, 3603)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,36 +19,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.benchmarks.results import environment
 from sagebwd.kernels.host import replay
+from tools.beside import Case, runs_of
 
 # What an H200's memory gave a pass that reads and writes once, of 4.8 on paper.
 BYTES_A_MICROSECOND = 4.3e6
 RUNS = 10
 
-
-class Case(NamedTuple):
-    """A call; lengths: of packed sequences, or none of ``batch`` dense ones."""
-
-    batch: int
-    heads: int
-    tokens: int
-    head_dim: int
-    is_causal: bool = True
-    packed: bool = False
-
-
 CASES = {
-    "1K, 128": Case(16, 16, 1024, 128),
-    "2K, 128": Case(8, 16, 2048, 128),
-    "4K, 128": Case(4, 16, 4096, 128),
-    "1K, 64": Case(16, 32, 1024, 64),
-    "2K, 64": Case(8, 32, 2048, 64),
-    "4K, 64": Case(4, 32, 4096, 64),
-    "GPT-2, 1K": Case(16, 12, 1024, 64),
-    "ViT, 576": Case(28, 16, 576, 64, is_causal=False),
-    "packed 16 x 2K": Case(16, 16, 2048, 128, packed=True),
+    "1K, 128": Case(128, 16, tokens=1024),
+    "2K, 128": Case(128, 8, tokens=2048),
+    "4K, 128": Case(128, 4),
+    "1K, 64": Case(64, 16, 32, 32, 1024),
+    "2K, 64": Case(64, 8, 32, 32, 2048),
+    "4K, 64": Case(64, 4, 32, 32),
+    "GPT-2, 1K": Case(64, 16, 12, 12, 1024),
+    "ViT, 576": Case(64, 28, tokens=576, is_causal=False),
+    "packed 16 x 2K": Case(128, lengths=(2048,) * 16),
 }
 
 
@@ -143,33 +131,11 @@ def table(name: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def step_of(case: Case, recipe: str, device: str) -> Callable[[], object]:
-    """Forward and backward of a case."""
-    shape = case.batch, case.heads, case.tokens, case.head_dim
-    if case.packed:
-        shape = case.batch * case.tokens, case.heads, case.head_dim
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    *leaves, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    leaves = [x.requires_grad_() for x in leaves]
-    offsets = torch.arange(case.batch + 1, device=device, dtype=torch.int32) * case.tokens
-
-    def step() -> object:
-        if case.packed:
-            o = sage_attention_varlen(
-                *leaves, offsets, offsets, case.tokens, case.tokens, is_causal=case.is_causal, recipe=recipe
-            )
-        else:
-            o = sage_attention(*leaves, is_causal=case.is_causal, recipe=recipe)
-        return torch.autograd.grad(o, leaves, do)
-
-    return step
-
-
 def measure(case: Case, recipe: str) -> list[Row]:
     """A case's launches on the GPU that is here."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = step_of(case, recipe, "cuda")
+    step = runs_of(case, recipe, "cuda")["both"]
     replay._calls.clear()
     with noted() as launches:
         step()

@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sagebwd import sage_attention
 from sagebwd.analysis.models import load_model, text_windows, windows
+from sagebwd.benchmarks.results import environment
 from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe
 from sagebwd.training.continued import tokens
@@ -164,7 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = text_windows(model, given.model, given.text, given.tokens, given.windows)
     chosen = [ids.to(given.device) for ids in found]
     impl = None if given.device.startswith("cuda") and not given.emulated else "reference"
-    rows = kept(given, measure(model, chosen, recipes, impl), given.device, given.commit)
+    facts = environment(given.device, given.commit) | {"impl": impl, "weights": given.weights and str(given.weights)}
+    rows = kept(given, measure(model, chosen, recipes, impl), facts)
     Console(width=170).print(table(rows))
     return 0
 

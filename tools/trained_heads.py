@@ -113,12 +113,12 @@ def parser_of(description: str, tokens: int, count: int, recipes: Iterable[str])
     return parser
 
 
-def kept(
-    given: argparse.Namespace, measured: Iterable[dict], device: str = "cpu", commit: str | None = None
-) -> list[dict]:
-    """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured."""
-    facts = {"model": given.model.name, "text": given.text.name, "tokens": given.tokens}
-    facts |= environment(device, commit)
+def kept(given: argparse.Namespace, measured: Iterable[dict], facts: dict[str, object]) -> list[dict]:
+    """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured.
+
+    facts: what they depend on beside the model, the text and the windows' tokens.
+    """
+    facts = {"model": given.model.name, "text": given.text.name, "tokens": given.tokens, **facts}
     rows = []
     for row in measured:
         rows.append(row)
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
     model = load_model(given.model, dtype=torch.float32)
     chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
-    rows = kept(given, measure(model, chosen, given.layer, recipes))
+    rows = kept(given, measure(model, chosen, given.layer, recipes), environment("cpu"))
     for table in tables(rows):
         Console(width=150).print(table)
     return 0

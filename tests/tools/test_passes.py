@@ -57,8 +57,8 @@ def test_a_call_is_noted_launch_by_launch():
 
 
 def test_a_step_has_every_gradient():
-    for packed in (False, True):
-        gradients = passes.step_of(Case(2, 2, 40, 32, packed=packed), "token", "cpu")()
+    for lengths in ((), (40, 40)):
+        gradients = passes.runs_of(Case(32, 2, 2, 2, 40, lengths=lengths), "token", "cpu")["both"]()
         assert len(gradients) == 3
         assert all(x.isfinite().all() for x in gradients)
 

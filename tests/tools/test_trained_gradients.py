@@ -68,7 +68,9 @@ def test_weights_and_tokens_of_continued_training(folder, capsys):
             save_file({name: factor * x for name, x in weights.items()}, folder / "weights.safetensors")
             given += ["--weights", str(folder / "weights.safetensors")]
         assert trained_gradients.main(given) == 0
-        (row,) = json.loads((folder / "found.json").read_text())["rows"]
+        kept = json.loads((folder / "found.json").read_text())
+        assert (kept["impl"], kept["weights"]) == ("reference", given[-1] if factor else None)
+        (row,) = kept["rows"]
         losses.append(row["loss"])
     assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
     assert losses[3] != pytest.approx(losses[0], rel=1e-3)
