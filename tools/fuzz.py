@@ -126,7 +126,7 @@ class Case:
             if left or right
             else None,
             scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
-            recipe=recipe or kernels.choice(RECIPES),
+            recipe=recipe or ("mixed" if impl == "hopper" else kernels.choice(RECIPES)),
             repeats=GRID // (batch * heads) + 1 if repeated else 1,
             spoilt=rng.choice(("q", "k", "v", "do")) if spoilt and not repeated else "",
             poison=rng.choice((math.nan, math.nan, math.inf)),
@@ -397,7 +397,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--impl", help="the fastest for each call, unless named")
-    parser.add_argument("--recipe", help="the same for all cases, not drawn")
+    parser.add_argument("--recipe", help="the same for all cases; else drawn, but `mixed` with --impl hopper")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--longest", type=int, default=700, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)

@@ -8,6 +8,11 @@ Triton hands partitions their number and the values that they use through shared
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
 `tools.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
 `def` or its `gl.warp_specialize`; docs/log/2026-11-22-correctness.md has the proof from machine code.
+
+The forward's computing warps read what the loading warp wrote of masks into a stage, and then one elected lane gives
+the stage back. ptxas drops the warp's barrier before that, since the warp is together and its reads have come back,
+and racecheck counts the reads of the elected lane alone. A report counts as that where the loading warp's write of a
+stage's masks meets reads of it; docs/log/2026-11-25-sanitizers.md has the machine code.
 """
 
 from __future__ import annotations
@@ -24,14 +29,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from sagebwd.environment import cache_folder
 from sagebwd.kernels.sm90 import widths
 from tools.fuzz import GROUP, Case
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src/sagebwd/kernels"
 HANDOVER = ROOT / "tools/handover.py"
-_ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
+TOOLS = ("racecheck", "memcheck", "synccheck")
+FORWARD = KERNELS / "sm90/forward"
+# What the forward's stages hold of masks, as the kernel's source reads or writes it.
+_STAGED = re.compile(r"\bmemory\.(?:block|mask_tiles)\[|\bkeys_kept\[")
+_ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 
@@ -62,10 +73,47 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check's output amounts to: how many reports are triton's hand-over, and what is wrong, if anything."""
+    """What a check's output amounts to: how many reports are no race, and what is wrong, if anything."""
 
-    handovers: int
+    explained: int
     problem: str | None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where accesses are reported that are no race, by file name: triton's hand-over, and stages' masks."""
+
+    handover: dict[str, set[int]]
+    staged: dict[str, set[int]]
+
+    @classmethod
+    def of_package(cls) -> Lines:
+        """Those of the package's kernels."""
+        gluon = (*(KERNELS / "sm90/backward").glob("*.py"), HANDOVER)
+        forward = FORWARD.glob("*.py")
+        return cls(
+            {path.name: handover_lines(path) for path in gluon}, {path.name: staged_lines(path) for path in forward}
+        )
+
+    def explain(self, accesses: Sequence[Access]) -> bool:
+        """Whether a report is no race."""
+        if len(accesses) < 2:
+            return False
+        if all(one.line in self.handover.get(one.file, ()) for one in accesses):
+            return True
+        if any(one.line not in self.staged.get(one.file, ()) for one in accesses):
+            return False
+        # the loading warp writes, the others read
+        return {(one.kind, one.file == "producer.py") for one in accesses} == {("Write", True), ("Read", False)}
+
+
+class Access(NamedTuple):
+    """One end of a race that racecheck reports."""
+
+    kind: str
+    kernel: str
+    file: str
+    line: int
 
 
 def kernel_names() -> list[str]:
@@ -89,31 +137,41 @@ def handover_lines(path: Path) -> set[int]:
     return lines
 
 
-def races(text: str) -> Iterator[list[tuple[str, str, int]]]:
-    """(kernel, file, line) of the accesses of each report of racecheck."""
+def staged_lines(path: Path) -> set[int]:
+    """Lines of a file of the forward that read or write what its stages hold of masks."""
+    return {
+        number for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if _STAGED.search(line)
+    }
+
+
+def races(text: str) -> Iterator[list[Access]]:
+    """The accesses of each report of racecheck."""
     for report in text.split("Race reported between")[1:]:
-        yield [(kernel, file, int(line)) for kernel, file, line in _ACCESS.findall(report)]
+        yield [
+            Access(kind, kernel, Path(file).name, int(line)) for kind, kernel, file, line in _ACCESS.findall(report)
+        ]
 
 
-def judge(text: str, code: int, allowed: dict[str, set[int]]) -> Finding:
-    """What a process printed. allowed: lines of hand-over, by file name."""
+def judge(text: str, code: int, lines: Lines) -> Finding:
+    """What a process printed."""
     found = _SUMMARY.search(text)
     if found is None:
         return Finding(0, f"no summary, exit code {code}: {text.strip()[-300:]}")
-    handovers, others = 0, []
+    explained, others = 0, []
     for accesses in races(text):
-        if len(accesses) > 1 and all(line in allowed.get(file, ()) for _, file, line in accesses):
-            handovers += 1
+        if lines.explain(accesses):
+            explained += 1
         else:
-            others.append(", ".join(f"{kernel} {file}:{line}" for kernel, file, line in accesses) or "no source line")
+            ends = (f"{one.kind} {one.kernel} {one.file}:{one.line}" for one in accesses)
+            others.append(", ".join(ends) or "no source line")
     reported = int(found[1] or found[2] or 0)
     if others:
-        return Finding(handovers, f"{len(others)} races: {'; '.join(others)}")
-    if reported > handovers:
-        return Finding(handovers, f"{reported - handovers} errors: {text.strip()[:600]}")
+        return Finding(explained, f"{len(others)} races: {'; '.join(others)}")
+    if reported > explained:
+        return Finding(explained, f"{reported - explained} errors: {text.strip()[:600]}")
     if code:
-        return Finding(handovers, f"exit code {code}: {text.strip()[-300:]}")
-    return Finding(handovers, None)
+        return Finding(explained, f"exit code {code}: {text.strip()[-300:]}")
+    return Finding(explained, None)
 
 
 def seeds_of(form: tuple[int, int], groups: int, longest: int) -> list[int]:
@@ -130,16 +188,18 @@ def seeds_of(form: tuple[int, int], groups: int, longest: int) -> list[int]:
 def checks(seeds: Sequence[int], few: Sequence[int]) -> list[Check]:
     """All tools: on hand-over alone, ``mixed`` at all seeds, and in deterministic mode at a few."""
     found = []
-    for tool in ("racecheck", "memcheck", "synccheck"):
+    for tool in TOOLS:
         found += [Check(tool, None), *(Check(tool, "mixed", seed) for seed in seeds)]
         found += [Check(tool, "mixed", seed, deterministic=True) for seed in few]
     return found
 
 
-def run(check: Check, command: Sequence[str], timeout: float, allowed: dict[str, set[int]]) -> Finding:
-    """Run one check; compiled kernels are shared with the others."""
+def run(check: Check, command: Sequence[str], timeout: float, lines: Lines) -> Finding:
+    """Run one check; kernels are compiled with their source lines, once for all."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment["SAGEBWD_DETERMINISTIC"] = str(int(check.deterministic))
+    environment["CUTE_DSL_LINEINFO"] = "1"
+    environment["SAGEBWD_CACHE_DIR"] = str(cache_folder() / "lineinfo")
     try:
         finished = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
@@ -147,7 +207,7 @@ def run(check: Check, command: Sequence[str], timeout: float, allowed: dict[str,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Finding(0, f"not done after {timeout:.0f} s; --timeout gives it more")
-    return judge(finished.stdout + finished.stderr, finished.returncode, allowed)
+    return judge(finished.stdout + finished.stderr, finished.returncode, lines)
 
 
 def main() -> int:
@@ -155,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=4, help="groups of fuzz seeds a form of widths, a case of each")
     parser.add_argument("--recipe", help="the checks of this recipe alone")
+    parser.add_argument("--tool", choices=TOOLS, help="this tool alone")
     parser.add_argument("--longest", type=int, default=300, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one check may take")
@@ -168,20 +229,20 @@ def main() -> int:
         if arguments.recipe not in known:
             parser.error(f"--recipe {arguments.recipe}: checks are of {', '.join(known)}")
         wanted = [check for check in wanted if check.recipe == arguments.recipe]
-    allowed = {path.name: handover_lines(path) for path in (*(KERNELS / "sm90/backward").glob("*.py"), HANDOVER)}
-    problems, handovers = 0, 0
+    wanted = [check for check in wanted if arguments.tool in (None, check.tool)]
+    lines, problems, explained = Lines.of_package(), 0, 0
     with ThreadPoolExecutor(arguments.processes) as pool:
         tasks = {
-            pool.submit(run, check, check.command(arguments.longest, kernels), arguments.timeout, allowed): check
+            pool.submit(run, check, check.command(arguments.longest, kernels), arguments.timeout, lines): check
             for check in wanted
         }
         for done, task in enumerate(as_completed(tasks), 1):
             finding = task.result()
             problems += finding.problem is not None
-            handovers += finding.handovers
-            note = f" ({finding.handovers} reports of triton's hand-over)" if finding.handovers else ""
+            explained += finding.explained
+            note = f" ({finding.explained} reports that are no race)" if finding.explained else ""
             print(f"{done}/{len(tasks)} {tasks[task]}: {finding.problem or 'clean'}{note}", flush=True)
-    print(f"{len(wanted) - problems} clean, {problems} not; {handovers} reports of triton's hand-over to partitions")
+    print(f"{len(wanted) - problems} clean, {problems} not; {explained} reports of hand-overs that are no race")
     return 1 if problems else 0
 
 
