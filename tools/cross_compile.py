@@ -1,12 +1,12 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH "hopper"
-means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads too),
-"ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
-`tests.masks.KINDS`; TOKENS are of all sequences together. "loops" has instructions, `stall_cycles` and registers
-stored and loaded of each loop with products, "assembly" the inline assembly that takes several elements at once; with
-UNTIL "ttgir" no machine code is made, and a line has the assembly alone. It runs in a process of its own, as kernels of
-a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH
+"hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
+too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
+`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" no machine code is made, and a line has
+the "assembly" alone. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with
+products, "assembly" the inline assembly that takes several elements at once. It runs in a process of its own, as
+kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
