@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -27,9 +28,9 @@ def run(code: str, folder: Path, *arguments: str, **environment: str) -> subproc
     with tempfile.TemporaryDirectory() as printed:
         server.stdin.write(json.dumps([code, str(folder), printed, arguments, environment]) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        returncode = int(server.stdout.readline())
         stdout, stderr = ((Path(printed) / name).read_text(encoding="utf-8") for name in PRINTED)
-    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+    return subprocess.CompletedProcess(arguments, returncode, stdout, stderr)
 
 
 @cache
@@ -44,7 +45,8 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # a program that needs it says so
+            importlib.import_module(name)
     gc.freeze()  # or every program, as it ends, looks through all that was imported here
     for line in sys.stdin:
         child = os.fork()
