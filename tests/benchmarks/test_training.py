@@ -1,8 +1,6 @@
 """Training steps timed on a CPU with a model of two narrow layers."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,8 @@ from sagebwd.benchmarks import training_tables as tables
 from sagebwd.commands import main as cli
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
+from tests.training.runs import command, finish
 
-SOURCES = Path(__file__).parents[2] / "src"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 TINY = Config("tiny").replace(
@@ -183,17 +181,10 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
         f"bench-training --config {config} --device cpu --no-compile --batch 2 --context 16 --steps 3 --warmup 1 "
         f"--vocabulary 20 --output {tmp_path} --commit abc"
     )
-    finished = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-            "sagebwd.commands.main", *arguments.split(),
-        ],
-        capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("wrote ") == 1
-    assert "on each of 2 processes" in finished.stdout
+    finish(command(arguments.split(), 2, tmp_path / "printed"))
+    printed = (tmp_path / "printed").read_text(encoding="utf-8")
+    assert printed.count("wrote ") == 1
+    assert "on each of 2 processes" in printed
     (path,) = tmp_path.glob("training_2-processes_cpu_*_abc.json")
     rows = json.loads(path.read_text())["rows"]
     assert [(row["attention"], row["processes"], row["gate"]) for row in rows] == [

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._inductor.compile_fx
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from sagebwd import dispatch
 from sagebwd.benchmarks import training as bench
@@ -19,9 +21,27 @@ def test_a_layer_is_compiled_once_for_all():
         measure("sdpa", compiled="all")
 
 
-def test_a_whole_model_for_cuda_graphs_is_one_graph():
+@pytest.fixture
+def graphs(monkeypatch):
+    """What Inductor is asked for of each graph, which it divides and then runs as it is.
+
+    Its C++ takes half a minute a test: `test_a_layer_is_compiled_once_for_all` has it.
+    """
+    asked = []
+
+    def run(graph, inputs, config_patches=None, **_):
+        asked.append(config_patches or {})
+        return aot_eager_decomp_partition(graph, inputs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", run)
+    return asked
+
+
+def test_a_whole_model_for_cuda_graphs_is_one_graph(graphs):
     torch._dynamo.utils.counters.clear()
-    (row,) = measure("token", compiled="reduce-overhead")  # without the graphs on a CPU
+    (row,) = measure("token", compiled="reduce-overhead")
+    (asked,) = graphs
+    assert asked["triton.cudagraphs"]
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -30,7 +50,7 @@ def test_a_whole_model_for_cuda_graphs_is_one_graph():
 
 
 @pytest.mark.parametrize("compiled", ["layers", "no"])
-def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
+def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs):
     torch._dynamo.utils.counters.clear()
     seen, real = [], dispatch.forward
     monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
@@ -47,3 +67,4 @@ def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
         forwards[kept] = len(seen)
     assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 * 2 if compiled == "layers" else 0)
+    assert len(graphs) == (2 * 2 if compiled == "layers" else 0)
