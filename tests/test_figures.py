@@ -27,7 +27,7 @@ def closed():
 
 
 def test_speed_by_width():
-    path = RESULTS / "attention_h200_2026-11-25_90298a8.json"
+    path = RESULTS / "attention_h200_2026-11-25_7133de8.json"
     rows = [
         row
         for row in json.loads(path.read_text())["rows"]
