@@ -34,6 +34,8 @@ OWN_TESTS = {
     "steps-memory.md: Memory and the longest sequence": "test_docs_numbers.py::test_tables_of_steps",
     "trained-variants.md: Rotation and Q-smoothing": "test_docs_numbers.py::test_variants_on_a_trained_model",
     "trained-variants.md: Gradients of all weights": "test_docs_numbers.py::test_gradients_of_a_trained_model",
+    "trained-variants.md: Gradients of all weights by the kernels":
+        "test_docs_numbers.py::test_gradients_of_a_trained_model_by_the_kernels",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
     "README.md: Training": "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
     "pretraining.md: A trained model, trained on":
@@ -218,6 +220,25 @@ def test_gradients_of_a_trained_model():
             mean([one["all"]["error"] for one in own]),
             ", ".join(f"{statistics.mean(values):.4f}" for values in parts),
         ]
+
+
+def test_gradients_of_a_trained_model_by_the_kernels():
+    lines = iter(rows_of("results/trained-variants.md", "Gradients of all weights by the kernels")[1:])
+    for name in ("start", "lr-0.001-250", "lr-0.001-500"):
+        rows = json.loads((RESULTS / f"trained_gradients_h200_{name}.json").read_text())["rows"]
+        sound = [row for row in rows if row["recipes"]["bf16"]["all"]["error"] < 0.05]
+        for recipe in rows[0]["recipes"]:
+            slopes, of_sound = ([row["recipes"][recipe]["all"]["slope"] for row in some] for some in (rows, sound))
+            errors = [row["recipes"][recipe]["all"]["error"] for row in rows]
+            means = [
+                f"{statistics.mean(x):+.4f} ± {statistics.stdev(x) / math.sqrt(len(x)):.4f}"
+                for x in (slopes, of_sound)
+            ]
+            assert next(lines)[1:] == [
+                f"{len(rows)}, {len(sound)}", f"`{recipe}`", *means, f"{statistics.median(slopes):+.4f}",
+                f"{statistics.mean(errors):.4f}, {statistics.median(errors):.4f}",
+            ]  # fmt: skip
+    assert not list(lines)
 
 
 def test_errors_by_the_strength_of_a_sink():

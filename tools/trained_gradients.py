@@ -11,8 +11,8 @@ g of all weights, and of some groups of them, against FP32's g0 it prints means 
 ``--weights`` are a file's that `sagebwd continue` wrote, in place of the model's. TEXT may be a token file of it.
 
 "bf16" beside the recipes is full precision on the rounded tensors. With ``--device cuda`` recipes run on the kernels
-that `sage_attention` takes there, unless they are ``--emulated``. The ``--output`` has every window, and of each the
-errors and slopes of every layer's projections.
+that `sage_attention` takes there, unless they are ``--emulated``. The ``--output`` has every window, and means over
+windows of the errors and slopes of every layer's projections, with the slopes' standard errors.
 """
 
 from __future__ import annotations
@@ -102,9 +102,12 @@ def compared(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, di
 
 
 def measure(
-    model: PreTrainedModel, chosen: list[Tensor], recipes: list[str], impl: str | None = "reference"
+    model: PreTrainedModel, chosen: list[Tensor], recipes: list[str], layers: dict, impl: str | None = "reference"
 ) -> Iterator[dict[str, object]]:
-    """A row for each window: the loss, and by recipe its change, errors and slopes; impl: of recipes."""
+    """A row for each window: the loss, and by recipe its change, errors and slopes; impl: of recipes.
+
+    layers: by recipe, layer and group, what `average` makes of the windows so far; written.
+    """
     probe = Probe(impl)
     model.set_attn_implementation(NAME)
     for index, ids in enumerate(chosen):
@@ -114,8 +117,25 @@ def measure(
         for recipe in recipes:
             probe.recipe = recipe
             changed, found = gradients(model, ids)
-            row["recipes"][recipe] = {"loss": changed - loss, **compared(found, exact)}
+            whole = compared(found, exact)
+            for layer, groups in whole.pop("layers").items():
+                for group, one in groups.items():
+                    place = layers.setdefault(recipe, {}).setdefault(layer, {})
+                    place[group] = average(place.get(group), index + 1, one)
+            row["recipes"][recipe] = {"loss": changed - loss, **whole}
         yield row
+
+
+def average(before: dict | None, count: int, one: dict) -> dict:
+    """Means of error and slope over ``count`` windows, of those ``before`` and ``one`` more, by Welford's method.
+
+    "slope_error" is the standard error of the slope's mean, 0 of one window.
+    """
+    before = before or {"error": 0.0, "slope": 0.0, "slope_error": 0.0}
+    error, slope = (before[name] + (one[name] - before[name]) / count for name in ("error", "slope"))
+    squares = before["slope_error"] ** 2 * (count - 1) * max(count - 2, 0)
+    squares += (one["slope"] - before["slope"]) * (one["slope"] - slope)
+    return {"error": error, "slope": slope, "slope_error": math.sqrt(squares / (count * max(count - 1, 1)))}
 
 
 def _mean(values: list[float], signed: bool) -> str:
@@ -165,8 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
         found = text_windows(model, given.model, given.text, given.tokens, given.windows)
     chosen = [ids.to(given.device) for ids in found]
     impl = None if given.device.startswith("cuda") and not given.emulated else "reference"
+    layers: dict[str, dict] = {}
     facts = environment(given.device, given.commit) | {"impl": impl, "weights": given.weights and str(given.weights)}
-    rows = kept(given, measure(model, chosen, recipes, impl), facts)
+    rows = kept(given, measure(model, chosen, recipes, layers, impl), facts | {"layers": layers})
     Console(width=170).print(table(rows))
     return 0
 

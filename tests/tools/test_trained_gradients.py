@@ -18,15 +18,19 @@ def test_the_command(folder, capsys):
     command = [str(folder / "model"), str(folder / "text.txt"), "--tokens", "96", "--windows", "2"]
     recipes = [text for recipe in ("bf16", "full", "token") for text in ("--recipe", recipe)]
     assert trained_gradients.main([*command, *recipes, "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
+    found = json.loads(output.read_text())
+    rows, layers = found["rows"], found["layers"]
     assert [row["window"] for row in rows] == [0, 1]
+    assert set(layers) == {"bf16", "full", "token"}
+    assert set(layers["token"]["0"]) == set(trained_gradients.GROUPS)
+    assert 0 < layers["token"]["0"]["all"]["error"] < 0.2
     for row in rows:
         rounded, full, token = (row["recipes"][name] for name in ("bf16", "full", "token"))
         assert 0 < rounded["all"]["error"] < 0.01
         assert 0 < full["all"]["error"] < 0.02
         assert rounded["all"]["error"] < token["all"]["error"] < 0.2
         assert abs(token["all"]["slope"]) <= token["all"]["error"]
-        assert set(token) == {"loss", "layers", *trained_gradients.GROUPS}
+        assert set(token) == {"loss", *trained_gradients.GROUPS}
     printed = capsys.readouterr().out
     errors = [row["recipes"]["token"]["all"]["error"] for row in rows]
     assert f"{statistics.mean(errors):.4f} ± {statistics.stdev(errors) / math.sqrt(2):.4f}" in printed
@@ -90,6 +94,16 @@ def test_full_precision_is_the_models_own(folder):
     assert again == pytest.approx(loss, rel=1e-5)
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-5)
+
+
+def test_means_over_windows_are_those_of_all():
+    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
+    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
+        found = trained_gradients.average(found, count, {"slope": slope, "error": error})
+        seen = slopes[:count]
+        assert found["slope"] == pytest.approx(statistics.mean(seen))
+        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
+    assert found["error"] == pytest.approx(statistics.mean(errors))
 
 
 def test_error_and_slope():

@@ -30,7 +30,7 @@ BOUNDS = {
     "token": (0.03, 0.01, 0.08, 0.05, 0.05),
     "paper": (0.04, 0.01, 0.13, 0.13, 0.13),
 }
-# Of one channel nothing averages e4m3's rounding out: under `mixed` the emulator's dQ is off by .04 to .21 in 40 draws.
+# Of one channel nothing averages e4m3's rounding out: the emulator's dQ under `mixed` is off by up to .21 in 40 draws.
 ONE_CHANNEL = 4
 # Gradients of queries that see one key, or several much alike, vanish in exact arithmetic: no error is relative to
 # less than this part of what the terms of the difference dP - delta make, as many at random as there are keys.
