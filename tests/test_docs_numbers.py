@@ -51,7 +51,6 @@ OWN_TESTS = {
 BY_COMMAND = {
     "index.md: Every claim, and where it comes from": "the pages that it names",
     "accuracy-kinds.md: Accuracy by kind of data": "python -m tests.test_floors tables",
-    "forward-sm90.md: Times": "a text of what a run printed, whose ratios are taken here",
     "error-study-models.md: The instrument": "sagebwd trace",
     "sinks.md: What helps": "python -m sagebwd.analysis.sinks",
 }
