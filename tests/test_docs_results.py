@@ -5,8 +5,6 @@ import re
 import statistics
 from pathlib import Path
 
-import pytest
-
 from sagebwd.benchmarks.shapes import value_dim_of
 
 ROOT = Path(__file__).parent.parent

@@ -160,10 +160,11 @@ def index() -> Iterator[str]:
     rows = ["| name | what it is | page |", "| --- | --- | --- |"]
     escaped = r"\|"
     for page, (title, parts) in PAGES.items():
-        for module, member in ((module, member) for module, names in parts for member in members(module, names)):
-            first = described(member).split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
-            link = f"{page}.md#{member.name.lower()}"
-            rows.append(f"| [`{module}.{member.name}`]({link}) | {first.replace('|', escaped)} | {title} |")
+        for module, names in parts:
+            for member in members(module, names):
+                first = described(member).split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+                link = f"{page}.md#{member.name.lower()}"
+                rows.append(f"| [`{module}.{member.name}`]({link}) | {first.replace('|', escaped)} | {title} |")
     yield "\n".join(rows)
 
 
