@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagebwd.analysis.plots import COLORS, save
 from sagebwd.commands import figures
-from sagebwd.commands.figure import COLORS, save
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")

@@ -11,8 +11,19 @@ import pytest
 from rich.console import Console
 
 from sagebwd.commands import seeds as command
-from sagebwd.training import kernel_commit, student
-from sagebwd.training.gaps import MARGIN, by_step, equivalence, gaps, interval, table, table_by_step
+from sagebwd.training import kernel_commit
+from sagebwd.training.gaps import (
+    MARGIN,
+    above,
+    by_step,
+    critical,
+    equivalence,
+    gaps,
+    interval,
+    table,
+    table_by_step,
+    within,
+)
 from sagebwd.training.packed import PACKED
 from sagebwd.training.run_dir import COMPARISON
 
@@ -185,7 +196,7 @@ def test_noise_is_of_losses_at_the_end_alone(tmp_path):
     ],
 )  # fmt: skip
 def test_critical_values_are_those_of_tables(confidence, freedom, expected):
-    assert student.critical(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+    assert critical(confidence, freedom) == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 25])
@@ -195,14 +206,14 @@ def test_probabilities_are_the_integral_of_the_density(freedom, t):
     steps = 2000
     middles = [(index + 0.5) * t / steps for index in range(steps)]
     inside = 2 * t / steps * sum(factor * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in middles)
-    assert student.within(t, freedom) == pytest.approx(inside, abs=1e-6)
-    assert student.above(t, freedom) == pytest.approx((1 - inside) / 2, abs=1e-6)
-    assert student.above(-t, freedom) == pytest.approx((1 + inside) / 2, abs=1e-6)
+    assert within(t, freedom) == pytest.approx(inside, abs=1e-6)
+    assert above(t, freedom) == pytest.approx((1 - inside) / 2, abs=1e-6)
+    assert above(-t, freedom) == pytest.approx((1 + inside) / 2, abs=1e-6)
 
 
 def test_the_middle():
-    assert student.within(0, 5) == 0
-    assert student.above(0, 5) == 0.5
+    assert within(0, 5) == 0
+    assert above(0, 5) == 0.5
 
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import lzma
 
 import pytest
 
-from sagebwd.training import evaluations, packed
+from sagebwd.training import packed
 from sagebwd.training.packed import PACKED
 from sagebwd.training.run_dir import COMPARISON, DIVERGED, METRICS, RESULT
 
@@ -82,7 +82,7 @@ def folder(tmp_path):
 
 
 def test_a_line_an_evaluation_and_what_the_monitor_found(folder, capsys):
-    evaluations.main([str(folder)])
+    packed.main(["evaluations", str(folder)])
     first, second = capsys.readouterr().out.split("## ")[1:]
     assert first.startswith("full precision\n")
     assert "| 4 | 256 | 4.0000 | +0.0000 | 4.2 | 3.500 | 350 |" in first
@@ -98,4 +98,4 @@ def test_a_line_an_evaluation_and_what_the_monitor_found(folder, capsys):
 
 def test_a_wrong_command_says_so():
     with pytest.raises(SystemExit, match="python -m sagebwd"):
-        evaluations.main([])
+        packed.main(["evaluations"])
