@@ -1,13 +1,11 @@
-"""The suite of a GPU: what it runs and records, which code a result is of, processes that are forked."""
+"""The suite of a GPU: what it runs and records, and which code a result is of."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tools import gpu_suite
-from tools.forked import rows_of
 from tools.tree import digest
 
 ROOT = Path(__file__).parents[2]
@@ -101,19 +99,3 @@ def test_what_is_in_a_file_and_its_name_count(tmp_path):
 
 def test_of_the_repository():
     assert digest("src") != digest("src", "tools/matrix") != digest("tools/matrix")
-
-
-def run(name):
-    if name == "raises":
-        raise KeyError("why")
-    if name == "dies":
-        os._exit(1)
-    return "same", name
-
-
-def test_an_error_and_a_death_are_rows():
-    rows = rows_of(["well", "raises", "dies"], run, jobs=2)
-    assert rows["well"] == ("same", "well")
-    assert rows["raises"] == ("crash", "KeyError: 'why'")
-    assert rows["dies"][0] == "not built"
-    assert list(rows) == ["dies", "raises", "well"]

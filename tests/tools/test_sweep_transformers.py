@@ -1,12 +1,13 @@
 """Transformers' small models under sagebwd and under SDPA, and where they come from."""
 
+import os
+
 import pytest
 import torch
 from transformers import CLIPVisionConfig, Qwen2VLConfig
 
 from sagebwd.integrations import transformers as integration
-from tools.forked import rows_of
-from tools.sweep_page import reason, table
+from tools.sweep import reason, rows_of, table
 from tools.sweep_transformers import MEANINGS, sweep_one
 from tools.tiny_models import candidates, from_default, from_tests, use_tests
 
@@ -129,3 +130,19 @@ def test_a_part_is_handed_what_its_whole_hands_it():
     assert isinstance(tiny.config, type(Qwen2VLConfig().text_config))
     assert torch.is_tensor(tiny.inputs["inputs_embeds"])
     assert tiny.model("sdpa")(**tiny.inputs).last_hidden_state.isfinite().all()
+
+
+def case(name):
+    if name == "raises":
+        raise KeyError("why")
+    if name == "dies":
+        os._exit(1)
+    return "same", name
+
+
+def test_an_error_and_a_death_are_rows():
+    rows = rows_of(["well", "raises", "dies"], case, jobs=2)
+    assert rows["well"] == ("same", "well")
+    assert rows["raises"] == ("crash", "KeyError: 'why'")
+    assert rows["dies"][0] == "not built"
+    assert list(rows) == ["dies", "raises", "well"]
