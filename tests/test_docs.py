@@ -2,11 +2,8 @@
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from string import Template
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from sagebwd import Recipe
+from tests import programs
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.md")]
@@ -236,13 +234,15 @@ def test_code_in_the_documents_runs_as_printed(mark, code, tmp_path):
         assert mark != "needs a GPU" or "cuda" in code, "says that it needs a GPU, and names no device"
         if is_missing(mark.removeprefix("needs ")):
             pytest.skip(mark)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-    outcome = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    outcome = programs.run(code, tmp_path)
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_code_that_fails_is_seen(tmp_path):
+    for code, returncode, told in (("import sys; sys.exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("", 0, "")):
+        outcome = programs.run(code, tmp_path)
+        assert outcome.returncode == returncode
+        assert told in outcome.stderr
 
 
 def test_most_code_in_the_documents_needs_nothing():

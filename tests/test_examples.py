@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.runs import finish, program
+
 pytestmark = pytest.mark.rounding
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -24,6 +26,24 @@ assert not gloo_threads()
 """
 
 
+def by_torchrun(path, arguments, folder):
+    """What two processes print."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
+    finished = subprocess.run(
+        [sys.executable, *launcher, "-c", RUN_AND_LEAVE, str(path), *arguments], capture_output=True, text=True,
+        check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": f"{SOURCES}:{EXAMPLES.parent}", "OMP_NUM_THREADS": "1", **NO_GPU},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def as_torchrun_would(path, arguments, folder):
+    """The same of two that need not import torch again."""
+    finish(program(path, arguments, 2, folder / "printed"))
+    return (folder / "printed").read_text(encoding="utf-8")
+
+
 def test_plain_pytorch(capsys):
     example = runpy.run_path(str(EXAMPLES / "plain_pytorch.py"))
     losses, expected = example["train"](40), example["train"](40, use_sdpa=True)
@@ -34,21 +54,16 @@ def test_plain_pytorch(capsys):
     assert capsys.readouterr().out.startswith("step   0  loss 3.")
 
 
-@pytest.mark.parametrize(("recipe", "apart", "steps"), [("full", 1e-3, 31), ("token", 0.1, 11)])
-def test_context_parallel_on_two_processes_is_one(recipe, apart, steps, capsys):
+@pytest.mark.parametrize(
+    ("recipe", "apart", "steps", "run"), [("full", 1e-3, 31, as_torchrun_would), ("token", 0.1, 11, by_torchrun)]
+)
+def test_context_parallel_on_two_processes_is_one(recipe, apart, steps, run, capsys, tmp_path):
     """Losses of the first ten steps, as later ones multiply what rounding there is; two processes learn to repeat."""
     alone = runpy.run_path(str(EXAMPLES / "context_parallel.py"))["train"](11, recipe=recipe)
     assert "tokens/s on 1 processes" in capsys.readouterr().out
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
-    arguments = [str(EXAMPLES / "context_parallel.py"), "--steps", str(steps), "--recipe", recipe]
-    finished = subprocess.run(
-        [sys.executable, *launcher, "-c", RUN_AND_LEAVE, *arguments], capture_output=True, text=True, check=False,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": f"{SOURCES}:{EXAMPLES.parent}", "OMP_NUM_THREADS": "1", **NO_GPU},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    assert "tokens/s on 2 processes" in finished.stdout
-    together = {int(n): float(x) for n, x in re.findall(r"step +(\d+)  loss ([\d.]+)", finished.stdout)}
+    printed = run(EXAMPLES / "context_parallel.py", ["--steps", str(steps), "--recipe", recipe], tmp_path)
+    assert "tokens/s on 2 processes" in printed
+    together = {int(n): float(x) for n, x in re.findall(r"step +(\d+)  loss ([\d.]+)", printed)}
     assert together.keys() == {*range(0, steps, 10), steps - 1}
     assert alone[0] > 3
     assert together[0] == pytest.approx(alone[0], abs=apart / 10)

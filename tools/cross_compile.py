@@ -1,12 +1,12 @@
 """Compile the kernels that a call would launch on another GPU, and read their machine code: no GPU needed.
 
-`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS]` prints one JSON line a kernel; ARCH "hopper" means
-the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads too),
-"ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
-`tests.masks.KINDS`; TOKENS are of all sequences together. "loops" has instructions, `stall_cycles` and registers
-stored and loaded of each loop with products, "assembly" the inline assembly that takes several elements at once. It
-runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of
-arguments answers several.
+`python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH
+"hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
+too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
+`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" no machine code is made, and a line has
+the "assembly" alone. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with
+products, "assembly" the inline assembly that takes several elements at once. It runs in a process of its own, as
+kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.cache import get_cache_manager, triton_key
@@ -66,16 +69,41 @@ def binder(fn: JITFunction, arch: int) -> Callable:
     return create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
 
 
-def compiled(fn: JITFunction, arch: int, *args, **kwargs) -> triton.compiler.CompiledKernel:
-    """What ``fn[grid](*args, **kwargs)`` would compile to on an sm_``arch`` GPU."""
-    target = GPUTarget("cuda", arch, 32)
-    bound, specialization, options = binder(fn, arch)(*args, **kwargs)
-    options, signature, constants, attributes = fn._pack_args(
-        make_backend(target), kwargs, bound, specialization, options
-    )
-    source_type = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
-    source = source_type(fn, signature, constants, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)
+class Launch(NamedTuple):
+    """What a compiler is given of ``fn[grid](*args, **kwargs)``."""
+
+    source: ASTSource
+    target: GPUTarget
+    options: CUDAOptions
+
+    @classmethod
+    def of(cls, fn: JITFunction, arch: int, *args, **kwargs) -> Launch:
+        """As it would be on an sm_``arch`` GPU."""
+        target = GPUTarget("cuda", arch, 32)
+        bound, specialization, options = binder(fn, arch)(*args, **kwargs)
+        options, signature, constants, attributes = fn._pack_args(
+            make_backend(target), kwargs, bound, specialization, options
+        )
+        source_type = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
+        return cls(source_type(fn, signature, constants, attributes), target, options)
+
+    def compiled(self) -> triton.compiler.CompiledKernel:
+        """Its machine code, and every form before it."""
+        return triton.compile(self.source, target=self.target, options=self.options.__dict__)
+
+    def ttgir(self) -> str:
+        """Its TTGIR alone, where layouts are chosen: a tenth of the work."""
+        backend, context, stages = make_backend(self.target), ir.context(), {}
+        backend.add_stages(stages, self.options, self.source.language)
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(self.options), backend.get_module_map()
+        module = self.source.make_ir(self.target, self.options, functions, modules, context)
+        for name, stage in stages.items():
+            module = stage(module, {})
+            if name == "ttgir":
+                return str(module)
+        raise ValueError(f"the stages {list(stages)} have no ttgir")
 
 
 def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: str) -> str:
@@ -189,19 +217,25 @@ def left_of(call: Call, inputs: tuple[Tensor, ...]) -> Saved:
     )
 
 
-def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
+def launches(arch: str, kernel_call: KernelCall, until: str = "cubin") -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
-    Then those that the deterministic mode has instead.
+    Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`.
     """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found, known, deterministic = [], set(), False
 
     def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
-        kernel = compiled(fn, arch, *args, **kwargs)
-        if not deterministic or kernel.hash not in known:
-            known.add(kernel.hash)
-            found.append(describe(fn, kernel) | {"deterministic": deterministic})
+        launch = Launch.of(fn, arch, *args, **kwargs)
+        key = launch.source.hash(), launch.options.hash()
+        if deterministic and key in known:
+            return
+        known.add(key)
+        if until == "ttgir":
+            row = {"kernel": fn.__name__, "assembly": packed_assembly(launch.ttgir())}
+        else:
+            row = describe(fn, launch.compiled())
+        found.append(row | {"deterministic": deterministic})
 
     device.capability = lambda device: arch
     JITFunction.run = record
@@ -222,7 +256,9 @@ def launches(arch: str, kernel_call: KernelCall) -> list[dict]:
     return found
 
 
-def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str = "256") -> list[dict]:
+def rows(
+    arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str = "256", until: str = "cubin"
+) -> list[dict]:
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
     causal, count = form not in ("full", "packed", "padded") and form in FORMS, int(tokens)
     lengths = [count - count // 3, count // 3] if form.startswith("packed") else []
@@ -233,7 +269,7 @@ def rows(arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: st
         lengths_k=lengths, is_causal=causal, window=(64, 0) if form == "window" else (-1, -1),
         masked=form.startswith("padded"), mask="" if form in FORMS else form,
     )  # fmt: skip
-    return launches(arch, shape)
+    return launches(arch, shape, until)
 
 
 def serve() -> None:

@@ -1,16 +1,16 @@
 """sagebwd bench-training: what is timed, compiled too, and its tables."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from functorch.compile import nop
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
 from sagebwd import dispatch
@@ -22,8 +22,8 @@ from sagebwd.benchmarks.training import Step
 from sagebwd.commands import main as cli
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
+from tests.training.runs import command, finish
 
-SOURCES = Path(__file__).parents[2] / "src"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
@@ -183,17 +183,10 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
         f"bench-training --config {config} --device cpu --no-compile --batch 2 --context 16 --steps 3 --warmup 1 "
         f"--vocabulary 20 --output {tmp_path} --commit abc"
     )
-    finished = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-            "sagebwd.commands.main", *arguments.split(),
-        ],
-        capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("wrote ") == 1
-    assert "on each of 2 processes" in finished.stdout
+    finish(command(arguments.split(), 2, tmp_path / "printed"))
+    printed = (tmp_path / "printed").read_text(encoding="utf-8")
+    assert printed.count("wrote ") == 1
+    assert "on each of 2 processes" in printed
     (path,) = tmp_path.glob("training_2-processes_cpu_*_abc.json")
     rows = json.loads(path.read_text())["rows"]
     assert [(row["attention"], row["processes"], row["gate"]) for row in rows] == [
@@ -277,9 +270,27 @@ def test_a_layer_is_compiled_once_for_all():
         measure("sdpa", compiled="all")
 
 
-def test_a_whole_model_for_cuda_graphs_is_one_graph():
+@pytest.fixture
+def graphs(monkeypatch):
+    """What Inductor is asked for of each graph, which it divides and then runs as it is.
+
+    Its C++ takes half a minute a test: `test_a_layer_is_compiled_once_for_all` has it.
+    """
+    asked = []
+
+    def run(graph, inputs, config_patches=None, **_):
+        asked.append(config_patches or {})
+        return aot_eager_decomp_partition(graph, inputs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", run)
+    return asked
+
+
+def test_a_whole_model_for_cuda_graphs_is_one_graph(graphs):
     torch._dynamo.utils.counters.clear()
-    (row,) = measure("token", compiled="reduce-overhead")  # without the graphs on a CPU
+    (row,) = measure("token", compiled="reduce-overhead")
+    (asked,) = graphs
+    assert asked["triton.cudagraphs"]
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -288,7 +299,7 @@ def test_a_whole_model_for_cuda_graphs_is_one_graph():
 
 
 @pytest.mark.parametrize("compiled", ["layers", "no"])
-def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
+def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs):
     torch._dynamo.utils.counters.clear()
     seen, real = [], dispatch.forward
     monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
@@ -305,6 +316,7 @@ def test_checkpointing_with_and_without_attention(compiled, monkeypatch):
         forwards[kept] = len(seen)
     assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 * 2 if compiled == "layers" else 0)
+    assert len(graphs) == (2 * 2 if compiled == "layers" else 0)
 
 
 FACTS = {"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "abc"}

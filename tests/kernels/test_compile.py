@@ -19,6 +19,8 @@ PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)
 
 # of Hopper's backward where dK and dV have no room beside one another
 IN_TWO = "value_kernel", "key_query_kernel"
+# of Hopper's backward under a causal mask: blocks that it cuts and whole ones, apart where heads are not grouped
+LOOPS = {"causal": 1, "ungrouped": 2}
 
 
 def products(kernel, head_dim):
@@ -80,17 +82,25 @@ def test_full_uses_no_int8():
 
 
 @pytest.mark.parametrize(
-    ("dims", "pieces", "value_pieces", "of_dq", "spills"),
-    [(64, 1, 1, 1, 40), (128, 2, 2, 1, 40), (96, 3, 3, 2, 0), ("192/128", 3, 2, 2, 100)],
+    ("dims", "mask", "pieces", "value_pieces", "of_dq", "spills"),
+    # those that the table compiles with this triton too, and with grouped heads two that it has with no triton
+    [
+        (64, "ungrouped", 1, 1, 1, 40),
+        (128, "ungrouped", 2, 2, 1, 40),
+        (96, "causal", 3, 3, 2, 0),
+        ("192/128", "causal", 3, 2, 2, 100),
+    ],
 )
-def test_hopper_backward(dims, pieces, value_pieces, of_dq, spills):
-    rows = [row for row in launches("hopper", dims, "mixed") if row["kernel"] == "backward_kernel"]
+def test_hopper_backward(dims, mask, pieces, value_pieces, of_dq, spills):
+    rows = [row for row in launches("hopper", dims, "mixed", mask) if row["kernel"] == "backward_kernel"]
     assert [row["deterministic"] for row in rows] == [False, True]
+    parts = LOOPS[mask]
     for row in rows:
-        # two warpgroups: the first S and the loop's; delta's part of dP and V's; dV and dK in pieces, and dQ from the
-        # keys of both, in the loop and after it. S and V's part of dP are whole at 128
+        # two warpgroups: the first S and each loop's; delta's part of dP and V's; dV and dK in pieces, and dQ from the
+        # keys of both, in a loop and after the last. S and V's part of dP are whole at 128
         of_s, of_dp = (pieces, value_pieces) if of_dq == 2 else (1, 1)
-        products = 2 * 2 * of_s, 2 * (1 + of_dp + value_pieces + pieces + 2 * 2 * of_dq)
+        in_a_loop = 1 + of_dp + value_pieces + pieces + 2 * of_dq
+        products = 2 * of_s * (1 + parts), 2 * (in_a_loop * parts + 2 * of_dq)
         assert (row["int8_products"], row["float_products"]) == products, row
         assert row["opcodes"].keys() == {"IGMMA", "HGMMA", "QGMMA"}, row
         assert row["shared_bytes"] <= SHARED_BYTES[90]
@@ -105,8 +115,7 @@ def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
     of_v, *of_kq = (row for row in launches("hopper", head_dim, "mixed", mask) if row["kernel"] in IN_TWO)
     assert [row["kernel"] for row in (of_v, *of_kq)] == [IN_TWO[0], IN_TWO[1], IN_TWO[1]]
     assert [row["deterministic"] for row in of_kq] == [False, True]
-    # loops of a causal mask: blocks that it cuts, and whole ones
-    parts = 2 if mask == "ungrouped" else 1
+    parts = LOOPS[mask]
     sums = head_dim // 64
     # two warpgroups: S by halves of K or by pieces, before the loop and in it; dV in pieces of 64 channels
     assert (of_v["int8_products"], of_v["float_products"]) == (2 * parts_of_k * (1 + parts), 2 * sums * parts), of_v

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sagebwd.kernels.sm90.forward import compile as sm90
+from tests import programs
 
 ANY_LIBRARY = _ctypes.__file__
 REINSTALL = "(pip install --force-reinstall nvidia-cutlass-dsl=={nvidia-cutlass-dsl})".format(**sm90.VERSIONS)
@@ -67,11 +66,7 @@ def installed(folder: Path, cutlass: str, tvm_ffi: str = "", runtime: bool = Tru
 
 def asked(folder: Path, cache: Path) -> list[str]:
     """Whose kernel runs ``auto``, what a call is told that CuTe DSL's alone would take, and what `doctor` says."""
-    environment = os.environ | {"SAGEBWD_CACHE_DIR": str(cache), "CC": sys.executable}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, folder], env=environment, capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
+    done = programs.run(PROGRAM, cache, str(folder), SAGEBWD_CACHE_DIR=str(cache), CC=sys.executable)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -101,11 +96,9 @@ def test_what_is_broken_leaves_the_call_to_other_kernels(parts, reason, tmp_path
 
 def test_what_is_compiled_runs_without_the_compiler(tmp_path):
     folder = installed(tmp_path / "packages", "raise OSError('libA.so')")
-    objects = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n"
-         "from sagebwd.kernels.sm90.forward import compile as sm90; print(sm90._objects())", folder],
-        env=os.environ | {"SAGEBWD_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+    program = "from sagebwd.kernels.sm90.forward import compile as sm90; print(sm90._objects())"
+    program = f"import sys; sys.path.insert(0, sys.argv[1])\n{program}"
+    objects = programs.run(program, tmp_path, str(folder), SAGEBWD_CACHE_DIR=str(tmp_path)).stdout.strip()
     Path(objects).mkdir(parents=True)
     (Path(objects) / "forward-64-0.so").touch()
     name, refusal, advice = asked(folder, tmp_path)

@@ -2,25 +2,23 @@
 
 import csv
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import programs
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments, code, **environment):
-    """What python prints, and what it warns of; the exit code is as given, and no traceback is shown."""
-    outcome = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        | environment,
-    )  # fmt: skip
+COMMAND = "from sagebwd.commands import main as cli; cli.main()"
+
+
+def run(*arguments, code, program=COMMAND, **environment):
+    """What the command prints, and what it warns of; the exit code is as given, and no traceback is shown."""
+    outcome = programs.run(program, ROOT, *map(str, arguments), **environment)
     assert outcome.returncode == code, outcome.stderr
     assert "Traceback" not in outcome.stderr
     return " ".join(outcome.stdout.split()), " ".join(outcome.stderr.split())
@@ -52,7 +50,7 @@ variants:
     )
     folder = tmp_path / "runs"
     chosen = [part for name in ("sdpa", "token", "no smoothing") for part in ("--only", name)]
-    command = ("-m", "sagebwd.commands.main", "compare", "--config", config, "--output", folder)
+    command = ("compare", "--config", config, "--output", folder)
     _, said = run(*command, *chosen, code=0)
     assert "QK-norm" not in said
     _, said = run(
@@ -77,7 +75,7 @@ def test_story_10_doctor_says_why_there_is_no_kernel():
     """“prints GPU/arch/torch/triton and PASS, on CPU-only prints why not and exits non-zero without traceback”.
 
     The clean install is `make package` (tools/package.py)."""
-    said, _ = run("-m", "sagebwd.commands.main", "doctor", code=1, CUDA_VISIBLE_DEVICES="")
+    said, _ = run("doctor", code=1, CUDA_VISIBLE_DEVICES="")
     assert torch.__version__ in said
     for part in ("triton", "GPU none that torch can see", "needs a CUDA device", "self-test PASS", "right and slow"):
         assert part in said
@@ -98,7 +96,7 @@ def test_story_10_honest_bench(tmp_path):
         "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 64, "--recipe", "token",
         "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "story",
     )  # fmt: skip
-    said, _ = run("-c", SMALL_BENCH, *arguments, code=0)
+    said, _ = run(*arguments, code=0, program=SMALL_BENCH)
     (results,) = tmp_path.glob("*.json")
     rows = json.loads(results.read_text())["rows"]
     ours = [row for row in rows if row["impl"] == "reference"]

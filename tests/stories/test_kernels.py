@@ -1,11 +1,9 @@
 """Stories 1, 7, 8 and 9: attention itself."""
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sagebwd
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.meaning.metrics import cosine, relative_l2
+from tests import programs
 from tests.stories import leaves, low_precision, on_each_device, randn
 
 
@@ -131,6 +130,13 @@ def test_story_8_compile_and_opcheck(device):
     assert compilations <= 2
 
 
+COMPILATIONS = f"""
+import runpy, sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+runpy.run_module("tests.kernels.compilations", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim", "recipe", "layout", "again"),
     [
@@ -145,16 +151,12 @@ def test_story_8_compile_and_opcheck(device):
         ("hopper", 128, "mixed", "packed", 0),
     ],
 )
-def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again):
+def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again, tmp_path):
     """“30 different seqlens: <= 2 recompiles, no autotune after warm-up”, by Triton's own cache keys; needs no GPU."""
     lengths = [1024, 1001, 1, 7, 16, 17, 40, 63, 64, 65, 96, 100, 127, 128, 129, 160, 192, 200, 255, 256, 300, 333]
     lengths += [384, 400, 512, 640, 777, 1000, 1023, 1536]
     assert len(set(lengths)) == 30
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "tests.kernels.compilations", arch, str(head_dim), recipe, layout]
-    command += map(str, lengths)
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    result = programs.run(COMPILATIONS, tmp_path, arch, str(head_dim), recipe, layout, *map(str, lengths))
     assert result.returncode == 0, result.stderr[-3000:]
     first, ragged, *others = [json.loads(line) for line in result.stdout.splitlines()]
     backward = {"backward_kernel"} if recipe == "mixed" else {"dkdv_kernel", "dq_kernel"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -42,12 +43,17 @@ def start(config: Config, output: Path, count: int, device: str = "cpu", resume:
     return begin(count, device, _train, config, output, resume)
 
 
-def command(arguments: list[str], count: int, log: Path) -> list[BaseProcess]:
+def command(arguments: list[str], count: int, log: Path, **environment: str) -> list[BaseProcess]:
     """``count`` processes of `sagebwd` with these arguments, as torchrun would start them, on CPUs.
 
     What they print is added to ``log``.
     """
-    return begin(count, "cpu", _command, arguments, log)
+    return begin(count, "cpu", _command, arguments, log, environment)
+
+
+def program(path: Path, arguments: list[str], count: int, log: Path) -> list[BaseProcess]:
+    """The same of another program."""
+    return begin(count, "cpu", _program, path, arguments, log)
 
 
 def begin(count: int, device: str, target: Callable[..., None], *given: object) -> list[BaseProcess]:
@@ -141,11 +147,23 @@ def gloo_threads() -> list[Path]:
     return found
 
 
-def _command(arguments: list[str], log: Path) -> None:
+def _command(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     from sagebwd.commands import main as cli
 
+    _print_to(log)
+    sys.argv = ["sagebwd", *arguments]
+    cli.main()
+
+
+def _program(path: Path, arguments: list[str], log: Path) -> None:
+    _print_to(log)
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
+    assert not gloo_threads()
+
+
+def _print_to(log: Path) -> None:
     with log.open("a", encoding="utf-8") as printed:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(printed.fileno(), stream.fileno())
-    sys.argv = ["sagebwd", *arguments]
-    cli.main()

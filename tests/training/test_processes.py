@@ -1,4 +1,4 @@
-"""The same run on one process and on two, started by torchrun or accelerate, whole or divided by FSDP, over gloo."""
+"""The same run on one process and on two, by accelerate or as torchrun would, whole or divided by FSDP, over gloo."""
 
 import json
 import multiprocessing
@@ -17,9 +17,10 @@ from sagebwd.training import compare, pretrain, processes, run_dir
 from tests.training.runs import command, cut_after, finish, kill, losses, start
 
 SOURCES = Path(__file__).parents[2] / "src"
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # --cpu --num_processes 2 starts a single process: on CPUs accelerate leaves starting them to mpirun
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+ACCELERATE += ["--mixed_precision", "fp16"]
+SET_ASIDE = "ACCELERATE_MIXED_PRECISION=fp16 is set aside: the config says it, by "
 
 
 def written(config, folder):
@@ -30,12 +31,12 @@ def written(config, folder):
 
 @pytest.fixture
 def launch(tmp_path):
-    """Run a command of ``sagebwd`` on two processes by a launcher: exit code and all that they print."""
+    """Run a command of ``sagebwd`` on two processes by accelerate: exit code and all that they print."""
 
-    def run(name, config, output, launcher=TORCHRUN):
+    def run(name, config, output):
         finished = subprocess.run(
             [
-                sys.executable, "-m", *launcher, "-m", "sagebwd.commands.main", name,
+                sys.executable, "-m", *ACCELERATE, "-m", "sagebwd.commands.main", name,
                 "--config", written(config, tmp_path), "--output", str(output),
             ],
             capture_output=True, text=True, check=False, timeout=300,
@@ -50,9 +51,9 @@ def launch(tmp_path):
 def forked(tmp_path):
     """The same without a launcher, which takes a tenth of the time: exit codes and all that they print."""
 
-    def run(name, config, output):
+    def run(name, config, output, **environment):
         arguments = [name, "--config", written(config, tmp_path), "--output", str(output)]
-        started = command(arguments, 2, tmp_path / "printed")
+        started = command(arguments, 2, tmp_path / "printed", **environment)
         for process in started:
             process.join(300)
         return [process.exitcode for process in started], (tmp_path / "printed").read_text(encoding="utf-8")
@@ -78,6 +79,7 @@ def test_two_processes_train_as_one_and_resume_each_others_checkpoints(config, l
     code, printed = launch("pretrain", config, tmp_path / "two")
     assert code == 0, printed
     assert printed.count("finished:") == 1
+    assert printed.count(SET_ASIDE) == 1
     two = losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
     lines = run_dir.read_metrics(tmp_path / "two")
@@ -100,15 +102,15 @@ def checks(output, step):
 
 
 @pytest.mark.rounding
-def test_two_processes_that_divide_the_model_train_as_one(config, launch, tmp_path):
+def test_two_processes_that_divide_the_model_train_as_one(config, forked, tmp_path):
     """BF16 is autocast, not accelerate's policy, and its own wishes are set aside; checkpoints are those of one."""
     config = config.replace(
         {"optimisation.precision": "bf16", "optimisation.sharding": "fsdp", "attention.recipe": "token"}
     )
     pretrain.run(config, tmp_path / "one")
-    code, printed = launch("pretrain", config, tmp_path / "two", launcher=[*ACCELERATE, "--mixed_precision", "fp16"])
-    assert code == 0, printed
-    assert printed.count("ACCELERATE_MIXED_PRECISION=fp16 is set aside: the config says it, by ") == 1
+    codes, printed = forked("pretrain", config, tmp_path / "two", ACCELERATE_MIXED_PRECISION="fp16")
+    assert codes == [0, 0], printed
+    assert printed.count(SET_ASIDE) == 1
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two.keys() == one.keys()
     # sums in another order round some codes otherwise: little in a loss, more in a gradient with every step

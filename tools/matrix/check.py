@@ -30,9 +30,17 @@ BOUNDS = {
     "token": (0.03, 0.01, 0.08, 0.05, 0.05),
     "paper": (0.04, 0.01, 0.13, 0.13, 0.13),
 }
+# Of one channel nothing averages e4m3's rounding out: the emulator's dQ of `mixed` is off by .04 to .21 in 40 draws.
+ONE_CHANNEL = 4
 # Gradients of queries that see one key, or several much alike, vanish in exact arithmetic: no error is relative to
 # less than this part of what the terms of the difference dP - delta make, as many at random as there are keys.
 VANISHING = 0.5
+
+
+def bounds(recipe: str, head_dim: int) -> tuple[float, ...]:
+    """Largest errors of o, lse, dq, dk, dv that are right."""
+    wider = ONE_CHANNEL if recipe == "mixed" and head_dim == 1 else 1
+    return tuple(bound if tensor in ("o", "lse") else wider * bound for tensor, bound in zip(TENSORS, BOUNDS[recipe]))
 
 
 class _Memory:
@@ -154,7 +162,7 @@ def _checked(cell: Cell, impl: str | None, device: str) -> dict[str, object]:
         expected = exact.outcome(cell, inputs, visible, bias)
         found = errors(cell, inputs, cell.kept(results), cell.kept(expected))
         largest = [max(pair) for pair in zip(largest, found)]
-        for tensor, error, bound in zip(TENSORS, found, BOUNDS[name]):
+        for tensor, error, bound in zip(TENSORS, found, bounds(name, cell.head_dim)):
             if not error <= bound:
                 problem = problem or f"call {call + 1}: {tensor}: relative L2 {error:.3g} over {bound}"
         if not isolated:
