@@ -37,11 +37,11 @@ OWN_TESTS = {
     "trained-variants.md: Gradients of all weights by the kernels":
         "test_docs_numbers.py::test_gradients_of_a_trained_model_by_the_kernels",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
-    "README.md: Training": "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
+    "README.md: Training": "test_docs_training.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
     "pretraining.md: A trained model, trained on":
-        "test_docs_continued.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
-    "continued.md: By step, at 1e-4": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
-    "continued.md: By step, at 1e-3": "test_docs_continued.py::test_gaps_by_step_are_those_of_the_files",
+        "test_docs_training.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
+    "continued.md: By step, at 1e-4": "test_docs_training.py::test_gaps_by_step_are_those_of_the_files",
+    "continued.md: By step, at 1e-3": "test_docs_training.py::test_gaps_by_step_are_those_of_the_files",
     "packed.md: Packed sequences": "test_docs_packed.py::test_speeds_of_packed_sequences_are_those_of_the_file",
     "passes.md: A budget of launches by bytes": "test_docs_packed.py::test_the_budget_of_launches_is_the_files",
     "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
@@ -53,7 +53,6 @@ OWN_TESTS = {
 BY_COMMAND = {
     "index.md: Every claim, and where it comes from": "the pages that it names",
     "accuracy-kinds.md: Accuracy by kind of data": "python -m tests.test_floors tables",
-    "forward-sm90.md: Times": "a text of what a run printed, whose ratios are taken here",
     "error-study-models.md: The instrument": "sagebwd trace",
     "sinks.md: What helps": "python -m sagebwd.analysis.sinks",
 }

@@ -88,6 +88,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.first, self.second = Kernel(forward_kernel), Kernel(backward_kernel)
+        self.asked: list[int] = []  # a call of `choose` each
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         o, lse = empty_like_rows(q), torch.empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]))
@@ -108,7 +109,8 @@ def kernels(monkeypatch):
     """The kernels of ``impl="triton"``."""
     made = Kernels()
     monkeypatch.setattr(dispatch, "_module", lambda name: made)
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
+    chosen = dispatch.named(Recipe.named("token"), "triton/triton")
+    monkeypatch.setattr(dispatch, "choose", lambda *_: made.asked.append(1) or chosen)
     return made
 
 
@@ -153,7 +155,7 @@ def test_later_calls_are_replayed(masked, with_lse, kernels, operators):
     mask = (torch.arange(SHAPE[2]) < torch.tensor([8, 5])[:, None])[:, None, None] if masked else None
     for seed in range(8):
         check(mask, seed, with_lse)
-    assert len(operators) == 2
+    assert len(operators) == len(kernels.asked) == 2, "a call that is replayed asks nobody"
     assert len(eager._plans) == 1
     # the backwards of two calls by the operators and of one by the plan are not recorded or watched
     assert kernels.first.launched == 2

@@ -24,6 +24,7 @@ STRANGERS = [
     (f"{KERNELS}.operands", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),
     (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
+    *((f"sagebwd.{part}", ["sagebwd.commands"]) for part in ("analysis", "benchmarks", "integrations", "training")),
 ]
 ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.crossings")
 

@@ -16,39 +16,58 @@ from pdoc import doc, docstrings
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 INTEGRATIONS = "sagebwd.integrations."
-# A page: its title, a module, and which of its public names it has; None for all that the module defines.
-PAGES: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
-    "attention": ("Attention", "sagebwd", ("sage_attention", "sage_attention_varlen", "read_block_mask")),
-    "recipes": ("Recipes", "sagebwd", ("Recipe", "RECIPES")),
+# A page: its title, and its parts: a module, and which of its public names; None for all that the module defines.
+PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
+    "attention": ("Attention", [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_block_mask"))]),
+    "recipes": ("Recipes", [("sagebwd", ("Recipe", "RECIPES"))]),
     "asking": (
-        "What ran, and switches", "sagebwd", ("explain", "explain_varlen", "summary", "switches", "__version__"),
+        "What ran, and switches", [("sagebwd", ("explain", "explain_varlen", "summary", "switches", "__version__"))],
     ),
-    "sdpa": ("Calls of scaled_dot_product_attention", "sagebwd", ("replace_sdpa", "install_sdpa", "uninstall_sdpa")),
-    "transformers": ("Transformers", INTEGRATIONS + "transformers", ("register", "attention", "add_qk_norm")),
-    "transformers_sharing": (
-        "Sequences of a model of Transformers over several processes", INTEGRATIONS + "transformers_sharing",
-        ("share_sequences", "keep_sequences"),
+    "sdpa": (
+        "Calls of scaled_dot_product_attention", [("sagebwd", ("replace_sdpa", "install_sdpa", "uninstall_sdpa"))],
     ),
-    "torch_registry": ("torch's registry of flash-attention kernels", INTEGRATIONS + "torch_registry", None),
-    "diffusers": ("Diffusers", INTEGRATIONS + "diffusers", None),
-    "sageattention": ("SageAttention's signatures", INTEGRATIONS + "sageattention", None),
+    "transformers": (
+        "Transformers",
+        [
+            (INTEGRATIONS + "transformers", ("register", "attention", "add_qk_norm")),
+            (INTEGRATIONS + "transformers_sharing", ("share_sequences", "keep_sequences")),
+        ],
+    ),
+    "torch_registry": ("torch's registry of flash-attention kernels", [(INTEGRATIONS + "torch_registry", None)]),
+    "diffusers": ("Diffusers", [(INTEGRATIONS + "diffusers", None)]),
+    "sageattention": ("SageAttention's signatures", [(INTEGRATIONS + "sageattention", None)]),
     "flash_attn": (
-        "flash-attn's signatures", INTEGRATIONS + "flash_attn",
-        (
-            "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache",
-            "install",
-        ),
+        "flash-attn's signatures",
+        [
+            (
+                INTEGRATIONS + "flash_attn",
+                (
+                    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+                    "flash_attn_with_kvcache", "install",
+                ),
+            ),
+        ],
     ),
     "flash_attn_varlen": (
-        "flash-attn's signatures, packed", INTEGRATIONS + "flash_attn",
-        ("flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"),
+        "flash-attn's signatures, packed, and its padding",
+        [
+            (
+                INTEGRATIONS + "flash_attn",
+                ("flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"),
+            ),
+            (INTEGRATIONS + "flash_attn_padding", None),
+        ],
     ),
-    "flex_attention": ("FlexAttention's signature", INTEGRATIONS + "flex_attention", None),
-    "flash_attn_padding": ("flash-attn's padding", INTEGRATIONS + "flash_attn_padding", None),
-    "context_parallel": ("One sequence over several processes", INTEGRATIONS + "context_parallel", None),
-    "checkpointing": ("Activation checkpointing", "sagebwd.checkpointing", ("keep_attention",)),
-    "metrics": ("Error measures", "sagebwd.meaning.metrics", ("relative_l2", "cosine")),
-    "monitor": ("The monitor of a training run", "sagebwd.training.monitor", ("AttentionMonitor",)),
+    "flex_attention": ("FlexAttention's signature", [(INTEGRATIONS + "flex_attention", None)]),
+    "context_parallel": ("One sequence over several processes", [(INTEGRATIONS + "context_parallel", None)]),
+    "training": (
+        "In training: checkpointing, error measures, the monitor",
+        [
+            ("sagebwd.checkpointing", ("keep_attention",)),
+            ("sagebwd.meaning.metrics", ("relative_l2", "cosine")),
+            ("sagebwd.training.monitor", ("AttentionMonitor",)),
+        ],
+    ),
 }  # fmt: skip
 VARIABLES = {
     "RECIPES": "The recipes that have a name: a dictionary of names to `Recipe`.",
@@ -66,9 +85,8 @@ class _AsWritten:
         return self.text
 
 
-def members(page: str) -> list[doc.Doc]:
-    """What a page has, in its order."""
-    _, name, names = PAGES[page]
+def members(name: str, names: tuple[str, ...] | None) -> list[doc.Doc]:
+    """What a part of a page has, in its order."""
     module = doc.Module.from_name(name)
     if names is not None:
         return [module.members[x] for x in names]
@@ -118,18 +136,21 @@ def described(member: doc.Doc) -> str:
 
 def lines_of(page: str) -> Iterator[str]:
     """A page's text in parts."""
-    title, module, _ = PAGES[page]
+    title, parts = PAGES[page]
     yield f"# {title}"
-    yield f"Of the module `{module}`, from its docstrings (`make docs`). [All pages](README.md)"
-    for member in members(page):
-        yield f"## {member.name}"
-        yield f"```py\n{heading(member)}\n```"
-        yield described(member)
-        for method in getattr(member, "own_members", []):
-            if isinstance(method, doc.Function) and not method.name.startswith("_") and method.docstring:
-                yield f"**{method.name}**"
-                yield f"```py\n{heading(method)}\n```"
-                yield described(method)
+    for number, (module, names) in enumerate(parts):
+        yield f"Of the module `{module}`" + (
+            "." if number else ", from its docstrings (`make docs`). [All pages](README.md)"
+        )
+        for member in members(module, names):
+            yield f"## {member.name}"
+            yield f"```py\n{heading(member)}\n```"
+            yield described(member)
+            for method in getattr(member, "own_members", []):
+                if isinstance(method, doc.Function) and not method.name.startswith("_") and method.docstring:
+                    yield f"**{method.name}**"
+                    yield f"```py\n{heading(method)}\n```"
+                    yield described(method)
 
 
 def index() -> Iterator[str]:
@@ -138,11 +159,12 @@ def index() -> Iterator[str]:
     yield "Every public name, from the docstrings. `make docs` writes these pages, and a test holds them to the code."
     rows = ["| name | what it is | page |", "| --- | --- | --- |"]
     escaped = r"\|"
-    for page, (title, module, _) in PAGES.items():
-        for member in members(page):
-            first = described(member).split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
-            link = f"{page}.md#{member.name.lower()}"
-            rows.append(f"| [`{module}.{member.name}`]({link}) | {first.replace('|', escaped)} | {title} |")
+    for page, (title, parts) in PAGES.items():
+        for module, names in parts:
+            for member in members(module, names):
+                first = described(member).split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+                link = f"{page}.md#{member.name.lower()}"
+                rows.append(f"| [`{module}.{member.name}`]({link}) | {first.replace('|', escaped)} | {title} |")
     yield "\n".join(rows)
 
 

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from sagebwd.integrations import diffusers as integration
 from sagebwd.integrations.sdpa import replace_sdpa
-from tools import forked, sweep_page
-from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
+from tools import sweep
+from tools.sweep import NEAR, NotRun, failed, judged, kept, table
 
 MEANINGS = {
     "same": "Output and gradients, by the backend.",
@@ -100,7 +100,7 @@ def outcome(model: torch.nn.Module, inputs: dict[str, object]) -> Tensor:
     return torch.cat([x / x.norm().clamp(min=1e-12) for x in (out.detach(), gradients)])
 
 
-def compare(tester: type) -> forked.Row:
+def compare(tester: type) -> sweep.Row:
     """(status, words) of one tester's model; raises what torch's own attention raises where that does not run."""
     tester = tester()
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def compare(tester: type) -> forked.Row:
     return (status, f"{calls} calls") if error < NEAR else ("different", f"{error:.2g}")
 
 
-def sweep_one(name: str, testers: dict[str, list[type]]) -> forked.Row:
+def sweep_one(name: str, testers: dict[str, list[type]]) -> sweep.Row:
     """(status, words) of one model: of the first tester of it that runs."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -151,14 +151,14 @@ def sweep_one(name: str, testers: dict[str, list[type]]) -> forked.Row:
 
 def main() -> int:
     """Sweep the models named, or all; exit status 1 where a row is different or a crash."""
-    given = sweep_page.arguments(__doc__, "names of model classes", "Diffusers")
+    given = sweep.arguments(__doc__, "names of model classes", "Diffusers")
     warnings.simplefilter("ignore")
     if given.tests is None:
         print_answers()
         return 0
     sys.path.insert(0, str(given.tests))
     testers: dict[str, list[type]] = {}
-    rows: dict[str, forked.Row] = {}
+    rows: dict[str, sweep.Row] = {}
     for file in sorted((given.tests / "tests" / "models").glob("*/test_models_*.py")):
         try:
             for tester in testers_of(file):
@@ -167,7 +167,7 @@ def main() -> int:
                     testers.setdefault(model_class.__name__, []).append(tester)
         except ImportError as error:
             rows[file.stem] = ("not built", f"{type(error).__name__}: {error}")
-    rows |= forked.rows_of(given.models or sorted(testers), partial(sweep_one, testers=testers), given.jobs)
+    rows |= sweep.rows_of(given.models or sorted(testers), partial(sweep_one, testers=testers), given.jobs)
     rows = kept(given.rows, rows)
     if given.table:
         command = "python -m tools.sweep_diffusers --tests ../diffusers --table docs/integrations/diffusers_models.md"

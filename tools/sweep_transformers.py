@@ -31,8 +31,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
 from sagebwd.masks.mask import HIDDEN_ELSE
-from tools import forked, sweep_page
-from tools.sweep_page import NEAR, NotRun, failed, judged, kept, table
+from tools import sweep
+from tools.sweep import NEAR, NotRun, failed, judged, kept, table
 from tools.tiny_models import candidates, use_tests
 
 COMMAND = "python -m tools.sweep_transformers --tests ../transformers --table docs/integrations/models.md"
@@ -180,12 +180,12 @@ def sweep_one(model_type, checkout=None):
 
 def main():
     """Sweep the models named, or all; exit status 1 where a row is different or a crash."""
-    given = sweep_page.arguments(__doc__, "model types", "Transformers")
+    given = sweep.arguments(__doc__, "model types", "Transformers")
 
     if given.tests:
         use_tests(given.tests)
     names = given.models or sorted(CONFIG_MAPPING.keys())
-    found = forked.rows_of(names, partial(sweep_one, checkout=given.tests), given.jobs)
+    found = sweep.rows_of(names, partial(sweep_one, checkout=given.tests), given.jobs)
     rows = kept(given.rows, found)
     if given.table:
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"

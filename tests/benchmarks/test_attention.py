@@ -1,25 +1,29 @@
-"""The benchmark's own rules, on a CPU at small shapes."""
+"""sagebwd bench: shapes, peers, gates, and what is timed."""
 
 import csv
 import itertools
 import json
+import math
+from dataclasses import replace
 
 import pytest
+import torch
 
-from sagebwd import sage_attention
+from sagebwd import Recipe, sage_attention
 from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import results
+from sagebwd.benchmarks import peers, results
+from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
+from sagebwd.benchmarks.peers import baselines
 from sagebwd.benchmarks.plot import plot_attention
-from sagebwd.benchmarks.shapes import Shape
+from sagebwd.benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
 from sagebwd.switches import current
 from tests.scaled import scaled
-
-pytestmark = pytest.mark.rounding
 
 SHAPE = Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
 GRID_SHAPE = Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
 
 
+@pytest.mark.rounding
 def test_rows_of_one_shape():
     rows = bench.measure_shape(SHAPE, ["token", "paper"], ["reference"], device="cpu", rounds=2)
     assert {(row.impl, row.recipe) for row in rows} == {
@@ -39,6 +43,7 @@ def test_rows_of_one_shape():
     assert by_key["bf16", "fwd"].speedup == 1
 
 
+@pytest.mark.rounding
 def test_the_deterministic_mode_beside_the_default():
     rows = bench.measure_shape(SHAPE, ["token", "mixed"], ["reference"], "cpu", rounds=1, deterministic=True)
     ours = {row.recipe: row for row in rows if row.direction == "bwd" and row.recipe != "bf16"}
@@ -49,6 +54,7 @@ def test_the_deterministic_mode_beside_the_default():
     assert bench.deterministic_cost(rows, "reference", "token", "bwd") is None
 
 
+@pytest.mark.rounding
 def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "sage_attention", lambda *_, **__: seen.append(current.deterministic))
@@ -60,6 +66,7 @@ def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
     assert not current.deterministic
 
 
+@pytest.mark.rounding
 def test_a_red_gate_prints_no_figure(monkeypatch):
     real = sage_attention
     monkeypatch.setattr(bench, "sage_attention", lambda *x, **arguments: 1.05 * real(*x, **arguments))
@@ -86,6 +93,7 @@ def timed(monkeypatch, **ms):
     monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("factors", "where"), [({"dq": 2.06}, ("bwd", "fwd+bwd")), ({"o": 2.06}, bench.DIRECTIONS)], ids=("dq", "o")
 )
@@ -109,6 +117,7 @@ def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, whe
         assert float(backward.removeprefix("wrong: dq ")) == pytest.approx(1.06, abs=0.02)
 
 
+@pytest.mark.rounding
 def test_a_peer_that_is_right_counts(monkeypatch):
     with_peers(monkeypatch, fa2={})
     timed(monkeypatch, sdpa=10, fa2=1)
@@ -117,6 +126,7 @@ def test_a_peer_that_is_right_counts(monkeypatch):
         assert row.speedup == pytest.approx(row.peer_ms / row.ms)
 
 
+@pytest.mark.rounding
 def test_a_shape_whose_peers_are_all_wrong_has_no_best(monkeypatch):
     sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
     monkeypatch.setattr(bench, "candidates", lambda shape, device: {"sdpa": scaled(sdpa, dq=2.0)})
@@ -127,6 +137,7 @@ def test_a_shape_whose_peers_are_all_wrong_has_no_best(monkeypatch):
     assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") is None
 
 
+@pytest.mark.rounding
 def test_a_peer_that_does_not_run_is_named(monkeypatch):
     def refuses(*_):
         raise AssertionError("head_dim must be 64\nand more")
@@ -139,6 +150,7 @@ def test_a_peer_that_does_not_run_is_named(monkeypatch):
     assert all(row.peer_gates == {"fa4": reason} for row in rows)
 
 
+@pytest.mark.rounding
 def test_a_value_of_another_width():
     shape = Shape(24, 2, 2, 1, 64, True, value_dim=16)
     for recipe in ("token", "mixed", "full"):
@@ -147,6 +159,7 @@ def test_a_value_of_another_width():
         assert {(row.head_dim, row.value_dim) for row in rows} == {(24, 16)}
 
 
+@pytest.mark.rounding
 def test_interleaving_takes_turns():
     order = []
     bench.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
@@ -155,6 +168,7 @@ def test_interleaving_takes_turns():
     assert set(order) == {"a", "b"}
 
 
+@pytest.mark.rounding
 def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     runs = []
     monkeypatch.setattr(bench, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
@@ -164,6 +178,7 @@ def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     assert times == {"a": (2.0, 1.0)}
 
 
+@pytest.mark.rounding
 def test_results_are_saved_drawn_and_summarised(tmp_path):
     rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
     path = results.save(rows, results.environment("cpu", commit="abc1234"), tmp_path)
@@ -183,7 +198,135 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "fa2") is None
 
 
+@pytest.mark.rounding
 def test_nothing_to_draw(tmp_path):
     path = results.save([], results.environment("cpu", commit="abc"), tmp_path)
     with pytest.raises(ValueError, match="no measurement of the standard grid"):
         plot_attention(path)
+
+
+def test_standard_grid():
+    grid = standard_grid()
+    assert len(grid) == 2 * 2 * 6
+    assert {(s.head_dim, s.heads) for s in grid} == {(64, 32), (128, 16)}
+    assert {s.batch * s.tokens for s in grid if s.tokens <= 16384} == {16384}
+    assert all(s.batch == 1 for s in grid if s.tokens > 16384)
+    grouped, _, video = special_shapes()
+    assert (grouped.heads, grouped.kv_heads) == (32, 8)
+    assert (video.batch, video.heads, video.tokens, video.is_causal) == (1, 24, 32760, False)
+
+
+def test_the_grid_of_all_widths():
+    grid = standard_grid(WIDTHS, [2048])
+    assert {(s.head_dim, s.value_dim, s.heads) for s in grid} == {
+        (64, 64, 32), (72, 72, 28), (80, 80, 25), (96, 96, 21), (112, 112, 18), (128, 128, 16), (192, 192, 10),
+        (192, 128, 16), (256, 256, 8),
+    }  # fmt: skip
+    assert {s.batch for s in grid} == {8}
+    with pytest.raises(
+        ValueError, match="head_dim=100 is not of the grid; accepted: 64, 72, 80, 96, 112, 128, 192, 192/128, 256"
+    ):
+        standard_grid(["100"])
+
+
+def test_value_has_a_width_of_its_own():
+    shape = Shape(192, 4, 2, 2, 32, True, value_dim=128)
+    assert str(shape) == "D192/128 H4/2 B2 N32 causal"
+    assert str(replace(shape, value_dim=None)) == "D192 H4/2 B2 N32 causal"
+    shapes = [tuple(x.shape) for x in shape.inputs("cpu", torch.bfloat16)]
+    assert shapes == [(2, 4, 32, 192), (2, 2, 32, 192), (2, 2, 32, 128), (2, 4, 32, 128)]
+    pairs = 2 * 4 * 32 * 33 // 2
+    assert shape.flops("fwd") == 2 * pairs * (192 + 128)
+    assert shape.flops("bwd") == 2 * pairs * (3 * 192 + 2 * 128)
+
+
+def test_rows_of_the_grid():
+    old = {"heads": 32, "kv_heads": 32, "head_dim": 64}
+    assert on_grid(old)
+    assert not on_grid(old | {"kv_heads": 8})
+    assert on_grid({"heads": 16, "kv_heads": 16, "head_dim": 192, "value_dim": 128})
+    assert not on_grid({"heads": 24, "kv_heads": 24, "head_dim": 128, "value_dim": 128})
+
+
+SHAPE_OF_PEERS = Shape(head_dim=16, heads=2, kv_heads=2, batch=1, tokens=32, is_causal=True)
+
+
+def test_baselines_are_the_candidates_that_run(monkeypatch):
+    (name, sdpa), *_ = peers.candidates(SHAPE_OF_PEERS, "cpu").items()
+
+    def refuses(*_):
+        raise AssertionError("no such width")
+
+    monkeypatch.setattr(peers, "candidates", lambda shape, device: {name: sdpa, "fa4": refuses})
+    assert set(peers.baselines(SHAPE_OF_PEERS, "cpu")) == {name}
+    assert peers.refusal(refuses, SHAPE_OF_PEERS, "cpu") == "does not run: AssertionError: no such width"
+    assert peers.refusal(sdpa, SHAPE_OF_PEERS, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("hopper", "timed", "may"),
+    [(True, {"cudnn", "fa2"}, False), (True, {"cudnn", "fa4"}, True), (False, {"cudnn", "fa2"}, True)],
+)
+def test_on_hopper_there_is_no_best_without_flash_attention_4(monkeypatch, hopper, timed, may):
+    monkeypatch.setattr(peers, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
+    assert peers.may_claim_best(timed, "cuda") is may
+
+
+TOKEN = Recipe.named("token")
+
+
+def token(*x):
+    return sage_attention(*x, is_causal=True, enable_gqa=True, recipe=TOKEN)
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("wrong", ["dq", "dk", "dv"])
+def test_gate_sees_a_wrong_gradient(wrong):
+    inputs = SHAPE.inputs("cpu", torch.bfloat16)
+    assert gate(SHAPE, token, TOKEN, inputs) == "ok"
+    assert gate(SHAPE, scaled(token, **{wrong: 1.1}), TOKEN, inputs) == "FAILED"
+
+
+@pytest.mark.rounding
+def test_gate_is_red_on_nan():
+    inputs = SHAPE.inputs("cpu", torch.bfloat16)
+    assert gate(SHAPE, lambda q, k, v: token(q * math.nan, k, v), TOKEN, inputs) == "FAILED"
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, Shape(24, 2, 2, 1, 300, False, value_dim=16), Shape(16, 2, 1, 1, 300, True, value_dim=24)],
+    ids=str,
+)
+def test_peers_are_right_or_named_by_what_is_wrong(shape):
+    inputs = shape.inputs("cpu", torch.bfloat16)
+    exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
+    assert [x.shape[-1] for x in exact] == [shape.value_dim, shape.head_dim, shape.head_dim, shape.value_dim]
+    (sdpa,) = baselines(shape, "cpu").values()
+    assert wrong_tensors(shape, sdpa, exact, inputs) == {}
+    for name in ("dq", "dk", "dv"):
+        found = wrong_tensors(shape, scaled(sdpa, **{name: -0.06}), exact, inputs)
+        assert set(found) == {name}
+        assert found[name] == pytest.approx(1.06, abs=0.02)
+    assert set(wrong_tensors(shape, scaled(sdpa, o=1.1), exact, inputs)) == {"o", "dq", "dk", "dv"}
+    assert set(wrong_tensors(shape, lambda q, k, v: sdpa(q * math.nan, k, v), exact, inputs)) == {
+        "o",
+        "dq",
+        "dk",
+        "dv",
+    }
+
+
+@pytest.mark.rounding
+def test_a_peer_that_is_wrong_in_a_few_tokens_is_wrong():
+    shape = Shape(16, 1, 1, 1, 4000, False)
+    inputs = shape.inputs("cpu", torch.bfloat16)
+    exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
+    (sdpa,) = baselines(shape, "cpu").values()
+
+    def cut_short(*x):
+        o = sdpa(*x)
+        return torch.cat([o[..., :-1, :], torch.zeros_like(o[..., -1:, :])], dim=-2)
+
+    assert "o" in wrong_tensors(shape, cut_short, exact, inputs)

@@ -1,31 +1,33 @@
-"""Training steps timed on a CPU with a model of two narrow layers."""
+"""sagebwd bench-training: what is timed, compiled too, and its tables."""
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from functorch.compile import nop
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
+from sagebwd import dispatch
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.benchmarks import training_tables as tables
+from sagebwd.benchmarks.results import save
+from sagebwd.benchmarks.training import Step
 from sagebwd.commands import main as cli
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
 from tests.training.runs import command, finish
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
 )
-
-
 PARTS = {"attention": 5.0, "passes": 1.0, "copies": 2.0, "other": 9.0, "idle": 0.5}
 
 
@@ -36,7 +38,7 @@ def measure(*names, **arguments):
 
 def test_where_a_steps_time_goes_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    file = next(RESULTS.glob("training_h200_*_ae246a6.json"))
+    file = next(RESULTS.glob("training_h200_*_0c6affd.json"))
     assert plot.plot_steps([file], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads(file.read_text(encoding="utf-8"))
     for row in content["rows"]:
@@ -255,3 +257,108 @@ def test_a_context_that_fails_loses_no_other(monkeypatch, tmp_path):
 def test_names_that_mean_nothing(name, message):
     with pytest.raises(ValueError, match=message):
         bench.Choice.parse(name, "cpu")
+
+
+def test_a_layer_is_compiled_once_for_all():
+    torch._dynamo.utils.counters.clear()
+    rows = measure("sdpa", "token", compiled="layers")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
+    assert not counters["graph_break"]
+    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
+    with pytest.raises(ValueError, match="accepted: model, layers, reduce-overhead, no"):
+        measure("sdpa", compiled="all")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What Inductor is asked for of each graph, which it divides and then runs as it is.
+
+    Its C++ takes half a minute a test: `test_a_layer_is_compiled_once_for_all` has it.
+    """
+    asked = []
+
+    def run(graph, inputs, config_patches=None, **_):
+        asked.append(config_patches or {})
+        return aot_eager_decomp_partition(graph, inputs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", run)
+    return asked
+
+
+def test_a_whole_model_for_cuda_graphs_is_one_graph(graphs):
+    torch._dynamo.utils.counters.clear()
+    (row,) = measure("token", compiled="reduce-overhead")
+    (asked,) = graphs
+    assert asked["triton.cudagraphs"]
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert row.compiled == "reduce-overhead"
+    assert 0 < row.host_ms <= max(row.all_ms)
+
+
+@pytest.mark.parametrize("compiled", ["layers", "no"])
+def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs):
+    torch._dynamo.utils.counters.clear()
+    seen, real = [], dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
+    forwards = {}
+    for kept in (False, True):
+        seen.clear()
+        config = TINY.replace({"optimisation.gradient_checkpointing": True, "optimisation.keep_attention": kept})
+        (row,) = bench.measure(
+            config, [bench.Choice.parse("token", "cpu")], batch=2, vocabulary=40, device="cpu", steps=1, warmup=1,
+            compiled=compiled,
+        )  # fmt: skip
+        assert row.step_ms > 0
+        assert row.checkpointing == ("but attention" if kept else "layers")
+        forwards[kept] = len(seen)
+    assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 * 2 if compiled == "layers" else 0)
+    assert len(graphs) == (2 * 2 if compiled == "layers" else 0)
+
+
+FACTS = {"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "abc"}
+STATE = 2 * 32 * 2 * (8 * 32 + 4)
+"""Bytes of Q, K, V, O and lse of one of `TINY`'s layers, of two sequences of 32 tokens."""
+
+
+def step(attention, recipe, step_ms, kept_bytes, context=32, checkpointing="no", gate="ok", parts=PARTS):
+    return Step(
+        attention, recipe, recipe and "hopper", context, 2, 1, "layers", checkpointing, True, 1_000_000, 4, gate, 1.0,
+        step_ms, step_ms and [step_ms, step_ms - 1, step_ms + 2], step_ms and step_ms / 2,
+        step_ms and 2 * context / step_ms * 1e3, "cudnn",
+        step_ms and 20.0 / step_ms, 3 << 30, kept_bytes, 6.0, 17.0, 0.35, parts, {}, {}, 1e12, 989.0, 0.4, 1.0,
+    )  # fmt: skip
+
+
+def test_a_page_from_a_result_file(tmp_path):
+    rows = [
+        step("cudnn", None, 20.0, 1 << 30, 64), step("mixed@hopper", "mixed", 16.0, (1 << 30) - STATE // 2),
+        step("cudnn", None, 20.0, 1 << 30), step("fa4", None, None, None, gate="FAILED", parts={}),
+        step("mixed@hopper", "mixed", 10.0, None, checkpointing="but attention"),
+        step("mixed@hopper", "mixed", 12.0, 1 << 30, checkpointing="layers"),
+    ]  # fmt: skip
+    path = save(rows, FACTS | {"model": asdict(TINY.model)}, tmp_path, "training")
+    lines = tables.markdown([path]).splitlines()
+    assert "1M weights, layers compiled." in lines
+    assert "1M weights, layers compiled, checkpointed but for attention." in lines
+    assert "| 32 | 2 | `mixed` | 16.0 | 15.0 to 18.0 | 8.0 | 4,000 | 1.250 (cudnn) |" in lines
+    assert "| 32 | `mixed` | 5.0 | 1.0 | 2.0 | 9.0 | 0.5 |" in lines
+    assert (
+        f"| 32 | `mixed` | 1.00 | {0.75 * STATE / 2**20:.0f} | 0.750 | 3.00 |" in lines
+    )  # a quarter less in 2 layers
+    assert "| 32 | `mixed` | 1.00 | 3.00 |" in lines  # of layers computed again, whose attention keeps nothing
+    assert "FAILED: fa4 at 32 tokens" in lines
+    steps = [line for line in lines if line.startswith(("| 32 | 2 |", "| 64 | 2 |"))]
+    assert [line.split("|")[1] for line in steps] == [" 32 ", " 32 ", " 64 ", " 32 ", " 32 "]
+    pytest.importorskip("matplotlib")
+    assert plot.plot_steps([path], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_benchmarks_file_is_refused(tmp_path):
+    path = tmp_path / "attention.json"
+    path.write_text(json.dumps(FACTS | {"rows": [{"ms": 1.0}]}), encoding="utf-8")
+    with pytest.raises(ValueError, match="expected rows of `sagebwd bench-training`"):
+        tables.markdown([path])

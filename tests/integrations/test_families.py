@@ -308,12 +308,12 @@ def test_gpt_oss_generates_beside_its_sinks(cache):
 
 
 def test_a_later_part_of_a_prompt_is_done_in_pieces(monkeypatch):
-    from sagebwd.integrations import transformers_decoding
+    from sagebwd.integrations import transformers_torch
 
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 30, 8)
     sinks, visible = torch.tensor([0.5, -1, 2, 0]), torch.ones(9, 30).tril(21).bool()[None, None]
-    whole = transformers_decoding._beside_sinks(q, k, k, visible, None, sinks)
-    monkeypatch.setattr(transformers_decoding, "MOST_ELEMENTS", 2 * 4 * 31 * 4)
-    torch.testing.assert_close(transformers_decoding._beside_sinks(q, k, k, visible, None, sinks), whole)
-    one_row = transformers_decoding._beside_sinks(q, k, k, visible[:, :, -1:], None, sinks)
+    whole = transformers_torch._beside_sinks(q, k, k, visible, None, sinks)
+    monkeypatch.setattr(transformers_torch, "MOST_ELEMENTS", 2 * 4 * 31 * 4)
+    torch.testing.assert_close(transformers_torch._beside_sinks(q, k, k, visible, None, sinks), whole)
+    one_row = transformers_torch._beside_sinks(q, k, k, visible[:, :, -1:], None, sinks)
     torch.testing.assert_close(one_row[:, :, -1], whole[:, :, -1])

@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModel, Gemma4ForCausalLM, Gemma4TextConfig
 
 from sagebwd.auto.counts import counts
-from sagebwd.integrations import transformers_wide
+from sagebwd.integrations import transformers_torch
 from sagebwd.meaning.metrics import relative_l2
 
 TOKEN, TORCH = "token on reference", "full precision on torch"
@@ -27,7 +27,7 @@ def fresh(registered):
     """No calls counted and nothing said yet; counts of other tests are left alone."""
     before = counts.copy()
     counts.clear()
-    transformers_wide._said.clear()
+    transformers_torch._said.clear()
     yield
     counts.clear()
     counts.update(before)
@@ -127,7 +127,7 @@ def test_documents_that_differ_between_queries_and_keys_are_refused():
     q = torch.randn(1, 2, 8, 512)
     offsets = [torch.tensor([0, split, 8], dtype=torch.int32) for split in (3, 4)]
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q that differ from cu_seq_lens_k"):
-        transformers_wide.documents_of_wide_heads(q, q, q, *offsets, 5, 4, {"is_causal": True})
+        transformers_torch.documents_of_wide_heads(q, q, q, *offsets, 5, 4, {"is_causal": True})
 
 
 @pytest.mark.rounding

@@ -1,4 +1,4 @@
-"""What `tools.gpu_suite` runs, records and leaves out; a test that skips without a GPU stands for all."""
+"""The suite of a GPU: what it runs and records, and which code a result is of."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools import gpu_suite
+from tools.tree import digest
 
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED = ({"outcome": outcome} for outcome in ("passed", "failed"))
@@ -80,3 +81,21 @@ def test_a_command_out_of_time_has_something_left(tmp_path):
     arguments = ["--device", "cpu", "--matrix", "none", "--seconds", "0", "--commit", "abc", "--kernels-hash", "1"]
     paths = ["--results", str(tmp_path), "--output", str(tmp_path / "outcomes.jsonl")]
     assert gpu_suite.main([*arguments, *paths]) == 3
+
+
+def test_what_is_in_a_file_and_its_name_count(tmp_path):
+    (tmp_path / "src").mkdir()
+    file = tmp_path / "src" / "a.py"
+    file.write_text("x = 1")
+    first = digest("src", root=tmp_path)
+    assert digest("src", root=tmp_path) == first
+    (tmp_path / "src" / "notes.md").write_text("of no weight")
+    assert digest("src", root=tmp_path) == first
+    file.write_text("x = 2")
+    second = digest("src", root=tmp_path)
+    file.rename(tmp_path / "src" / "b.py")
+    assert len({first, second, digest("src", root=tmp_path)}) == 3
+
+
+def test_of_the_repository():
+    assert digest("src") != digest("src", "tools/matrix") != digest("tools/matrix")

@@ -13,7 +13,7 @@ from tools import reference
 
 # parts of an integration that users do not call
 INSIDE = {
-    *(f"transformers_{part}" for part in ("decoding", "masks", "norms", "settings", "sharing", "wide")),
+    *(f"transformers_{part}" for part in ("masks", "norms", "settings", "sharing", "torch")),
     "flash_attn_modules",
 }
 
@@ -41,7 +41,7 @@ def test_every_public_name_has_its_place():
 
 
 def test_a_signature_has_its_annotations_as_they_are_written():
-    shard, ring, *_ = reference.members("context_parallel")
+    shard, ring, *_ = reference.members("sagebwd.integrations.context_parallel", None)
     assert reference.heading(shard) == "shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None)"
     lines = reference.heading(ring).splitlines()
     assert lines[:2] == ["ring_attention(", "    query: Tensor,"]

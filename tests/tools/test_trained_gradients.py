@@ -1,4 +1,4 @@
-"""`tools.trained_gradients` on a model of random weights."""
+"""Errors of a trained model's heads and of its weights' gradients, and what accumulators of few bits make of sums."""
 
 import json
 import math
@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sagebwd.analysis.capture import capture
 from sagebwd.analysis.models import load_model, text_windows
-from tools import trained_gradients
+from sagebwd.masks.band import Band
+from tools import trained_gradients, trained_heads
+from tools.accumulation import FP32, HOPPER, line, summed
 
 
 def test_the_command(folder, capsys):
@@ -135,3 +138,63 @@ def test_error_and_slope_of_each_layer():
     }
     assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
     assert of["all"]["slope"] == pytest.approx(-4 / 30)
+
+
+def test_the_command_of_heads(folder, capsys):
+    output = folder / "found.json"
+    command = [str(folder / "model"), str(folder / "text.txt"), "--tokens", "96", "--windows", "2", "--layer", "1"]
+    assert trained_heads.main([*command, "--recipe", "full", "--recipe", "token", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["window"], row["layer"]) for row in rows] == [(0, 1), (1, 1)]
+    for row in rows:
+        for name in trained_heads.OUTPUTS:
+            assert 0 < row["errors"]["full"][name] < 0.02
+            assert 0 < row["errors"]["token"][name] < 0.2
+    printed = capsys.readouterr().out
+    columns = [row["errors"]["token"]["o"] for row in rows]
+    assert f"{math.sqrt(sum(x * x for x in columns) / 2):.4f}" in printed
+
+
+def test_a_layer_is_that_of_autograd(folder):
+    model = load_model(folder / "model")
+    (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
+    (call,) = capture(model, ids, layers=[0])
+    tensors = trained_heads.in_bf16(call)
+    exact, weights = trained_heads.exact_layer(call, tensors, Band.of(True, -1, -1))
+    q, k, v, do = (x.double().requires_grad_() for x in tensors)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+    for name, expected in zip(trained_heads.OUTPUTS, (o, *torch.autograd.grad(o, (q, k, v), do))):
+        torch.testing.assert_close(exact[name], expected.detach())
+    assert weights.sum().item() == pytest.approx(1)
+
+
+def test_what_makes_scales_coarse():
+    x = torch.ones(1, 2, 5, 8)
+    x[..., 3] = 10
+    channel, row = trained_heads.coarseness(x)
+    assert channel == pytest.approx(10)
+    assert row == pytest.approx(10 / math.sqrt(107 / 8))
+
+
+def draw(*shape):
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_small_integers_are_summed_exactly():
+    a, b = draw(4, 128), draw(128, 8)
+    assert torch.equal(summed(a, b, FP32), a @ b)
+    assert torch.equal(summed(a, b, FP32, promote=64), a @ b)
+
+
+def test_terms_far_below_the_sum_are_lost():
+    a, b = torch.zeros(1, 64, dtype=torch.float64), torch.ones(64, 1, dtype=torch.float64)
+    a[0, 0], a[0, 32:] = 2.0**HOPPER, 0.5
+    assert summed(a, b, HOPPER).item() == 2.0**HOPPER
+    assert summed(a, b, HOPPER + 1).item() == 2.0**HOPPER + 16
+
+
+def test_a_sum_of_one_sign_comes_out_too_small():
+    slopes = [float(cell) for cell in line(1024, 0, 2.0, 0.0).split("|")[5:8:2]]
+    assert slopes[0] < 0.985 < 0.995 < slopes[1]
+    promoted = float(line(1024, 0, 2.0, 0.0, promote=128).split("|")[5])
+    assert slopes[0] + 0.01 < promoted

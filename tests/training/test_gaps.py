@@ -1,15 +1,29 @@
-"""Means over seeds, and the noise that repeated baselines measure."""
+"""Gaps over seeds and their intervals, Student's t, and whose gradients a run had."""
 
 import json
 import lzma
 import math
 import statistics
+import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from sagebwd.commands import seeds as command
-from sagebwd.training.gaps import MARGIN, by_step, equivalence, gaps, interval, table, table_by_step
+from sagebwd.training import kernel_commit
+from sagebwd.training.gaps import (
+    MARGIN,
+    above,
+    by_step,
+    critical,
+    equivalence,
+    gaps,
+    interval,
+    table,
+    table_by_step,
+    within,
+)
 from sagebwd.training.packed import PACKED
 from sagebwd.training.run_dir import COMPARISON
 
@@ -172,3 +186,70 @@ def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
 def test_noise_is_of_losses_at_the_end_alone(tmp_path):
     with pytest.raises(ValueError, match="expected no --by-step beside it"):
         command.gaps([tmp_path], noise_of=[tmp_path], by_step=True)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "expected"),
+    [
+        (0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 9, 2.262), (0.95, 12, 2.179), (0.95, 120, 1.980),
+        (0.90, 4, 2.132), (0.90, 9, 1.833), (0.99, 7, 3.499), (0.99, 30, 2.750),
+    ],
+)  # fmt: skip
+def test_critical_values_are_those_of_tables(confidence, freedom, expected):
+    assert critical(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 25])
+@pytest.mark.parametrize("t", [0.3, 1.0, 2.5])
+def test_probabilities_are_the_integral_of_the_density(freedom, t):
+    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    steps = 2000
+    middles = [(index + 0.5) * t / steps for index in range(steps)]
+    inside = 2 * t / steps * sum(factor * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in middles)
+    assert within(t, freedom) == pytest.approx(inside, abs=1e-6)
+    assert above(t, freedom) == pytest.approx((1 - inside) / 2, abs=1e-6)
+    assert above(-t, freedom) == pytest.approx((1 + inside) / 2, abs=1e-6)
+
+
+def test_the_middle():
+    assert within(0, 5) == 0
+    assert above(0, 5) == 0.5
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_faulty_kernels_do_not_count_for_what_ran_on_them():
+    for commit in kernel_commit.FAULTY:
+        for named in (commit, f"{commit}-dirty"):
+            for recipe in ("mixed", "mixed(rotate=False)", "token(dv=fp8)"):
+                assert f"the kernels of {named} made its dV" in kernel_commit.objection(recipe, named)
+            assert kernel_commit.objection("token", named) is None
+            assert kernel_commit.objection("sdpa", named) is None
+    assert kernel_commit.objection("mixed", kernel_commit.MENDED) is None
+    assert "names no commit" in kernel_commit.objection("mixed", None)
+    assert kernel_commit.objection("paper", None) is None
+    with pytest.raises(ValueError, match="nonsense"):
+        kernel_commit.objection("nonsense", "2534d87")
+
+
+def test_faulty_commits_are_older_than_the_mend():
+    def git(*words):
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+
+    if git("cat-file", "-e", kernel_commit.MENDED).returncode:
+        pytest.skip("the checkout has no history")
+    for commit in kernel_commit.FAULTY:
+        assert git("merge-base", "--is-ancestor", commit, kernel_commit.MENDED).returncode == 0
+    assert git("merge-base", "--is-ancestor", "3726eff", kernel_commit.MENDED).returncode == 1
+
+
+def test_the_commit_is_what_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_COMMIT", "abc1234")
+    assert kernel_commit.commit() == "abc1234"
+    monkeypatch.delenv("SAGEBWD_COMMIT")
+    monkeypatch.chdir(tmp_path)  # the package's checkout counts, and not where one stands
+    found = subprocess.run(
+        ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
+    assert kernel_commit.commit() == (found or None)

@@ -1,7 +1,11 @@
-"""The model that a config describes."""
+"""The model that a config describes, and full precision by torch's attention: Transformers' own numbers."""
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from sagebwd.training.config import FULL_PRECISION
 from sagebwd.training.model import build
 
 
@@ -12,3 +16,52 @@ def test_embeddings_get_rows_up_to_a_multiple(tiny):
     ids = torch.arange(64)[None] * 4
     assert padded(input_ids=ids).logits.shape[-1] == 384
     assert torch.isfinite(padded(input_ids=ids, labels=ids).loss)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_it_is_transformers_own(tiny, kv_heads):
+    model = build(tiny.replace({"attention.recipe": "sdpa", "model.kv_heads": kv_heads}), 257)
+    ids = torch.arange(40).reshape(2, 20)
+    ours = logits(model, ids)
+    model.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(ours, logits(model, ids))
+
+
+@pytest.mark.rounding
+def test_no_mask_is_made_where_it_is_compiled(tiny, monkeypatch):
+    real, masks = F.scaled_dot_product_attention, []
+
+    def watched(query, key, value, attn_mask=None, **kwargs):
+        masks.append((attn_mask, kwargs.get("is_causal")))
+        return real(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model = build(tiny.replace({"attention.recipe": "sdpa"}), 257)
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(model, backend=counter)(input_ids=torch.arange(20)[None])
+    assert counter.frame_count >= 1
+    assert masks, "attention was never called"
+    assert set(masks) == {(None, True)}
+
+
+@pytest.mark.rounding
+def test_backends_by_name(tiny, monkeypatch):
+    monkeypatch.setitem(FULL_PRECISION, "cudnn", "MATH")  # which a CPU has
+    ids = torch.arange(20)[None]
+    models = [build(tiny.replace({"attention.recipe": name}), 257) for name in ("sdpa", "cudnn")]
+    names = [model.config._attn_implementation for model in models]
+    assert names == ["full-precision-sdpa", "full-precision-cudnn"]
+    torch.testing.assert_close(logits(models[0], ids), logits(models[1], ids))
+
+
+@pytest.mark.rounding
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
+def test_cudnn_without_a_gpu(tiny):
+    with pytest.raises(ValueError, match=r"attention\.recipe='cudnn' needs a CUDA GPU; expected 'sdpa'"):
+        build(tiny.replace({"attention.recipe": "cudnn"}), 257)

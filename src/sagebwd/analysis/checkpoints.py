@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sagebwd.analysis.plots import save
 from sagebwd.analysis.study_tables import table
 from sagebwd.analysis.tables import LABELS
 from sagebwd.analysis.trace import OUTPUTS
-from sagebwd.commands.figure import save
 
 COMPARED = ("ds", "dq", "dk", "dv", "o")
 

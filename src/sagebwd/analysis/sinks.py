@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.analysis.gaussian import with_sinks
+from sagebwd.analysis.plots import save
 from sagebwd.analysis.trace import OUTPUTS, emulate, sources, without
-from sagebwd.commands.figure import save
 from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.meaning.quantize import pad_tokens

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sagebwd.analysis import gaussian, variants
 from sagebwd.analysis.ablations import ABLATIONS, BASES, Ablation
+from sagebwd.analysis.plots import save
 from sagebwd.analysis.study_tables import markdown
 from sagebwd.analysis.variants import Variant
-from sagebwd.commands.figure import save
 from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe

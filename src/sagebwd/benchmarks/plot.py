@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagebwd.analysis.plots import save
 from sagebwd.auto.crossings import widths_text
 from sagebwd.benchmarks.shapes import on_grid, value_dim_of
-from sagebwd.commands.figure import save
 
 STEP_PARTS = {
     "attention": ("attention", "C0"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagebwd.commands.figure import save
+from sagebwd.analysis.plots import save
 from sagebwd.commands.terminal import console
 
 if TYPE_CHECKING:

@@ -99,7 +99,7 @@ def trace(
         _write(_rounded(content), output)
         console.print(f"wrote {output}")
     if plot is not None:
-        plot_trace(rows, plot)
+        plot_trace(shown, plot)
         console.print(f"wrote {plot}")
 
 

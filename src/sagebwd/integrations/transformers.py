@@ -35,12 +35,11 @@ from transformers.utils.import_utils import is_tracing
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
 from sagebwd.auto.asked import autocast_dtype
-from sagebwd.integrations.transformers_decoding import decode
 from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
-from sagebwd.integrations.transformers_wide import documents_of_wide_heads, is_wide
+from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 
 __all__ = ["add_qk_norm", "attention", "register"]
 

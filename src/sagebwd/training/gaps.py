@@ -21,7 +21,6 @@ from statistics import mean, stdev
 
 from rich.table import Table
 
-from sagebwd.training import student
 from sagebwd.training.kernel_commit import objection
 from sagebwd.training.packed import PACKED, name_of, read
 from sagebwd.training.run_dir import COMPARISON
@@ -151,7 +150,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     """Where the mean of many more seeds lies with that confidence, by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
-    half = student.critical(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = critical(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     middle = mean(values)
     return middle - half, middle + half
 
@@ -167,7 +166,7 @@ def equivalence(values: Sequence[float], margin: float = MARGIN) -> float | None
     nearer, error = margin - abs(mean(values)), stdev(values) / math.sqrt(len(values))
     if error == 0:
         return float(nearer <= 0)
-    return student.above(nearer / error, len(values) - 1)
+    return above(nearer / error, len(values) - 1)
 
 
 def _outcomes(folder: Path, key: str) -> list[dict]:
@@ -256,3 +255,37 @@ def _each(row: Gap, digits: int) -> str:
     notes += [f"diverged: {row.diverged}"] if row.diverged else []
     notes += [f"not counted: {count}, {reason}" for reason, count in row.objections.items()]
     return " ".join(notes)
+
+
+# Student's t of whole degrees of freedom. The probability of |T| < t is a finite sum (Abramowitz and Stegun, 26.7.3
+# and 26.7.4), so nothing is tabulated.
+
+
+def within(t: float, freedom: int) -> float:
+    """The probability that |T| is below ``t``, of 0 or more, with ``freedom`` degrees of freedom, at least 1."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, squared = math.sin(angle), math.cos(angle) ** 2
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for index in range(1 + odd, freedom, 2):
+        total += term
+        term *= squared * index / (index + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def above(t: float, freedom: int) -> float:
+    """The probability that T is above ``t``, of either sign."""
+    tail = (1 - within(abs(t), freedom)) / 2
+    return tail if t > 0 else 1 - tail
+
+
+def critical(confidence: float, freedom: int) -> float:
+    """The t that |T| stays below with a probability of ``confidence``, which is above 0 and below 1."""
+    low, high = 0.0, 1.0
+    while within(high, freedom) < confidence:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, freedom) < confidence else (low, middle)
+    return high

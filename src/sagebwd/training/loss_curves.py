@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sagebwd.commands.figure import save
+from sagebwd.analysis.plots import save
 from sagebwd.training.kernel_commit import objection
 from sagebwd.training.packed import by_seed, name_of, read
 from sagebwd.training.report import Run, gap, smoothed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from sagebwd.commands.figure import save
+from sagebwd.analysis.plots import save
 from sagebwd.training.config import Config
 
 STYLE = """

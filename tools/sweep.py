@@ -1,15 +1,22 @@
-"""What sweeps over another library's models say: whether an error is a refusal by name, and the page of their rows."""
+"""What sweeps over a library's models share: a process for each case, what is a refusal by name, the page."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import json
+import multiprocessing
+import os
 import re
+import signal
+import time
 import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tools.forked import Row
+Row = tuple[str, str]  # a status and words
+SECONDS = 150  # of the processor that a case may take
 
 NEAR = 1e-3  # relative error, where nothing but rounding differs
 
@@ -91,3 +98,41 @@ def table(title: str, command: str, versions: str, rows: dict[str, Row], meaning
         lines += ["| why | models |", "| --- | --- |"]
         lines += [f"| {why} | {', '.join(names)} |" for why, names in sorted(grouped.items())] + [""]
     return "\n".join(lines)
+
+
+def _work(run: Callable[[str], Row], name: str, pipe: Connection) -> None:
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor: others may be at work
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        pipe.send(run(name))
+    except BaseException as error:  # the parent reports it
+        pipe.send(("crash", f"{type(error).__name__}: {str(error)[:120]}"))
+
+
+def rows_of(names: Iterable[str], run: Callable[[str], Row], jobs: int) -> dict[str, Row]:
+    """``run`` of every name, ``jobs`` at a time, printed as they come; "not built" for one that takes too long.
+
+    Each in a process forked from this one, where the imports are done: a crash is a row.
+    """
+    context, rows, waiting, running = multiprocessing.get_context("fork"), {}, list(names), {}
+    total = len(waiting)
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(run, name, theirs))
+            process.start()
+            theirs.close()
+            running[name] = (process, ours)
+        for name, (process, pipe) in list(running.items()):
+            if pipe.poll(0.05):
+                try:
+                    rows[name] = pipe.recv()
+                except EOFError:
+                    rows[name] = ("not built", f"took more than {SECONDS} s of the processor, or died")
+                process.join()
+                del running[name]
+                words = " ".join(rows[name][1].split())[:150]
+                print(f"[{len(rows)}/{total}] {name}: {rows[name][0]}  {words}", flush=True)
+        time.sleep(0.02)
+    return dict(sorted(rows.items()))

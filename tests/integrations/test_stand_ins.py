@@ -1,6 +1,4 @@
-"""The class that docs/integrations/torchtitan.md gives, against stand-ins for torchtitan, which is not a dependency,
-and in torchtitan's own models where it is installed (`pip install torchtitan==0.3.0`).
-"""
+"""Classes that docs/integrations gives for torchtitan and Axolotl, which are no dependencies, against stand-ins."""
 
 import importlib
 import re
@@ -15,9 +13,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from sagebwd.integrations import transformers as integration
 from sagebwd.meaning.metrics import relative_l2
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
@@ -209,3 +210,42 @@ def test_selective_checkpointing(saves, forwards, monkeypatch):
         checkpointed = step(model, arguments)
     assert calls.counted == {"attention": forwards, "attention_backward": 1}
     assert all(torch.equal(a, e) for a, e in zip(checkpointed, plain))
+
+
+TRAINERS = Path(__file__).parents[2] / "docs" / "integrations" / "trainers.md"
+
+
+class BasePlugin:
+    def register(self, cfg):
+        raise AssertionError("the plugin has its own")
+
+
+def test_the_plugin_makes_the_name_known_to_axolotl_and_to_transformers(monkeypatch):
+    """As in Axolotl 0.19.0: a plugin is registered before the config is checked, and the name goes to Transformers."""
+    names = ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "axolotl.utils", "axolotl.utils.schemas")
+    modules = {name: ModuleType(name) for name in (*names, "axolotl.utils.schemas.config")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    modules["axolotl.integrations.base"].BasePlugin = BasePlugin
+    config = modules["axolotl.utils.schemas.config"]
+    config.CANONICAL_ATTN_IMPLS = frozenset({"eager", "sdpa"})
+    config.ATTN_IMPLS_SUPPORTING_PACKING = frozenset({"flash_attention_2"})
+
+    text = TRAINERS.read_text(encoding="utf-8")
+    (code,) = re.findall(r"```text\n(class SageBwdPlugin.*?)```", text, re.DOTALL)
+    (settings,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    known = {"axolotl": modules["axolotl"]}
+    exec(code, known)
+    known[settings["plugins"][0].rpartition(".")[2]]().register({})
+
+    chosen = settings["attn_implementation"]
+    accepted, packing = config.CANONICAL_ATTN_IMPLS, config.ATTN_IMPLS_SUPPORTING_PACKING
+    assert accepted == {"eager", "sdpa", chosen}
+    assert packing == {"flash_attention_2", chosen}
+    assert AttentionInterface()[chosen] is integration.attention
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM._from_config(LlamaConfig(**sizes, num_attention_heads=2), attn_implementation=chosen)
+    assert model.config._attn_implementation == "sagebwd"
