@@ -73,12 +73,11 @@ def test_a_gguf_file_needs_its_package_and_itself(tmp_path, monkeypatch):
             use(path)
 
 
-def test_a_gguf_file_is_the_model_that_was_written(tmp_path):
+def write_gguf(path, model):
     """A Llama as llama.cpp keeps it: rows of the query and key projections in pairs of the rotary embedding."""
     gguf = pytest.importorskip("gguf")
-    model = build()
     config, weights = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -91,8 +90,10 @@ def test_a_gguf_file_is_the_model_that_was_written(tmp_path):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(33 + index) for index in range(config.vocab_size - 1)] + ["!!"])
+    letters = [chr(33 + index) for index in range(config.vocab_size - 2)]
+    writer.add_token_list([*letters, "<|endoftext|>", "!!"])
     writer.add_token_merges(["! !"])
+    writer.add_eos_token_id(config.vocab_size - 2)
     names = {
         "embed_tokens": "token_embd", "norm": "output_norm", "q_proj": "attn_q", "k_proj": "attn_k",
         "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
@@ -109,11 +110,19 @@ def test_a_gguf_file_is_the_model_that_was_written(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_gguf_file_is_the_model_that_was_written(tmp_path):
+    model = build()
+    write_gguf(tmp_path / "x.gguf", model)
     read = models.load_model(tmp_path / "x.gguf")
     ids = tokens(1, 20)
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, model(ids).logits)
     assert models.encode(tmp_path / "x.gguf", "!!$").tolist() == [[63, 3]]
+    read.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(models.load_model(tmp_path / "saved")(ids).logits, read(ids).logits)
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -12,6 +12,7 @@ from sagebwd.training import config as settings
 from sagebwd.training import examples, finetune, finetune_model, finetune_report
 from sagebwd.training.finetune_config import Finetuning
 from sagebwd.training.run_dir import DIVERGED, METRICS, RESULT
+from tests.analysis.test_models import write_gguf
 
 pytestmark = pytest.mark.rounding
 
@@ -244,6 +245,19 @@ def test_an_encoder_learns_labels_and_is_saved(labels, tmp_path):
     assert finetune.predicted_labels(logits, batch["labels"]).tolist() == [row["label"] for row in rows]
 
 
+def test_a_gguf_file_is_fine_tuned_with_its_own_tokeniser(answers, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64, "intermediate_size": 64}
+    shape = LlamaConfig(vocab_size=128, max_position_embeddings=64, head_dim=32, tie_word_embeddings=False, **sizes)
+    write_gguf(tmp_path / "x.gguf", LlamaForCausalLM(shape))
+    path = str(tmp_path / "x.gguf")
+    config = answers.replace({"model.path": path, "data.tokenizer": None, "seeds": [0], "logging.keep_model": True})
+    (token,) = finetune.finetune(config.replace({"variants": {"token": TOKEN}}), tmp_path / "out")
+    assert token.accuracies[0] >= 0.5
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "token-seed-0" / "model")
+    assert saved.config.vocab_size == 128
+
+
 def test_a_seed_gives_one_set_of_new_weights(labels):
     material = finetune._material(labels.data, None)
     first, second, other = (
@@ -326,7 +340,7 @@ def test_the_configs_that_come_with_it_are_read():
     root = Path(__file__).parents[2] / "configs" / "finetune"
     for path in root.glob("*.yaml"):
         runs = settings.load(path, kind=Finetuning).runs()
-        assert list(runs) == ["full precision", "token", "paper"]
+        assert list(runs) == ["full precision", "token", "paper", "mixed"]
         assert [run.seeds for run in runs["token"]] == [[0], [1], [2]]
     assert len(list(root.iterdir())) == 2
     with pytest.raises(ValueError, match=r"did you mean data.train"):

@@ -32,9 +32,9 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None 
     path = Path(path)
     settings = {"local_files_only": True} | ({} if dtype is None else {"dtype": dtype})
     if path.suffix == ".gguf":
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **_gguf(path), **settings)
-        return model.to(device)
+        folder, named = located(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **named, **settings)
+        return in_full(model).to(device)
     if not (path / "config.json").is_file():
         raise ValueError(
             f"model={str(path)!r}: no config.json there; accepted: the folder of a Transformers model, for example "
@@ -47,13 +47,27 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None 
     return auto.from_pretrained(path, **settings).to(device)
 
 
-def _gguf(path: Path) -> dict[str, str]:
-    """How Transformers is told of a GGUF file. Raises ValueError without it, or without the package that reads it."""
-    if not path.is_file():
+def located(path: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """Where Transformers' ``from_pretrained`` finds a model, and how it is told of a GGUF file in that folder.
+
+    Raises ValueError where there is no such file, or without the package that reads it.
+    """
+    if not str(path).endswith(".gguf"):
+        return path, {}
+    if not Path(path).is_file():
         raise ValueError(f"model={str(path)!r}: there is no such file")
     if find_spec("gguf") is None:
         raise ValueError(f"model={str(path)!r}: a GGUF file needs the package gguf: pip install gguf")
-    return {"gguf_file": path.name}
+    transformers.utils.logging.disable_progress_bar()
+    return Path(path).parent, {"gguf_file": Path(path).name}
+
+
+def in_full(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, whose weights a GGUF file had in few bits, as one that Transformers saves: they are numbers."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        del model.config.quantization_config
+        model.hf_quantizer, model.is_quantized = None, False
+    return model
 
 
 def encode(model_path: str | Path, text: str) -> Tensor:
@@ -78,7 +92,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokeniser in a model's folder or GGUF file. Raises ValueError where there is none, and as `load_model`."""
     path = Path(path)
     if path.suffix == ".gguf":
-        return transformers.AutoTokenizer.from_pretrained(path.parent, local_files_only=True, **_gguf(path))
+        folder, named = located(path)
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **named)
     if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     raise ValueError(f"model={str(path)!r}: no tokeniser there, and no config.yaml of a run that names one")

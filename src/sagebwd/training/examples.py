@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from sagebwd.analysis.models import located
 from sagebwd.training.data import BYTE_VOCABULARY, END_OF_TEXT, read_tokenizer
 
 IGNORED = -100
@@ -116,7 +117,8 @@ def tokenizer(name: str | None, checkpoint: str | None, pairs: bool) -> PreTrain
         if checkpoint is None:
             raise ValueError("data.tokenizer is not given; accepted: bytes, a tokenizer.json")
         try:
-            own = AutoTokenizer.from_pretrained(checkpoint)
+            folder, named = located(checkpoint)
+            own = AutoTokenizer.from_pretrained(folder, **named)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"model.path={checkpoint!r} has no tokeniser ({' '.join(str(error).split())[:120]}); set "

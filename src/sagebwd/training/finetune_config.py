@@ -13,7 +13,7 @@ from sagebwd.training.config import SDPA, Attention, Settings, check_seeds
 
 @dataclass(frozen=True)
 class Model:
-    """``path``: a checkpoint's folder or hub name; without one, for classification, a BERT of these sizes."""
+    """``path``: a checkpoint's folder, GGUF file or hub name; without one, to classify, a BERT of these sizes."""
 
     path: str | None = None
     layers: int = 4

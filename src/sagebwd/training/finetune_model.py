@@ -20,6 +20,7 @@ from transformers import (
     set_seed,
 )
 
+from sagebwd.analysis.models import in_full, located
 from sagebwd.integrations.transformers import NAME, register
 from sagebwd.training.config import SDPA
 from sagebwd.training.finetune_config import Finetuning, Lora
@@ -83,14 +84,17 @@ def build(config: Finetuning, tokens: PreTrainedTokenizerBase, labels: list[str]
                 kind.from_pretrained, config=model_config, attn_implementation=implementation, dtype=torch.float32
             ),
         )
-    return _with_adapters(model, config.lora, "CAUSAL_LM" if labels is None else "SEQ_CLS")
+    return _with_adapters(in_full(model), config.lora, "CAUSAL_LM" if labels is None else "SEQ_CLS")
 
 
-def _loaded(path: str, load: Callable[[str], Loaded]) -> Loaded:
+def _loaded(path: str, load: Callable[..., Loaded]) -> Loaded:
     try:
-        return load(path)
+        folder, named = located(path)
+        return load(folder, **named)
     except (OSError, ValueError, KeyError) as error:
-        kind = "the folder" if Path(path).is_dir() else "no folder here; the hub's model of that name"
+        kind = "no folder here; the hub's model of that name"
+        if Path(path).exists() or path.endswith(".gguf"):
+            kind = "the folder" if Path(path).is_dir() else "the file"
         raise ValueError(
             f"model.path={path!r}: {kind} cannot be loaded ({' '.join(str(error).split())[:160]})"
         ) from None
