@@ -287,8 +287,12 @@ variants:
         (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
         (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
         (("bench", "--device", "tpu"), "device='tpu' is not known"),
-        (("bench", "--device", "cpu", "--packed", "--tokens", 32), "neither --tokens nor --special"),
-        (("bench", "--device", "cpu", "--packed", "--special"), "neither --tokens nor --special"),
+        (("bench", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
+        (("bench", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
+        (
+            ("bench", "--device", "cpu", "--peer", "fa5"),
+            "peer='fa5' is not known; accepted: cudnn-fp8, cudnn-fp8-e4m3",
+        ),
         (("bench", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
         (
             ("bench", "--device", "cpu", "--head-dim", "100"),
