@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
-from sagebwd.benchmarks import attention, peers
+from sagebwd.benchmarks import attention, low_bit, peers
 from sagebwd.benchmarks.shapes import Shape
 from sagebwd.commands import doctor
 from sagebwd.commands import main as cli
@@ -160,6 +161,31 @@ def test_bench_says_which_peer_is_wrong_and_what_it_does_not_claim(command, tmp_
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
 
 
+def test_bench_beside_a_low_bit_peer(command, tmp_path, monkeypatch):
+    def attention(*x, is_causal, gradients):
+        sdpa = peers.candidates(Shape(128, 1, 1, 1, 32, is_causal), "cpu")["sdpa"]
+        return scaled(sdpa, o=1.03)(*x)
+
+    package = SimpleNamespace(backend_version_string=lambda: "9.99.0", __version__="1.0")
+    monkeypatch.setattr(low_bit.cudnn_fp8, "frontend", lambda: package)
+    monkeypatch.setattr(low_bit.cudnn_fp8, "attention", attention)
+    monkeypatch.setattr("sagebwd.benchmarks.shapes.TOTAL_TOKENS", 32)
+    code, out, _ = command(
+        "bench", "--device", "cpu", "--head-dim", 128, "--tokens", 32, "--recipe", "mixed", "--no-special",
+        "--peer", "cudnn-fp8", "--rounds", 1, "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "cudnn-fp8 fp8" in out
+    assert "mixed (reference) over cudnn-fp8: fwd" in out
+    assert "cudnn-fp8's: o 0.0" in out
+    assert "all shapes: mixed (reference) over cudnn-fp8" in out
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())
+    assert (found["cudnn"], found["cudnn_frontend"]) == ("9.99.0", "1.0")
+    assert {row["peer"] for row in found["rows"]} == {"sdpa"}
+    assert {bool(row["errors"]) for row in found["rows"] if row["recipe"] == "fp8"} == {True}
+
+
 def test_bench_of_packed_documents(command, tmp_path, monkeypatch):
     monkeypatch.setattr("sagebwd.benchmarks.packed.EQUAL", ((8, 8), (8,)))
     monkeypatch.setattr("sagebwd.benchmarks.packed.MIXED", (13, 5))
@@ -287,8 +313,12 @@ variants:
         (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
         (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
         (("bench", "--device", "tpu"), "device='tpu' is not known"),
-        (("bench", "--device", "cpu", "--packed", "--tokens", 32), "neither --tokens nor --special"),
-        (("bench", "--device", "cpu", "--packed", "--special"), "neither --tokens nor --special"),
+        (("bench", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
+        (("bench", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
+        (
+            ("bench", "--device", "cpu", "--peer", "fa5"),
+            "peer='fa5' is not known; accepted: cudnn-fp8, cudnn-fp8-e4m3",
+        ),
         (("bench", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
         (
             ("bench", "--device", "cpu", "--head-dim", "100"),

@@ -21,7 +21,8 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import crossings
-from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
+from sagebwd.benchmarks import low_bit
+from sagebwd.benchmarks.gates import emulated, errors_of, gate, wrong_tensors
 from sagebwd.benchmarks.packed import Packed
 from sagebwd.benchmarks.peers import Attention, candidates, refusal
 from sagebwd.benchmarks.shapes import Shape
@@ -51,7 +52,9 @@ class Measurement:
     the fastest baseline of the shape that is right in this direction, peer_ms its time, and speedup is over it. gate:
     "ok", "FAILED" of a kernel that is not its recipe, which has no time, or what is "wrong" of a baseline. peer_gates:
     the baselines that do not count here, each with why; fa2_ms and cudnn_ms are None of those. lengths: of packed
-    sequences, whose batch is 1 and whose sum is tokens; None of dense calls, and not in older files.
+    sequences, whose batch is 1 and whose sum is tokens; None of dense calls, and not in older files. errors: of O, dQ,
+    dK and dV, relative L2 against attention in FP64, where low-bit peers were asked for, of theirs and of the recipes'
+    rows; a low-bit peer's recipe is "fp8". Not in older files.
     """
 
     impl: str
@@ -79,6 +82,7 @@ class Measurement:
     peer_gates: dict[str, str]
     peak_bytes: int | None
     kept_bytes: int | None
+    errors: dict[str, float] | None
 
 
 def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:
@@ -152,13 +156,13 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 
 def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str = "cuda",
-    rounds: int = ROUNDS, *, deterministic: bool = False,
+    rounds: int = ROUNDS, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),
 ) -> list[Measurement]:  # fmt: skip
-    """Rows of one shape: of each recipe in each implementation that runs it, and of each baseline.
+    """Rows of one shape: of each recipe in each implementation that runs it, of each low-bit peer, and each baseline.
 
     impls: None for each recipe's fastest. deterministic: also FP8 recipes, the only ones whose gradients do not repeat
-    bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. Raises NotImplementedError where none runs a
-    recipe.
+    bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. low_bit_peers: of `low_bit.PEERS`; one that does
+    not take the shape has no rows. Raises NotImplementedError where none runs a recipe.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
@@ -173,7 +177,19 @@ def measure_shape(
             attentions[key] = switches(deterministic=True)(attention)
             gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attentions[key], recipe, inputs))
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
+    errors: dict[Key, dict[str, float]] = {}
     refused: dict[str, str] = {}
+    low_bit_attentions = low_bit.attentions(shape, low_bit_peers)
+    if low_bit_attentions:
+        errors = {key: errors_of(shape, attention, exact, inputs) for key, attention in attentions.items()}
+    for name, attention in low_bit_attentions.items():
+        reason = refusal(attention, shape, device)
+        if reason is not None:
+            refused[name] = reason
+            continue
+        key = name, low_bit.RECIPE
+        attentions[key], errors[key] = attention, errors_of(shape, attention, exact, inputs)
+        gates[key] = dict.fromkeys(DIRECTIONS, low_bit.gate(errors[key]))
     for name, attention in candidates(shape, device).items():
         reason = refusal(attention, shape, device)
         if reason is not None:
@@ -183,7 +199,11 @@ def measure_shape(
         gates[name, BASELINE] = _peer_gates(wrong_tensors(shape, attention, exact, inputs))
     times = _time_all(attentions, gates, inputs, device, rounds)
     used = {key: memory(attention, inputs) for key, attention in attentions.items()}
-    return [_row(shape, key, direction, times, gates, refused, used) for key in attentions for direction in DIRECTIONS]
+    return [
+        _row(shape, key, direction, times, gates, refused, used, errors.get(key))
+        for key in attentions
+        for direction in DIRECTIONS
+    ]
 
 
 def _ours(shape: Shape, recipe: Recipe, impl: str, device: str) -> Attention:
@@ -247,8 +267,9 @@ def _time_all(
 
 
 def _row(
-    shape: Shape, key: Key, direction: str, times: dict, gates: dict, refused: dict[str, str], used: dict
-) -> Measurement:
+    shape: Shape, key: Key, direction: str, times: dict, gates: dict, refused: dict[str, str], used: dict,
+    errors: dict[str, float] | None,
+) -> Measurement:  # fmt: skip
     impl, recipe = key
     ms, host_ms = times.get((key, direction), (None, None))
     peers = {name: found[direction] for (name, kind), found in gates.items() if kind == BASELINE}
@@ -263,6 +284,7 @@ def _row(
         None if ms is None else shape.flops(direction) / ms * 1e-9, best, right.get(best),
         None if best is None or found != "ok" else right[best] / ms, right.get("fa2"), right.get("cudnn"), found,
         refused | {name: found for name, found in peers.items() if found != "ok"}, peak, kept,
+        errors,
     )  # fmt: skip
 
 

@@ -70,6 +70,14 @@ def wrong_tensors(
     return wrong
 
 
+def errors_of(
+    shape: Shape, attention: Attention, exact: Outcome, inputs: tuple[Tensor, ...]
+) -> dict[str, float]:  # fmt: skip
+    """Relative L2 errors of `TENSORS`, each as a whole; ``exact`` as of `wrong_tensors`."""
+    computed = _computed(shape, attention, inputs)
+    return {name: relative_l2(*pair) for name, *pair in zip(TENSORS, computed, exact)}
+
+
 def emulated(
     shape: Shape, recipe: Recipe, inputs: tuple[Tensor, ...], dtype: torch.dtype, mask: Mask | None = None,
     band: Band | None = None, sinks: Tensor | None = None, tokens: slice | None = None,

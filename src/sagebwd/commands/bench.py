@@ -29,6 +29,9 @@ def bench(
     deterministic: Annotated[
         bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
     ] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
     output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
@@ -36,7 +39,7 @@ def bench(
 ) -> None:
     """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
     from sagebwd.benchmarks import attention as benchmark
-    from sagebwd.benchmarks import peers, shapes
+    from sagebwd.benchmarks import low_bit, peers, shapes
     from sagebwd.benchmarks.packed import packed_shapes
     from sagebwd.benchmarks.plot import plot_attention
     from sagebwd.benchmarks.results import environment, save, save_csv
@@ -47,21 +50,28 @@ def bench(
     check_device(device)
     for name in impl or ():
         check_known(name)
+    low_bit.check(peer or ())
     recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
     if packed:
-        if tokens or special:
-            raise ValueError("--packed has shapes of its own; expected neither --tokens nor --special beside it")
+        if tokens or special or peer:
+            raise ValueError(
+                "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
+            )
         kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS)
     else:
         kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
         grid += shapes.special_shapes() if special is not False else []
-    facts = environment(device, commit)
+    facts = environment(device, commit) | low_bit.facts(peer or ())
     rows: list[benchmark.Measurement] = []
     for index, shape in enumerate(grid, 1):
         with console.status(f"{index}/{len(grid)} {shape}"):
-            measured = benchmark.measure_shape(shape, recipes, impl, device, rounds, deterministic=deterministic)
+            measured = benchmark.measure_shape(
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or ()
+            )
         rows += measured
         console.print(_bench_table(str(shape), measured))
+        for line in low_bit.comparisons(measured):
+            console.print(line, markup=False)
         for name, reason in measured[-1].peer_gates.items():
             console.print(f"{name} does not count here, {reason}", markup=False)
         path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
@@ -82,6 +92,8 @@ def bench(
         if None not in costs.values():
             line = ", ".join(f"{way} {cost:.2f}x" for way, cost in costs.items())
             console.print(f"{text} ({name}), time of the deterministic mode: {line}")
+    for line in low_bit.comparisons(rows) if len(grid) > 1 else ():
+        console.print(f"all shapes: {line}", markup=False)
     if any(shapes.on_grid(asdict(row)) and row.gate == "ok" for row in rows):
         console.print(f"wrote {plot_attention(path)}")
     if any(row.gate == "FAILED" for row in rows):

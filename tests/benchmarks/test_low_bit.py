@@ -1,0 +1,140 @@
+"""Low-bit peers of sagebwd bench: who they are, what their rows say, and what is compared with them."""
+
+import json
+
+import pytest
+import torch
+
+from sagebwd.benchmarks import attention as bench
+from sagebwd.benchmarks import cudnn_fp8, low_bit
+from sagebwd.benchmarks.packed import Packed
+from sagebwd.benchmarks.shapes import Shape
+from tests.scaled import scaled
+
+SHAPE = Shape(head_dim=128, heads=2, kv_heads=1, batch=1, tokens=64, is_causal=True)
+
+
+def sdpa(q, k, v, *, is_causal, gradients, **wrong):
+    """In cuDNN's place, with an error of a few hundredths."""
+
+    def attention(*x):
+        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
+
+    return scaled(attention, **({"o": 1.03} | wrong))(q, k, v)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Of SHAPE with a low-bit peer in whose place something else is; what is wrong of it, and how long all take."""
+
+    def measured(names=("cudnn-fp8",), ms=1.0, shape=SHAPE, recipes=("mixed",), **wrong):
+        def attention(*x, **settings):
+            return sdpa(*x, **settings, **wrong)
+
+        def time_interleaved(runs, device, rounds):
+            return {key: (ms if key[1] == low_bit.RECIPE else 2.0, 0.0) for key in runs}
+
+        monkeypatch.setattr(cudnn_fp8, "attention", attention)
+        monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
+        return bench.measure_shape(shape, recipes, ["reference"], "cpu", rounds=1, low_bit_peers=names)
+
+    return measured
+
+
+@pytest.mark.rounding
+def test_its_rows_are_no_baseline_s(rows):
+    found = rows()
+    assert {(row.impl, row.recipe) for row in found} == {
+        ("reference", "mixed"), ("cudnn-fp8", "fp8"), ("sdpa", "bf16"),
+    }  # fmt: skip
+    for row in found:
+        assert (row.gate, row.peer) == ("ok", "sdpa")  # the fastest of all is not the peer
+        assert row.peer_gates == {}
+        both = 2 if row.direction == "fwd+bwd" else 1
+        assert row.peer_ms == 2.0 * both
+        if row.recipe == "fp8":
+            assert row.ms == both
+            assert row.speedup == 2.0
+            assert row.errors["o"] == pytest.approx(0.03, abs=0.003)
+        elif row.recipe == "bf16":
+            assert row.errors is None
+        else:
+            assert {name: 0.001 < error < 0.2 for name, error in row.errors.items()} == dict.fromkeys(
+                ("o", "dq", "dk", "dv"), True
+            )
+    json.dumps([row.errors for row in found])
+
+
+@pytest.mark.rounding
+def test_nobody_is_asked_unless_named(rows, monkeypatch):
+    monkeypatch.setattr(cudnn_fp8, "frontend", lambda: pytest.fail("not asked for"))
+    found = rows(names=())
+    assert {row.recipe for row in found} == {"mixed", "bf16"}
+    assert {row.errors for row in found} == {None}
+    assert low_bit.comparisons(found) == []
+    low_bit.check(())
+    assert low_bit.facts(()) == {}
+
+
+@pytest.mark.rounding
+def test_it_is_compared_with_each_recipe(rows):
+    found = rows(names=("cudnn-fp8", "cudnn-fp8-e4m3"), ms=3.0, recipes=("mixed", "token"))
+    lines = low_bit.comparisons(found)
+    starts = [line.split(" errors: ")[0] for line in lines]
+    assert starts == [
+        f"{recipe} (reference) over {peer}: fwd 1.50x, bwd 1.50x, fwd+bwd 1.50x;"
+        for recipe in ("mixed", "token")
+        for peer in ("cudnn-fp8", "cudnn-fp8-e4m3")
+    ]
+    mine = next(row.errors for row in found if row.recipe == "mixed")
+    theirs = next(row.errors for row in found if row.recipe == "fp8")
+    text = [", ".join(f"{name} {error:.4f}" for name, error in errors.items()) for errors in (mine, theirs)]
+    assert lines[0].endswith(f"errors: {text[0]}; cudnn-fp8's: {text[1]}")
+
+
+@pytest.mark.rounding
+def test_nothing_is_compared_with_one_that_is_wrong(rows):
+    found = rows(dk=2.0)
+    wrong = next(row for row in found if row.recipe == "fp8")
+    assert wrong.gate == "wrong: dk 1.06"
+    assert wrong.ms == 1.0  # timed all the same
+    assert wrong.speedup is None
+    assert low_bit.comparisons(found) == []
+
+
+@pytest.mark.rounding
+def test_shapes_are_compared_by_the_geometric_mean_and_the_largest_error(rows):
+    found = rows(ms=4.0) + rows(ms=1.0, shape=Shape(128, 2, 1, 1, 32, False), o=1.1)
+    (line,) = low_bit.comparisons(found)
+    assert "fwd 1.00x, bwd 1.00x, fwd+bwd 1.00x" in line
+    assert "cudnn-fp8's: o 0.1" in line
+
+
+@pytest.mark.rounding
+def test_a_shape_that_it_refuses_is_named(monkeypatch):
+    monkeypatch.setattr(bench, "time_interleaved", lambda runs, device, rounds: dict.fromkeys(runs, (1.0, 0.0)))
+    shape = Shape(64, 1, 1, 1, 32, True)
+    found = bench.measure_shape(shape, ["mixed"], ["reference"], "cpu", rounds=1, low_bit_peers=["cudnn-fp8"])
+    assert {row.recipe for row in found} == {"mixed", "bf16"}
+    reason = "does not run: NotImplementedError: head_dim=64: cuDNN's FP8 backward on Hopper takes 128"
+    assert all(row.peer_gates == {"cudnn-fp8": reason} for row in found)
+
+
+def test_names(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cudnn_fp8, "frontend", lambda: asked.append(1))
+    low_bit.check(low_bit.PEERS)
+    assert len(asked) == 2
+    with pytest.raises(ValueError, match="peer='fa5' is not known; accepted: cudnn-fp8, cudnn-fp8-e4m3"):
+        low_bit.check(["fa5"])
+    with pytest.raises(ValueError, match="takes no packed sequences"):
+        low_bit.attentions(Packed.of(128, 1, 1, (8, 9)), ["cudnn-fp8"])
+
+
+def test_each_name_has_its_type_of_gradients(monkeypatch):
+    monkeypatch.setattr(cudnn_fp8, "attention", lambda *x, **settings: settings)
+    found = {name: run(1, 2, 3) for name, run in low_bit.attentions(SHAPE, low_bit.PEERS).items()}
+    assert found == {
+        "cudnn-fp8": {"is_causal": True, "gradients": torch.float8_e5m2},
+        "cudnn-fp8-e4m3": {"is_causal": True, "gradients": torch.float8_e4m3fn},
+    }
