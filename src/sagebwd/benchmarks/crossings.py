@@ -196,7 +196,7 @@ def _picked(case: Case, tensors: list[Tensor], direction: str) -> str:
     if case.kind == PACKED:
         return "varlen_attn"
     leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
-    mask = _torch_mask(case.kind, tensors[0])
+    mask = torch_mask(case.kind, tensors[0])
     return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
 
 
@@ -225,17 +225,18 @@ def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, A
     found = _dense(case, tensors[0], recipe)
     if case.kind in (FULL, CAUSAL) and tensors[0].is_cuda:
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            found[backend.name] = partial(_by_backend, backend, found["torch"])
+            found[backend.name] = partial(by_backend, backend, found["torch"])
     return found
 
 
-def _by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
+def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
+    """What an attention of torch's gives by one of its backends alone."""
     with sdpa_kernel(backend):
         return attention(*tensors)
 
 
 def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
-    mask, is_causal = _torch_mask(case.kind, q), case.kind == CAUSAL
+    mask, is_causal = torch_mask(case.kind, q), case.kind == CAUSAL
     options = {"is_causal": is_causal, "recipe": recipe}
     if case.kind == WINDOW:
         options["window"] = (_window(q.shape[2]), 0)
@@ -249,7 +250,7 @@ def _window(tokens: int) -> int:
     return tokens // 4
 
 
-def _torch_mask(kind: str, q: Tensor) -> Tensor | None:
+def torch_mask(kind: str, q: Tensor) -> Tensor | None:
     """A kind's mask as torch has it: a window of a quarter, an eighth of the keys padding, a prefix of a quarter."""
     batch, _, tokens, _ = q.shape
     places = torch.arange(tokens, device=q.device)

@@ -1,0 +1,61 @@
+"""`tools.auto_shapes` on small calls, by a clock that makes times up."""
+
+import json
+
+import pytest
+import torch
+
+from sagebwd.auto.crossings import CAUSAL, FULL, KINDS, PACKED, WINDOW
+from tools import auto_shapes
+from tools.auto_shapes import Call
+
+SMALL = [Call(kind, 16, 16, 2, 2, 2, 64) for kind in KINDS]
+
+
+def clock(auto):
+    """A timer by which `auto` takes so many ms, and torch's ways 1."""
+    return lambda runs, device: {name: (auto if name == "auto" else 1.0, 0.1) for name in runs}
+
+
+@pytest.mark.parametrize("call", SMALL, ids=lambda call: call.kind)
+def test_a_call_of_each_kind(call):
+    row = auto_shapes.measure(call, "cpu", clock(0.5))
+    assert row.ran == "token on reference"
+    assert row.why.startswith("token on reference at head_dim 16")
+    has_torch = call.kind != PACKED  # whose function needs a GPU
+    assert row.over_torch == row.over_fastest == (2.0 if has_torch else None)
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, WINDOW])
+def test_both_compute_the_same(kind):
+    call = Call(kind, 16, 8, 1, 4, 2, 64)
+    *tensors, _ = call.inputs("cpu")
+    ours, theirs, _ = auto_shapes.attentions(call, tensors[0])
+    torch.testing.assert_close(ours(*tensors), theirs["torch"](*tensors), rtol=0.1, atol=0.06)
+
+
+def test_calls_are_of_many_kinds():
+    assert len(set(map(str, auto_shapes.CALLS))) == len(auto_shapes.CALLS) >= 40
+    assert {call.kind for call in auto_shapes.CALLS} == set(KINDS)
+    assert {min(call.tokens for call in auto_shapes.CALLS), max(call.tokens for call in auto_shapes.CALLS)} == {
+        128, 32768,
+    }  # fmt: skip
+    assert {call.trains for call in auto_shapes.CALLS} == {True, False}
+    assert any(call.heads > call.kv_heads for call in auto_shapes.CALLS)
+
+
+def test_the_command_says_what_has_lost(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(auto_shapes, "CALLS", (SMALL[0], Call(FULL, 16, 16, 1, 2, 2, 32, kv_tokens=8, trains=False)))
+    times = iter([0.9, 1.1])
+    monkeypatch.setattr(auto_shapes, "time_interleaved", lambda runs, device: clock(next(times))(runs, device))
+    command = ["--device", "cpu", "--results", str(tmp_path), "--commit", "abc"]
+    assert auto_shapes.main(command) == 1
+    said = capsys.readouterr()
+    assert "lost: full, 1 x 2 heads of 16, 32 tokens on 8, no gradients" in said.err
+    assert "1.11" in said.out
+    (path,) = tmp_path.iterdir()
+    assert [row["ms"] for row in json.loads(path.read_text())["rows"]] == [0.9, 1.1]
+    times = iter([1.02])
+    assert auto_shapes.main(["--device", "cpu", "--only", "64 tokens"]) == 0, "within what timings differ by"
+    with pytest.raises(SystemExit):
+        auto_shapes.main(["--device", "cpu", "--only", "nothing"])

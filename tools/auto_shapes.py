@@ -1,0 +1,259 @@
+"""Whether `auto` loses: 44 calls of `auto` beside torch's own attention, `python -m tools.auto_shapes`, on a GPU.
+
+Each call is timed as a user makes it, by turns with `scaled_dot_product_attention` by what torch picks and by each of
+its backends that takes the call, or with `varlen_attn` for packed sequences. The table has what `auto` ran, and how
+many times as fast as torch's pick and as torch's fastest backend it is. Where `auto` hands a call over, it is torch's
+call with what the question costs. `--results FOLDER` keeps every time. Exit code 1 where `auto` has less than `LEAST`
+of the speed of what torch picks. `CALLS` are of many widths, masks and lengths; none was chosen by what it gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from sagebwd import explain, explain_varlen, sage_attention, sage_attention_varlen
+from sagebwd.auto import torch_attention
+from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW, widths_text
+from sagebwd.benchmarks.attention import time_interleaved
+from sagebwd.benchmarks.crossings import by_backend, torch_mask
+from sagebwd.benchmarks.results import environment, save
+from sagebwd.hardware import check_device
+
+# A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.
+LEAST = 0.97
+BACKENDS = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+DEFAULT = "torch"
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a kind of mask (`sagebwd.auto.crossings.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
+
+    kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients.
+    """
+
+    kind: str
+    head_dim: int
+    value_dim: int
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    kv_tokens: int = 0
+    trains: bool = True
+
+    def __str__(self) -> str:
+        keys = f" on {self.kv_tokens}" if self.kv_tokens else ""
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads} on {self.kv_heads}"
+        width = widths_text(self.head_dim, self.value_dim)
+        way = "training" if self.trains else "no gradients"
+        return f"{self.kind}, {self.batch} x {heads} heads of {width}, {self.tokens} tokens{keys}, {way}"
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gaussian q, k, v and do in BF16."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def drawn(heads: int, tokens: int, width: int) -> Tensor:
+            shape = (self.batch * tokens, heads) if self.kind == PACKED else (self.batch, heads, tokens)
+            return torch.randn(*shape, width, generator=generator, device=device, dtype=torch.bfloat16)
+
+        keys = self.kv_tokens or self.tokens
+        widths = (self.kv_heads, keys, self.head_dim), (self.kv_heads, keys, self.value_dim)
+        return (
+            drawn(self.heads, self.tokens, self.head_dim),
+            *(drawn(*one) for one in widths),
+            drawn(self.heads, self.tokens, self.value_dim),
+        )
+
+
+def _call(
+    kind: str, width: int | tuple[int, int], batch: int, heads: int | tuple[int, int], tokens: int, **options: object
+) -> Call:
+    pair = width if isinstance(width, tuple) else (width, width)
+    both = heads if isinstance(heads, tuple) else (heads, heads)
+    return Call(kind, *pair, batch, *both, tokens, **options)
+
+
+MLA = (192, 128)
+ALONE = {"trains": False}
+CALLS = (
+    *(_call(CAUSAL, 128, max(1, 16384 // n), 16, n) for n in (128, 512, 1024, 2048, 4096, 8192, 32768)),
+    *(_call(CAUSAL, 64, 16384 // n, 32, n) for n in (512, 2048, 4096, 16384)),
+    _call(CAUSAL, 64, 16, 12, 1024),
+    _call(CAUSAL, 64, 4, (9, 3), 2048),
+    *(_call(CAUSAL, 128, 2, (32, 8), n) for n in (2048, 8192)),
+    *(_call(CAUSAL, 256, 16384 // n, 8, n) for n in (1024, 4096)),
+    _call(CAUSAL, 256, 2, (8, 4), 8192),
+    *(_call(CAUSAL, MLA, 16384 // n, 16, n) for n in (2048, 4096)),
+    _call(CAUSAL, 192, 4, 10, 4096),
+    *(_call(CAUSAL, width, 4, 2048 // width, 4096) for width in (72, 80, 96, 112)),
+    _call(FULL, 64, 28, 16, 576),
+    _call(FULL, 64, 32, 12, 512),
+    _call(FULL, 128, 2, 16, 4096),
+    _call(FULL, 128, 1, 24, 16384),
+    _call(FULL, 128, 1, 24, 32760, kv_tokens=512),
+    _call(FULL, 96, 2, 16, 4096),
+    _call(PADDING, 64, 32, 12, 512),
+    _call(PADDING, 128, 4, 16, 4096),
+    _call(WINDOW, 128, 1, 16, 8192),
+    _call(WINDOW, 64, 1, 16, 8192, **ALONE),
+    _call(MASK, 128, 2, 16, 4096),
+    _call(MASK, 64, 8, 12, 1024),
+    _call(PACKED, 128, 16, 16, 2048),
+    _call(PACKED, 64, 64, 12, 512),
+    *(_call(CAUSAL, 128, 16384 // n, 16, n, **ALONE) for n in (512, 2048, 8192)),
+    _call(FULL, 64, 4, 16, 4096, **ALONE),
+    _call(CAUSAL, 256, 4, 8, 4096, **ALONE),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call's ms under `auto` ("ms"), by torch's pick and by each backend that takes it; why: what `auto` says."""
+
+    call: str
+    ran: str
+    why: str
+    ms: float
+    host_ms: float
+    torch_ms: float | None
+    backends: dict[str, float]
+
+    @property
+    def over_torch(self) -> float | None:
+        """Times as fast as what torch picks."""
+        return None if self.torch_ms is None else self.torch_ms / self.ms
+
+    @property
+    def over_fastest(self) -> float | None:
+        """Times as fast as torch's fastest backend."""
+        known = [ms for ms in (self.torch_ms, *self.backends.values()) if ms is not None]
+        return min(known) / self.ms if known else None
+
+
+def offsets_of(call: Call, device: str) -> Tensor:
+    """Where packed sequences begin and end."""
+    return torch.arange(0, call.batch * call.tokens + 1, call.tokens, dtype=torch.int32, device=device)
+
+
+def attentions(call: Call, q: Tensor) -> tuple[Attention, dict[str, Attention], Callable]:
+    """`auto`, torch's ways by name, and what explains `auto`'s choice of the same tensors."""
+    if call.kind == PACKED:
+        offsets, length = offsets_of(call, q.device), call.tokens
+        arguments = (offsets, offsets, length, length)
+
+        def packed(*tensors: Tensor) -> Tensor:
+            scale = call.head_dim**-0.5
+            return torch_attention.packed(*tensors, (offsets, offsets), (length, length), True, (-1, -1), scale)
+
+        def ours(*tensors: Tensor) -> Tensor:
+            return sage_attention_varlen(*tensors, *arguments, is_causal=True)
+
+        takes = torch_attention.takes_packed(call.head_dim, call.value_dim, call.heads != call.kv_heads)
+        why = partial(_explained, explain_varlen, arguments, {"is_causal": True})
+        return ours, {DEFAULT: packed} if takes and q.is_cuda else {}, why
+    mask, is_causal = torch_mask(call.kind, q), call.kind == CAUSAL
+    grouped = {"enable_gqa": True} if call.heads != call.kv_heads else {}
+    options: dict[str, object] = {"is_causal": is_causal, **grouped}
+    if call.kind == WINDOW:
+        options |= {"is_causal": True, "window": (call.tokens // 4, 0)}
+    elif mask is not None:
+        options["attn_mask"] = mask
+    theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **grouped)
+    backends = {backend.name: partial(by_backend, backend, theirs) for backend in BACKENDS if q.is_cuda}
+    return partial(sage_attention, **options), {DEFAULT: theirs} | backends, partial(_explained, explain, (), options)
+
+
+def _explained(ask: Callable, arguments: tuple, options: dict, *tensors: Tensor) -> tuple[str, str]:
+    """What runs, and one sentence that says why."""
+    found = ask(*tensors, *arguments, **options)
+    return f"{found.recipe} on {found.forward}", str(found)
+
+
+def run_of(attention: Attention, call: Call, tensors: list[Tensor], do: Tensor) -> Callable[[], object]:
+    """What is timed."""
+    if not call.trains:
+        return lambda: attention(*tensors)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, do)
+
+
+def measure(call: Call, device: str, timer: Callable) -> Row:
+    """One call's times."""
+    *tensors, do = call.inputs(device)
+    ours, theirs, why = attentions(call, tensors[0])
+    runs = {"auto": run_of(ours, call, tensors, do)}
+    runs["auto"]()
+    for name, attention in theirs.items():
+        run = run_of(attention, call, tensors, do)
+        try:
+            run()
+        except (RuntimeError, ValueError):  # this backend takes no such call
+            continue
+        runs[name] = run
+    ran, because = why(*(x.detach().requires_grad_(call.trains) for x in tensors))
+    times = timer(runs, device)
+    (ms, host_ms), torch_ms = times.pop("auto"), times.pop(DEFAULT, (None, None))[0]
+    return Row(str(call), ran, because, ms, host_ms, torch_ms, {name: one for name, (one, _) in times.items()})
+
+
+def rows_of(calls: list[Call], device: str) -> Iterator[Row]:
+    """Each call's row, told as it comes."""
+    for number, call in enumerate(calls, 1):
+        row = measure(call, device, time_interleaved)
+        said = "" if row.over_torch is None else f", {row.over_torch:.2f} of torch"
+        print(f"{number} of {len(calls)}: {call}: {row.ran}{said}", file=sys.stderr, flush=True)
+        yield row
+
+
+def table(rows: list[Row]) -> Table:
+    """What the page has."""
+    found = Table("call", "auto runs", "ms", "over torch's pick", "over torch's fastest")
+    for row in rows:
+        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (row.over_torch, row.over_fastest))
+        found.add_row(row.call, row.ran, f"{row.ms:.3f}", *ratios)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Time all calls; 1 where one has lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--results", type=Path, help="folder for a file of every time")
+    parser.add_argument("--commit", help="what ran, outside a git checkout")
+    parser.add_argument("--only", help="calls whose text has this")
+    given = parser.parse_args(arguments)
+    check_device(given.device)
+    chosen = [call for call in CALLS if given.only is None or given.only in str(call)]
+    if not chosen:
+        parser.error(f"--only {given.only}: no call's text has it, such as {CALLS[0]}")
+    facts, rows = environment(given.device, given.commit), []
+    for row in rows_of(chosen, given.device):
+        rows.append(row)
+        if given.results is not None:
+            path = save(rows, facts, given.results, "auto")  # anew with each: one that is cut off has what it measured
+    Console(width=170).print(table(rows))
+    if given.results is not None:
+        print(f"wrote {path}")
+    lost = [row.call for row in rows if row.over_torch is not None and row.over_torch < LEAST]
+    for call in lost:
+        print(f"lost: {call}", file=sys.stderr)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
