@@ -34,6 +34,7 @@ OWN_TESTS = {
     "steps-memory.md: Memory and the longest sequence": "test_docs_numbers.py::test_tables_of_steps",
     "trained-variants.md: Rotation and Q-smoothing": "test_docs_numbers.py::test_variants_on_a_trained_model",
     "trained-variants.md: Gradients of all weights": "test_docs_numbers.py::test_gradients_of_a_trained_model",
+    "trained-variants.md: What makes the gradient's error": "test_docs_numbers.py::test_gradients_of_a_trained_model",
     "trained-variants.md: Gradients of all weights by the kernels":
         "test_docs_numbers.py::test_gradients_of_a_trained_model_by_the_kernels",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
@@ -202,13 +203,17 @@ def test_variants_on_a_trained_model():
         assert cell == spelt(math.sqrt(statistics.mean(one[x] ** 2 for one in own)) for x in PRODUCTS)
 
 
-def test_gradients_of_a_trained_model():
-    rows = json.loads((RESULTS / "trained_gradients_smollm2.json").read_text())["rows"]
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [("Gradients of all weights", "smollm2"), ("What makes the gradient's error", "bounds")],
+)
+def test_gradients_of_a_trained_model(section, file):
+    rows = json.loads((RESULTS / f"trained_gradients_{file}.json").read_text())["rows"]
 
     def mean(values, sign=""):
         return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values) / math.sqrt(len(values)):.4f}"
 
-    lines = rows_of("results/trained-variants.md", "Gradients of all weights")[1:]
+    lines = rows_of("results/trained-variants.md", section)[1:]
     assert len(lines) == len(rows[0]["recipes"])
     for name, *cells in lines:
         own = [row["recipes"][name.strip("`")] for row in rows]
