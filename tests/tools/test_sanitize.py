@@ -46,6 +46,7 @@ def racecheck(*reports: str) -> str:
 
 HANDOVER = race(("Read", KERNEL), ("Write", KERNEL), ("Write", CALL))
 STAGED = race(("Write", 20, "/src/producer.py"), ("Read", 30, "/src/kernel.py"), ("Read", 40, "/src/tiles.py"))
+STAGED = STAGED.replace("a_kernel", f"kernel_cutlass_{sanitize.CUTE}")
 
 
 def test_hand_over_is_at_the_kernel_and_where_it_starts_partitions(tmp_path):
@@ -78,13 +79,17 @@ def test_what_stages_hold_of_masks_is_found_in_the_source():
         (racecheck(race(("Write", 20, "producer.py"), ("Write", 21, "producer.py"))), 0, "1 races"),
         (racecheck(race(("Read", 30, "kernel.py"), ("Read", 40, "tiles.py"))), 0, "1 races"),
         (racecheck(race(("Write", 20, "producer.py"), ("Read", 31, "kernel.py"))), 0, "kernel.py:31"),
+        (racecheck(STAGED.replace(sanitize.CUTE, "backward")), 0, "1 races"),
+        (racecheck(STAGED.replace(":40", ":41")), 0, "tiles.py:41"),
+        (racecheck(HANDOVER.replace("a_kernel", sanitize.CUTE)), 0, "1 races"),
         (racecheck("========= Error: Race reported between Read access at dkdv_kernel+0x1e0\n"), 0, "no source line"),
         (CLEAN.replace("0 errors", "3 errors"), 0, "3 errors"),
         (CLEAN.replace("1 passed, 0 failed", "0 passed, 1 failed"), 1, "exit code 1"),
         ("compute-sanitizer: not found", 127, "no summary, exit code 127"),
     ],
     ids=[
-        "ours", "beside the call", "one end", "two writes", "two reads", "beside a stage's masks", "no line", "memory",
+        "ours", "beside the call", "one end", "two writes", "two reads", "beside a stage's masks",
+        "a stage's of the backward", "a stage's beside it", "a hand-over of the forward", "no line", "memory",
         "wrong", "no tool",
     ],
 )  # fmt: skip
