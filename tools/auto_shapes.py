@@ -23,20 +23,18 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from sagebwd import explain, explain_varlen, sage_attention, sage_attention_varlen
-from sagebwd.auto import torch_attention
-from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW, widths_text
+from sagebwd import explain, explain_varlen, sage_attention
+from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
 from sagebwd.benchmarks.attention import time_interleaved
-from sagebwd.benchmarks.crossings import by_backend, torch_mask
+from sagebwd.benchmarks.crossings import Attention, by_backend, packed_attentions, run_of, takes, torch_mask, window_of
 from sagebwd.benchmarks.results import environment, save
 from sagebwd.hardware import check_device
+from sagebwd.recipe import AUTO
 
 # A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.
 LEAST = 0.97
 BACKENDS = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 DEFAULT = "torch"
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -145,32 +143,18 @@ class Row:
         return min(known) / self.ms if known else None
 
 
-def offsets_of(call: Call, device: str) -> Tensor:
-    """Where packed sequences begin and end."""
-    return torch.arange(0, call.batch * call.tokens + 1, call.tokens, dtype=torch.int32, device=device)
-
-
 def attentions(call: Call, q: Tensor) -> tuple[Attention, dict[str, Attention], Callable]:
     """`auto`, torch's ways by name, and what explains `auto`'s choice of the same tensors."""
     if call.kind == PACKED:
-        offsets, length = offsets_of(call, q.device), call.tokens
-        arguments = (offsets, offsets, length, length)
-
-        def packed(*tensors: Tensor) -> Tensor:
-            scale = call.head_dim**-0.5
-            return torch_attention.packed(*tensors, (offsets, offsets), (length, length), True, (-1, -1), scale)
-
-        def ours(*tensors: Tensor) -> Tensor:
-            return sage_attention_varlen(*tensors, *arguments, is_causal=True)
-
-        takes = torch_attention.takes_packed(call.head_dim, call.value_dim, call.heads != call.kv_heads)
-        why = partial(_explained, explain_varlen, arguments, {"is_causal": True})
-        return ours, {DEFAULT: packed} if takes and q.is_cuda else {}, why
+        theirs = packed_attentions(call, call.tokens, q, AUTO)
+        offsets = torch.arange(0, q.shape[0] + 1, call.tokens, dtype=torch.int32, device=q.device)
+        arguments = offsets, offsets, call.tokens, call.tokens
+        return theirs.pop("ours"), theirs, partial(_explained, explain_varlen, arguments, {"is_causal": True})
     mask, is_causal = torch_mask(call.kind, q), call.kind == CAUSAL
     grouped = {"enable_gqa": True} if call.heads != call.kv_heads else {}
     options: dict[str, object] = {"is_causal": is_causal, **grouped}
     if call.kind == WINDOW:
-        options |= {"is_causal": True, "window": (call.tokens // 4, 0)}
+        options |= {"is_causal": True, "window": (window_of(call.tokens), 0)}
     elif mask is not None:
         options["attn_mask"] = mask
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **grouped)
@@ -184,27 +168,15 @@ def _explained(ask: Callable, arguments: tuple, options: dict, *tensors: Tensor)
     return f"{found.recipe} on {found.forward}", str(found)
 
 
-def run_of(attention: Attention, call: Call, tensors: list[Tensor], do: Tensor) -> Callable[[], object]:
-    """What is timed."""
-    if not call.trains:
-        return lambda: attention(*tensors)
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, do)
-
-
 def measure(call: Call, device: str, timer: Callable) -> Row:
     """One call's times."""
     *tensors, do = call.inputs(device)
     ours, theirs, why = attentions(call, tensors[0])
-    runs = {"auto": run_of(ours, call, tensors, do)}
-    runs["auto"]()
-    for name, attention in theirs.items():
-        run = run_of(attention, call, tensors, do)
-        try:
-            run()
-        except (RuntimeError, ValueError):  # this backend takes no such call
-            continue
-        runs[name] = run
+    direction = TRAINING if call.trains else FORWARD
+    runs = {name: run_of(attention, tensors, do, direction) for name, attention in theirs.items()}
+    runs = {"auto": run_of(ours, tensors, do, direction)} | {
+        name: run for name, run in runs.items() if takes(name, run)
+    }
     ran, because = why(*(x.detach().requires_grad_(call.trains) for x in tensors))
     times = timer(runs, device)
     (ms, host_ms), torch_ms = times.pop("auto"), times.pop(DEFAULT, (None, None))[0]

@@ -33,7 +33,7 @@ def clock(ours, torch_ms=lambda tokens: 1.0):
 @pytest.fixture
 def measured(monkeypatch):
     """`measure_case` without the attentions themselves."""
-    monkeypatch.setattr(bench, "_runs", lambda name, run: True)
+    monkeypatch.setattr(bench, "takes", lambda name, run: True)
 
     def run(timer, case=SMALL):
         real = bench.measure_length

@@ -177,9 +177,9 @@ def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[T
     for direction in DIRECTIONS:
         picked = _picked(case, tensors, direction)
         runs = {
-            name: _run(attention, tensors, do, direction) for name, attention in attentions.items() if name != picked
+            name: run_of(attention, tensors, do, direction) for name, attention in attentions.items() if name != picked
         }
-        times = timer({name: run for name, run in runs.items() if _runs(name, run)}, device)
+        times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
         ours, theirs = (times.pop(name, (None, None)) for name in ("ours", "torch"))
         others = {name: ms for name, (ms, _) in times.items()}
         rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked, others))
@@ -200,14 +200,15 @@ def _picked(case: Case, tensors: list[Tensor], direction: str) -> str:
     return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
 
 
-def _run(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
+def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
+    """A call forward alone, or forward and backward, of its tensors and dO."""
     if direction == TRAINING:
         leaves = [x.detach().requires_grad_() for x in tensors]
         return lambda: torch.autograd.grad(attention(*leaves), leaves, do)
     return lambda: attention(*tensors)
 
 
-def _runs(name: str, run: Callable[[], object]) -> bool:
+def takes(name: str, run: Callable[[], object]) -> bool:
     """Whether an attention takes the call, with the memory that there is; ours says so by these errors alone."""
     refusals = (NotImplementedError, torch.OutOfMemoryError) if name == "ours" else (RuntimeError, ValueError)
     try:
@@ -221,7 +222,7 @@ def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, A
     """Low precision ("ours"), torch's function ("torch") where it has one, and its backends by name."""
     recipe = _choice(case, tensors).recipe
     if case.kind == PACKED:
-        return _packed(case, tokens, tensors[0], recipe)
+        return packed_attentions(case, tokens, tensors[0], recipe)
     found = _dense(case, tensors[0], recipe)
     if case.kind in (FULL, CAUSAL) and tensors[0].is_cuda:
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
@@ -239,14 +240,15 @@ def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
     mask, is_causal = torch_mask(case.kind, q), case.kind == CAUSAL
     options = {"is_causal": is_causal, "recipe": recipe}
     if case.kind == WINDOW:
-        options["window"] = (_window(q.shape[2]), 0)
+        options["window"] = (window_of(q.shape[2]), 0)
     elif mask is not None:
         options["attn_mask"] = mask
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
     return {"ours": partial(sage_attention, **options), "torch": theirs}
 
 
-def _window(tokens: int) -> int:
+def window_of(tokens: int) -> int:
+    """Keys before a query that it sees beside its own, where the kind of mask is a window."""
     return tokens // 4
 
 
@@ -260,10 +262,10 @@ def torch_mask(kind: str, q: Tensor) -> Tensor | None:
         return None
     distance = places - places[:, None]
     past = distance <= 0
-    return past & (distance >= -_window(tokens)) if kind == WINDOW else past | (places < tokens // 4)
+    return past & (distance >= -window_of(tokens)) if kind == WINDOW else past | (places < tokens // 4)
 
 
-def _packed(case: Case, tokens: int, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
+def packed_attentions(case: Case, tokens: int, q: Tensor, recipe: Recipe | str) -> dict[str, Attention]:
     """Causal, over sequences of one length; torch's needs a GPU."""
     offsets = torch.arange(0, q.shape[0] + 1, tokens, dtype=torch.int32, device=q.device)
 
@@ -299,4 +301,4 @@ def _call(group: list[Case], device: str) -> None:
             *tensors, do = case.inputs(tokens, device)
             ours = attentions_of(case, tokens, tensors)["ours"]
             for direction in DIRECTIONS:
-                _runs("ours", _run(ours, tensors, do, direction))
+                takes("ours", run_of(ours, tensors, do, direction))
