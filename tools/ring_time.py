@@ -1,6 +1,6 @@
 """One attention over several GPUs: sagebwd's ring beside PyTorch's own, forward and backward, causal.
 
-    torchrun --nproc-per-node 2 -m tools.ring_time --tokens 131072 --tokens 262144 --output FOLDER
+    torchrun --nproc-per-node 2 -m tools.ring_time --shape 128x131072 --shape 64x262144
 
 PyTorch's is `torch.distributed.tensor.experimental.context_parallel` with each of its kernels and both its ways to
 pass keys on, FlashAttention-4 among them where flash-attn-4 is installed. All take turns; a time is the slowest
@@ -260,9 +260,10 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def rings_of(recipe: str, impl: str | None, device: str) -> list[Ring]:
-    """sagebwd's, then PyTorch's: with the kernels that are installed."""
-    kernels = ["cpu"] if device == "cpu" else ["cudnn", "fa2", *(["fa4"] if fa4_in_torch.installed() else [])]
+def rings_of(recipe: str, impl: str | None, kernels: list[str] | None, device: str) -> list[Ring]:
+    """sagebwd's, then PyTorch's: with these kernels, or all that are installed."""
+    if not kernels:
+        kernels = ["cpu"] if device == "cpu" else ["cudnn", "fa2", *(["fa4"] if fa4_in_torch.installed() else [])]
     peers = [Ring(kernel=kernel, rotation=rotation) for kernel in kernels for rotation in ROTATIONS]
     return [Ring(recipe, impl), *peers]
 
@@ -270,9 +271,9 @@ def rings_of(recipe: str, impl: str | None, device: str) -> list[Ring]:
 def main(given: list[str] | None = None) -> None:
     """The table, the file, and a line for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, action="append", help="of the whole sequence; repeat [131072]")
-    parser.add_argument("--head-dim", type=int, action="append", help="repeat [128]")
+    parser.add_argument("--shape", action="append", help="HEAD_DIMxTOKENS of the whole sequence; repeat [128x131072]")
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kernel", action="append", choices=BACKENDS, help="of PyTorch's; repeat [all installed]")
     parser.add_argument("--recipe", default="mixed")
     parser.add_argument("--impl")
     parser.add_argument("--rounds", type=int, default=5)
@@ -289,21 +290,21 @@ def main(given: list[str] | None = None) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=3))
     mesh = init_device_mesh(device, (count,))
     facts = environment(device, arguments.commit) | {"processes": count, "recipe": arguments.recipe}
-    rings, rows = rings_of(arguments.recipe, arguments.impl, device), []
-    for head_dim in arguments.head_dim or [128]:
-        for tokens in arguments.tokens or [131072]:
-            shape = Shape(head_dim, arguments.heads, arguments.heads, 1, tokens, True)
-            if processes.agreed(lambda: time.monotonic() - began > arguments.seconds):
-                _say(f"{shape}: left out, {arguments.seconds:.0f} s are over")
-                continue
-            _say(f"{shape}: begun after {time.monotonic() - began:.0f} s")
-            found = measure(shape, rings, mesh, device, arguments.rounds)
-            rows += found
-            for line in (*_table(found), f"{shape}: {compared(found)}"):
-                _say(line)
-            if processes.is_first():  # anew with every shape: one that is cut off has what it measured
-                path = save_lines(rows, facts, arguments.output, f"ring_{count}-processes")
-                print(f"wrote {path}", flush=True)
+    rings, rows = rings_of(arguments.recipe, arguments.impl, arguments.kernel, device), []
+    for text in arguments.shape or ["128x131072"]:
+        head_dim, tokens = map(int, text.split("x"))
+        shape = Shape(head_dim, arguments.heads, arguments.heads, 1, tokens, True)
+        if processes.agreed(lambda: time.monotonic() - began > arguments.seconds):
+            _say(f"{shape}: left out, {arguments.seconds:.0f} s are over")
+            continue
+        _say(f"{shape}: begun after {time.monotonic() - began:.0f} s")
+        found = measure(shape, rings, mesh, device, arguments.rounds)
+        rows += found
+        for line in (*_table(found), f"{shape}: {compared(found)}"):
+            _say(line)
+        if processes.is_first():  # anew with every shape: one that is cut off has what it measured
+            path = save_lines(rows, facts, arguments.output, f"ring_{count}-processes")
+            print(f"wrote {path}", flush=True)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from tools import fa4_in_torch, ring_time
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 
-ARGUMENTS = "--device cpu --impl reference --head-dim 16 --heads 2 --rounds 1 --commit abc"
+ARGUMENTS = "--device cpu --impl reference --heads 2 --rounds 1 --commit abc"
 
 
 def with_a_kernel_for_cpus():
@@ -46,12 +46,12 @@ def with_a_kernel_for_cpus():
 
 def beside_torch(output):
     with_a_kernel_for_cpus()
-    ring_time.main([*ARGUMENTS.split(), "--tokens", "64", "--tokens", "128", "--output", str(output)])
+    ring_time.main([*ARGUMENTS.split(), "--shape", "16x64", "--shape", "16x128", "--output", str(output)])
 
 
 def as_it_is(output):
     ring_time.ERRORS_TO = 32
-    ring_time.main([*ARGUMENTS.split(), "--tokens", "64", "--output", str(output)])
+    ring_time.main([*ARGUMENTS.split(), "--shape", "16x64", "--output", str(output)])
 
 
 def rows_of(output):
