@@ -73,8 +73,8 @@ def measure(config: Config, output: Path, count: int, step: int, shardings: list
     running = {name: Launched(arguments, count, output / f"{name}.log") for name, arguments in commands.items()}
     rows = []
     try:
-        for name in names[2:]:
-            killed_at = _kill(running[name], output / name, count - 1, step)
+        killed = _kill({name: running[name] for name in names[2:]}, output, count - 1, step)
+        for name, killed_at in killed.items():
             if running[name].wait() == 0:
                 raise RuntimeError(f"{name}: a process was killed, and the run ended as if nothing had been")
             whole = run_dir.checkpoints(output / name)
@@ -127,19 +127,22 @@ def _command(config: Config, name: str, output: Path) -> list[str]:
     return ["pretrain", "--config", str(path), "--output", str(output / name)]
 
 
-def _kill(launched: Launched, folder: Path, rank: int, step: int) -> int:
-    """SIGKILL one process once ``step`` is logged; the step logged last."""
-    end = time.monotonic() + SECONDS
-
-    def logged() -> int:
-        return max((line["step"] for line in run_dir.read_metrics(folder) if "loss" in line), default=0)
-
-    while logged() < step:
-        if launched.ended() or time.monotonic() > end:
-            raise RuntimeError(f"{folder}: it ended, or {SECONDS:.0f} s did, before step {step}")
+def _kill(running: dict[str, Launched], output: Path, rank: int, step: int) -> dict[str, int]:
+    """SIGKILL one process of each run once it has logged ``step``; the step that each has logged last."""
+    end, killed = time.monotonic() + SECONDS, {}
+    while len(killed) < len(running):
+        for name in running.keys() - killed:
+            if running[name].ended() or time.monotonic() > end:
+                raise RuntimeError(f"{output / name}: it ended, or {SECONDS:.0f} s did, before step {step}")
+            if _logged(output / name) >= step:
+                os.kill(running[name].worker(rank), signal.SIGKILL)
+                killed[name] = _logged(output / name)
         time.sleep(0.02)
-    os.kill(launched.worker(rank), signal.SIGKILL)
-    return logged()
+    return {name: killed[name] for name in running}
+
+
+def _logged(folder: Path) -> int:
+    return max((line["step"] for line in run_dir.read_metrics(folder) if "loss" in line), default=0)
 
 
 def _losses(folder: Path) -> dict[str, float]:

@@ -101,4 +101,4 @@ def test_a_run_that_ends_too_soon_is_told(tmp_path):
             return True
 
     with pytest.raises(RuntimeError, match="before step 3"):
-        kill_one._kill(Ended(), tmp_path, 1, 3)
+        kill_one._kill({"killed-none": Ended()}, tmp_path, 1, 3)
