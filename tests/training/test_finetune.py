@@ -171,11 +171,24 @@ def test_differences_are_between_runs_of_one_seed():
     assert outcome.deviation == pytest.approx(0.3 / math.sqrt(2))
     assert outcome.difference == pytest.approx(-0.1)  # of seed 1 alone
     assert outcome.difference_deviation is None
+    assert outcome.interval is None
     assert outcome.diverged == [3]
     (_, row) = finetune_report._rows([outcome])
     assert row[2:4] == ["0.7500 ± 0.2121", "-0.1000"]
-    assert row[6] == "2, 1 diverged"
+    assert row[7] == "2, 1 diverged"
     assert finetune_report._outcome("token", "token", {2: result(0.9)}, {}).difference is None
+
+    outcome = finetune_report._outcome("token", "token", {0: result(0.6), 1: result(0.9)}, baseline)
+    assert outcome.interval == pytest.approx((0.15 - 12.7062 * 0.05, 0.15 + 12.7062 * 0.05), rel=1e-4)
+    assert finetune_report._rows([outcome])[1][3:5] == ["+0.1500 ± 0.0707", "-0.4853 to +0.7853"]
+
+
+def test_a_run_that_is_not_scored_before_the_first_step(answers, tmp_path):
+    (scored,) = finetune.finetune(answers, tmp_path / "scored")
+    (other,) = finetune.finetune(answers.replace({"logging.score_before": False}), tmp_path / "other")
+    assert scored.before is not None
+    assert other.before is None
+    assert (other.accuracies, other.held_out_loss) == (scored.accuracies, scored.held_out_loss)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -144,7 +144,7 @@ def _run(config: Finetuning, output: Path) -> None:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     start, stopped = time.monotonic(), None
-    before = trainer.evaluate()
+    before = trainer.evaluate() if config.logging.score_before else {}
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         after = trainer.evaluate()
@@ -155,7 +155,7 @@ def _run(config: Finetuning, output: Path) -> None:
     result = {
         "digest": config.digest(),
         "accuracy": after.get("eval_accuracy"),
-        "accuracy_before": before["eval_accuracy"],
+        "accuracy_before": before.get("eval_accuracy"),
         "held_out_loss": None if stopped else _loss(after),
         "examples": len(material.counts or material.held_out),
         "steps": trainer.state.global_step,

@@ -60,11 +60,12 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Logging:
-    """How often, in steps, and whether a finished run keeps its model."""
+    """How often, in steps, whether a finished run keeps its model, and whether it is scored before the first step."""
 
     every: int = 10
     checkpoint_every: int = 200
     keep_model: bool = True
+    score_before: bool = True
 
 
 @dataclass(frozen=True)

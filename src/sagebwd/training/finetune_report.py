@@ -11,6 +11,7 @@ from rich.table import Table
 
 from sagebwd.training.config import SDPA
 from sagebwd.training.finetune_config import Finetuning
+from sagebwd.training.gaps import interval
 from sagebwd.training.run_dir import COMPARISON, end_of, write_whole
 
 
@@ -20,6 +21,7 @@ class Outcome:
 
     ``deviation`` is the standard deviation over seeds, None of fewer than two. ``difference`` is the mean, over the
     seeds that both have, of the accuracy minus that of the baseline: the first variant whose recipe is "sdpa".
+    ``interval`` is where that mean lies with 95% confidence, by Student's t, None of fewer than two.
     """
 
     variant: str
@@ -29,7 +31,8 @@ class Outcome:
     deviation: float | None
     difference: float | None
     difference_deviation: float | None
-    before: float | None  # mean accuracy before the first step
+    interval: tuple[float, float] | None
+    before: float | None  # mean accuracy before the first step, None where it was not measured
     held_out_loss: float | None
     examples: int
     seconds: float | None
@@ -74,13 +77,15 @@ def _outcome(name: str, recipe: str, results: dict[int, dict], baseline: dict[in
         for seed, accuracy in accuracies.items()
         if seed in baseline and baseline[seed]["accuracy"] is not None
     ]
+    before = [result["accuracy_before"] for result in results.values() if result["accuracy_before"] is not None]
     return Outcome(
         name,
         recipe,
         accuracies,
         *_spread(list(accuracies.values())),
         *_spread(differences),
-        _spread([result["accuracy_before"] for result in results.values()])[0],
+        interval(differences),
+        _spread(before)[0],
         _spread([result["held_out_loss"] for result in finished.values()])[0],
         max((result["examples"] for result in results.values()), default=0),
         _spread([result["seconds"] for result in finished.values()])[0],
@@ -107,13 +112,14 @@ def table(outcomes: list[Outcome]) -> Table:
 
 def _rows(outcomes: list[Outcome]) -> list[list[str]]:
     """A heading, and a row a variant."""
-    heading = ["variant", "attention", "accuracy", "to full precision", "before", "held-out loss", "seeds", "examples"]
-    return [heading] + [
+    heading = ["variant", "attention", "accuracy", "to full precision", "95%", "before", "held-out loss", "seeds"]
+    return [[*heading, "examples"]] + [
         [
             outcome.variant,
             outcome.recipe,
             _plus_minus(outcome.mean, outcome.deviation, ".4f"),
             _plus_minus(outcome.difference, outcome.difference_deviation, "+.4f"),
+            "" if outcome.interval is None else " to ".join(f"{end:+.4f}" for end in outcome.interval),
             _plus_minus(outcome.before, None, ".4f"),
             _plus_minus(outcome.held_out_loss, None, ".4f"),
             f"{len(outcome.accuracies)}" + (f", {len(outcome.diverged)} diverged" if outcome.diverged else ""),
