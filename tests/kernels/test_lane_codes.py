@@ -1,7 +1,9 @@
 """Codes of K against psi and smoothing in plain PyTorch."""
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from sagebwd.call import Packing
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
@@ -119,6 +121,24 @@ def test_a_copy_of_values_is_left_beside_their_maxima(packed):
     maxima = torch.zeros(keys.batch, keys.heads, 80, dtype=torch.int32)
     launch_channel_maxima(v, keys, None, maxima, copy=copy)
     assert torch.equal(copy, v)
+
+
+@pytest.mark.parametrize("turned", [0, 136])
+@pytest.mark.parametrize("channel", [5, 130])
+@pytest.mark.parametrize("token", [70, 401])
+def test_nan_in_a_key_of_two_pieces_is_in_its_scale(token, channel, turned, monkeypatch):
+    """token 70 is in the sample that the mean is of, so that all keys have it; 401 is not."""
+    # as on a GPU, where a maximum is the other number's; the interpreter's own is NaN
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
+    )
+    k = draw(1, 2, 1030, 136, seed=1)
+    k[0, 1, token, channel] = torch.nan
+    out = launch_codes(k, Packing.of(k, None, 1030), None, BLOCK_K, k_sampled=True, turned=turned)
+    smoothed, _ = smooth(k.double(), sample=True)
+    _, expected = quantize_tokens(smoothed, "lane", BLOCK_K)
+    assert expected.isnan().any()
+    assert torch.equal(out.k_scale.isnan(), expected[..., 0].isnan())
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 300])

@@ -19,6 +19,7 @@ from sagebwd.kernels.operands.rotation import store_turned
 from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of, tile_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
+    abs_max,
     codes_of,
     dot_16bit,
     largest,
@@ -89,7 +90,7 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
         ds_max = largest(ds, groups.DS_PER_KEY)
     codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
     # a NaN in any query's lse or delta shows in P, and must in dK
-    poison = (tl.max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
+    poison = (abs_max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
     scale = ds_max * (1 / 127.0) + poison
     if block_scale is not None:
         scale = scale * block_scale
