@@ -124,10 +124,9 @@ def row_values(
         # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
         row_lse = row_lse * LOG2_E + delta * 0
         above = tl.where(seen, row_lse - top, 0.0)
-        rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
-        if do.at.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
-            rest = tl.maximum(rest, (2.0**-14) / norm)
-        rest = tl.minimum(rest, 1.0)
+        rest = tl.minimum(tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST), 1.0)
+        if do.at.dtype.element_ty == tl.float16:  # 2^-b dO is at most 2^15, however small V is
+            rest = tl.maximum(rest, (2.0**-15) / norm)
         bound = norm * norm_of(tile, 1) * rest
         if dlse is not None:
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)

@@ -224,7 +224,6 @@ def store_codes(
     tile = centred(tile, mu, keep)
     largest_of_row = abs_max(tile[0], 1)
     if len(tile) > 1:
-        # NaN in either piece, which a maximum loses without being told
         largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1), propagate_nan=tl.PropagateNan.ALL)
     lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
     if rotation is not None:
