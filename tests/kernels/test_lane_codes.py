@@ -6,6 +6,7 @@ import torch
 from triton.runtime import interpreter
 
 from sagebwd.call import Packing
+from sagebwd.kernels.operands.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
 from sagebwd.meaning.quantize import quantize_tokens, smooth
@@ -152,6 +153,18 @@ def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
 
 def test_rows_that_lie_apart():
     check(draw(1, 300, 2, 2, 64, seed=1)[:, :, 1].transpose(1, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "unit"), [(64, 1), (72, 8), (73, 1)])
+def test_rows_of_a_fused_projection(head_dim, unit):
+    """Strides in eights where they are multiples of 8, not of 16; of one length as of another."""
+    for tokens in (140, 141):
+        k = draw(1, tokens, 2, 3, head_dim, seed=1)[:, :, :, 1].transpose(1, 2)
+        strided = Strided.of(k, Packing.of(k, None, tokens))
+        assert strided.unit.value == unit
+        assert unit == 1 or all(x % 2 == 1 and x > 1 for x in strided[1:4])
+        check(k)
+        check(k, turned=head_dim, columns=96)
 
 
 def test_masked_keys_count_nowhere():
