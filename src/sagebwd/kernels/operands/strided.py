@@ -66,11 +66,8 @@ def head_of(x, batch, head):
 @triton.jit
 def offset_of(x, batch, head, token):
     """How far a token's channels are from the first's; token: among all of a packed tensor's."""
-    return (
-        batch.to(tl.int64) * elements(x.batch, x.unit)
-        + head.to(tl.int64) * elements(x.head, x.unit)
-        + token.to(tl.int64) * pitch_of(x)
-    )
+    of_batch, of_head = elements(x.batch, x.unit), elements(x.head, x.unit)
+    return batch.to(tl.int64) * of_batch + head.to(tl.int64) * of_head + token.to(tl.int64) * pitch_of(x)
 
 
 @triton.jit
@@ -88,9 +85,5 @@ def tile_of(x, batch, head, token, rows, columns):
 @triton.jit
 def rows_of(x, batch, head, start):
     """Where a sequence's rows begin, for loops that add to it: as one sum it would take other registers there."""
-    return (
-        x.at
-        + batch.to(tl.int64) * elements(x.batch, x.unit)
-        + head.to(tl.int64) * elements(x.head, x.unit)
-        + start.to(tl.int64) * pitch_of(x)
-    )
+    of_batch, of_head = elements(x.batch, x.unit), elements(x.head, x.unit)
+    return x.at + batch.to(tl.int64) * of_batch + head.to(tl.int64) * of_head + start.to(tl.int64) * pitch_of(x)

@@ -227,15 +227,9 @@ def dq_kernel(
                 acc = added(acc, product_of(ds_codes, operand), ds_scale, DS_PER_QUERY)
             else:
                 operand = load_rows(
-                    rows_at + first_64 * pitch_of(k_rows),
-                    keys,
-                    columns,
-                    pitch_of(k_rows),
-                    left,
-                    head_dim,
-                    not masked,
-                    EVEN,
-                )
+                    rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
+                    not masked, EVEN,
+                )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
 
     out = row_of(dq, place.batch, place.head, start_q + first_q)
