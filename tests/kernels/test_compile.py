@@ -1,5 +1,8 @@
 """Machine code of every kernel on every architecture: INT8 tensor cores, shared memory, no spills. Needs no GPU."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -16,6 +19,9 @@ SPILLS = 20
 SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
 # each product appears twice: in the loop over whole blocks and in the loop over masked ones
 PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}
+
+# folders of other tritons, and None for the installed one
+TRITONS = None, *map(str, sorted(Path(sys.prefix).glob("triton-*")))
 
 # of Hopper's backward where dK and dV have no room beside one another
 IN_TWO = "value_kernel", "key_query_kernel"
@@ -132,3 +138,12 @@ def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
             assert (loop["stored"], loop["loaded"]) == (0, 0), row
         # at 192 a part of V is in registers where blocks add in any order
         assert row["spills"] <= (25 if row["deterministic"] else 16 if head_dim == 192 else 0), row
+
+
+@pytest.mark.parametrize("folder", TRITONS, ids=["installed", *(Path(x).name for x in TRITONS[1:])])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_hopper_backward_under_a_bias_with_a_stride_of_1(head_dim, folder):
+    """With one key the stride of queries or of heads is 1, which triton makes a constant."""
+    rows = machine_code.launches(("hopper", head_dim, "mixed", "bias-all", "1", "ttgir"), folder)
+    kernels = IN_TWO if head_dim == 192 else ("backward_kernel",)
+    assert [row["kernel"] for row in rows if row["kernel"] in kernels] == [*kernels, *kernels]

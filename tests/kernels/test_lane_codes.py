@@ -1,9 +1,12 @@
 """Codes of K against psi and smoothing in plain PyTorch."""
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from sagebwd.call import Packing
+from sagebwd.kernels.operands.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
 from sagebwd.meaning.quantize import quantize_tokens, smooth
@@ -121,6 +124,24 @@ def test_a_copy_of_values_is_left_beside_their_maxima(packed):
     assert torch.equal(copy, v)
 
 
+@pytest.mark.parametrize("turned", [0, 136])
+@pytest.mark.parametrize("channel", [5, 130])
+@pytest.mark.parametrize("token", [70, 401])
+def test_nan_in_a_key_of_two_pieces_is_in_its_scale(token, channel, turned, monkeypatch):
+    """token 70 is in the sample that the mean is of, so that all keys have it; 401 is not."""
+    # as on a GPU, where a maximum is the other number's; the interpreter's own is NaN
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
+    )
+    k = draw(1, 2, 1030, 136, seed=1)
+    k[0, 1, token, channel] = torch.nan
+    out = launch_codes(k, Packing.of(k, None, 1030), None, BLOCK_K, k_sampled=True, turned=turned)
+    smoothed, _ = smooth(k.double(), sample=True)
+    _, expected = quantize_tokens(smoothed, "lane", BLOCK_K)
+    assert expected.isnan().any()
+    assert torch.equal(out.k_scale.isnan(), expected[..., 0].isnan())
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
     """The products of keys and of their mean are rounded apart."""
@@ -132,6 +153,18 @@ def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
 
 def test_rows_that_lie_apart():
     check(draw(1, 300, 2, 2, 64, seed=1)[:, :, 1].transpose(1, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "unit"), [(64, 1), (72, 8), (73, 1)])
+def test_rows_of_a_fused_projection(head_dim, unit):
+    """Strides in eights where they are multiples of 8, not of 16; of one length as of another."""
+    for tokens in (140, 141):
+        k = draw(1, tokens, 2, 3, head_dim, seed=1)[:, :, :, 1].transpose(1, 2)
+        strided = Strided.of(k, Packing.of(k, None, tokens))
+        assert strided.unit.value == unit
+        assert unit == 1 or all(x % 2 == 1 and x > 1 for x in strided[1:4])
+        check(k)
+        check(k, turned=head_dim, columns=96)
 
 
 def test_masked_keys_count_nowhere():

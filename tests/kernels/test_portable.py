@@ -235,6 +235,16 @@ def test_nan_and_inf_are_never_silent(where, bad, recipe):
         assert not torch.isfinite(tensor).any(dim=-1).all(), "a bad input came out finite"
 
 
+def test_nan_in_a_query_is_in_its_keys_gradient_where_a_tile_has_one_scale():
+    # of P each key has its own, and the keys behind the query do not see it
+    call = KernelCall(
+        device=DEVICE, heads=1, tokens_q=64, tokens_k=64, recipe="token(ds_scale_dk=tile)", is_causal=True
+    )
+    inputs = call.inputs()
+    inputs[0][0, 0, 3, 5] = math.nan
+    assert call.run("triton", inputs)["dk"][0, 0, :4].isnan().all()
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
     # all scores of one sign, whatever codes it has: of -inf alone a row would be one without keys

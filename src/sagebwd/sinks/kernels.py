@@ -12,7 +12,7 @@ from torch import Tensor
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.alignment import aligned_rows, contiguous
 from sagebwd.kernels.host.replay import launch, repeat
-from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import LN_2, LOG2_E, block_and_head, load_rows, whose
 from sagebwd.sinks.epilogue import FARTHEST
 
@@ -50,7 +50,9 @@ def weigh_kernel(
     if k_mean is not None:
         columns = tl.arange(0, BLOCK_D)
         q_at = row_of(q, batch, head, start + first)
-        q_tile = load_rows(q_at, local, columns, q.token, left, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+        q_tile = load_rows(q_at, local, columns, pitch_of(q), left, head_dim, False, head_dim == BLOCK_D).to(
+            tl.float32
+        )
         mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         above -= tl.sum(q_tile * mean[None, :], 1) * scale
     above = tl.where(blind, float("inf"), above)
@@ -63,8 +65,8 @@ def weigh_kernel(
     tl.store(lse + row, tl.where(blind, row_lse, row_lse + upward), mask=inside)
     kept = tl.where(above > 0, less, more)
     o_at = row_of(o, batch, head, start + first)
-    tile = load_rows(o_at, local, values, o.token, left, value_dim, False, value_dim == BLOCK_V)
-    place = o_at + local[:, None] * o.token + values[None, :]
+    tile = load_rows(o_at, local, values, pitch_of(o), left, value_dim, False, value_dim == BLOCK_V)
+    place = o_at + local[:, None] * pitch_of(o) + values[None, :]
     there = inside[:, None] & (values < value_dim)[None, :]
     tl.store(place, (tile.to(tl.float32) * kept[:, None]).to(tile.dtype), mask=there)
 
@@ -89,8 +91,8 @@ def gradient_kernel(
     left = length - first
     EVEN: tl.constexpr = value_dim == BLOCK_V
     do_at, o_at = row_of(do, batch, head, start + first), row_of(o, batch, head, start + first)
-    do_tile = load_rows(do_at, local, values, do.token, left, value_dim, False, EVEN).to(tl.float32)
-    o_tile = load_rows(o_at, local, values, o.token, left, value_dim, False, EVEN).to(tl.float32)
+    do_tile = load_rows(do_at, local, values, pitch_of(do), left, value_dim, False, EVEN).to(tl.float32)
+    o_tile = load_rows(o_at, local, values, pitch_of(o), left, value_dim, False, EVEN).to(tl.float32)
     change = -tl.sum(do_tile * o_tile, 1)
     row = z * total + start + first + local
     if dlse is not None:
@@ -101,9 +103,9 @@ def gradient_kernel(
         columns = tl.arange(0, BLOCK_D)
         mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         dq_at = row_of(dq, batch, head, start + first)
-        tile = load_rows(dq_at, local, columns, dq.token, left, head_dim, False, head_dim == BLOCK_D)
+        tile = load_rows(dq_at, local, columns, pitch_of(dq), left, head_dim, False, head_dim == BLOCK_D)
         added = (tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :]).to(tile.dtype)
-        place = dq_at + local[:, None] * dq.token + columns[None, :]
+        place = dq_at + local[:, None] * pitch_of(dq) + columns[None, :]
         tl.store(place, added, mask=inside[:, None] & (columns < head_dim)[None, :])
 
 

@@ -17,8 +17,8 @@ from sagebwd.kernels.host.replay import recorded, repeat
 
 __all__ = ["backward", "forward", "recorded"]
 
-# Channels of narrow rows are multiples of so many: the least divisor of strides that Triton tells its compiler of.
-CHANNELS = 16
+# Channels of narrow rows are multiples of so many, 16 bytes, as TMA and loads of 16 bytes want.
+CHANNELS = 8
 
 
 def forward(family: ModuleType, form: tuple[int, int], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing
 from sagebwd.kernels.operands.rotation import load_turned
-from sagebwd.kernels.operands.strided import Strided, row_of, tile_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of, tile_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
     block_and_head,
@@ -82,7 +82,8 @@ def quantize_kernel(
     inside = rows < length
     keep = inside
     x_at = row_of(x, batch, head, start + first)
-    tile = load_rows(x_at, tl.arange(0, BLOCK), columns, x.token, length - first, head_dim, False, EVEN).to(tl.float32)
+    pitch = pitch_of(x)
+    tile = load_rows(x_at, tl.arange(0, BLOCK), columns, pitch, length - first, head_dim, False, EVEN).to(tl.float32)
     if mean is not None:
         tile -= tl.load(mean + program * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
     if key_mask is not None:
@@ -104,7 +105,7 @@ def quantize_kernel(
         if mean is not None:
             taken_off = mean + program * head_dim
         tile = load_turned(
-            x_at, tl.arange(0, BLOCK), x.token, length - first, taken_off, head_dim, TURNED, BLOCK_D
+            x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D
         )  # fmt: skip
         if block_mean is not None:
             mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)
@@ -160,7 +161,7 @@ def quantize_kernel(
         if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
             # read by itself: taken from the tile, it costs every program registers
             at, of_head = columns < head_dim, program * head_dim + columns
-            chosen = tl.load(x_at + (token - first).to(tl.int64) * x.token + columns, mask=at, other=0).to(tl.float32)
+            chosen = tl.load(x_at + (token - first).to(tl.int64) * pitch + columns, mask=at, other=0).to(tl.float32)
             if mean is not None:
                 chosen -= tl.load(mean + of_head, mask=at, other=0)
             if GROUP == "sequence":

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
@@ -66,7 +66,9 @@ def grad_out_kernel(
     if codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(1) == 1:
             at = row_of(codes, batch, head, start + first)
-            transpose(at, codes.token, codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+            transpose(
+                at, pitch_of(codes), codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D
+            )
             return
     local = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
@@ -74,8 +76,8 @@ def grad_out_kernel(
     inside = first + local < length
     do_at = row_of(do, batch, head, start + first)
     o_at = row_of(o, batch, head, start + first)
-    tile = load_rows(do_at, local, columns, do.token, length - first, head_dim, False, EVEN).to(tl.float32)
-    out = load_rows(o_at, local, columns, o.token, length - first, head_dim, False, EVEN).to(tl.float32)
+    tile = load_rows(do_at, local, columns, pitch_of(do), length - first, head_dim, False, EVEN).to(tl.float32)
+    out = load_rows(o_at, local, columns, pitch_of(o), length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
     row_delta = tl.sum(tile * out, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, head_of
+from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of
 from sagebwd.kernels.operands.tile import block_and_head, load_rows, psi_scale, sequence
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
@@ -84,8 +84,8 @@ def _chunk(
     local = tl.arange(0, BLOCK * UNROLL)
     for first in range(begin, tl.minimum(begin + CHUNK, length), BLOCK * UNROLL):
         # one load of many rows, so that all are in flight at a time; of BLOCK apart a thread holds the same columns
-        block = rows + (start + first).to(tl.int64) * x.token
-        tile = load_rows(block, local, columns, x.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        block = rows + (start + first).to(tl.int64) * pitch_of(x)
+        tile = load_rows(block, local, columns, pitch_of(x), length - first, head_dim, False, head_dim == BLOCK_D)
         tile = tile.to(tl.float32)
         keep = first + local < length
         if key_mask is not None:

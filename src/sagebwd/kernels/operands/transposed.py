@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
@@ -87,7 +87,7 @@ def transpose_kernel(
         return
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     at = row_of(codes, batch, head, start + first)
-    transpose(at, codes.token, transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
+    transpose(at, pitch_of(codes), transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
 
 
 def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:

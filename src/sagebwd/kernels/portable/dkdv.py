@@ -16,9 +16,10 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import store_turned
-from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of, tile_of
+from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of, rows_of, tile_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
+    abs_max,
     codes_of,
     dot_16bit,
     largest,
@@ -89,7 +90,7 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
         ds_max = largest(ds, groups.DS_PER_KEY)
     codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
     # a NaN in any query's lse or delta shows in P, and must in dK
-    poison = (tl.max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
+    poison = (abs_max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
     scale = ds_max * (1 / 127.0) + poison
     if block_scale is not None:
         scale = scale * block_scale
@@ -180,8 +181,8 @@ def dkdv_kernel(
     left_k = length_k - first_k
     k_at = row_of(k, batch, head_k, start_k + first_k)
     v_at = row_of(v, batch, head_k, start_k + first_k)
-    k_tile = load_rows(k_at, keys, columns, k.token, left_k, head_dim, False, EVEN)
-    v_tile = load_rows(v_at, keys, columns, v.token, left_k, head_dim, False, EVEN)
+    k_tile = load_rows(k_at, keys, columns, pitch_of(k), left_k, head_dim, False, EVEN)
+    v_tile = load_rows(v_at, keys, columns, pitch_of(v), left_k, head_dim, False, EVEN)
     scale_2 = scale * LOG2_E
     key_scale = None
     if INT8_S:
@@ -225,7 +226,7 @@ def dkdv_kernel(
                 first_q = block * BLOCK_Q
                 left = length_q - first_q
                 q_tile = load_block(
-                    q_at, q_tma, batch, head, start_q, first_q, length_q, q.token, head_dim, not masked,
+                    q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 row_lse, row_delta, row_scale = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
@@ -258,7 +259,7 @@ def dkdv_kernel(
                         keep = keep & (queries < left)[None, :]
                     p = tl.where(keep & keep_key[:, None], p, 0.0)
                 do_tile = load_block(
-                    do_at, do_tma, batch, head, start_q, first_q, length_q, do.token, head_dim, not masked,
+                    do_at, do_tma, batch, head, start_q, first_q, length_q, pitch_of(do), head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 # adding up from -delta keeps one vector less in registers; slower where they are not short
@@ -294,7 +295,7 @@ def dkdv_kernel(
                     acc_k = added(acc_k, product_of(ds_codes, operand), ds_scale, groups.DS_PER_KEY)
                 else:
                     rows_at = row_of(q_rows, batch, head, start_q + first_q)
-                    operand = load_rows(rows_at, queries, columns, q_rows.token, left, head_dim, not masked, EVEN)
+                    operand = load_rows(rows_at, queries, columns, pitch_of(q_rows), left, head_dim, not masked, EVEN)
                     acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)
 
     out = tile_of(dk, batch, head_k, start_k + first_k, keys, columns)
@@ -304,7 +305,7 @@ def dkdv_kernel(
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
     if groups.TURNED:
         at = row_of(dk, batch, head_k, start_k + first_k)
-        store_turned(at, keys, dk.token, keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
+        store_turned(at, keys, pitch_of(dk), keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
 
 
 def launch_dkdv(

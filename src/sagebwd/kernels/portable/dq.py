@@ -14,7 +14,7 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import store_turned
-from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of
+from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     codes_of,
@@ -131,8 +131,8 @@ def dq_kernel(
     inside = queries < left_q
     q_at = row_of(q, place.batch, place.head, start_q + first_q)
     do_at = row_of(do, place.batch, place.head, start_q + first_q)
-    q_tile = load_rows(q_at, queries, columns, q.token, left_q, head_dim, False, EVEN)
-    do_tile = load_rows(do_at, queries, columns, do.token, left_q, head_dim, False, EVEN)
+    q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
+    do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
     sequence_q = padded_block(start_q, place.batch, PAD_Q, VARLEN)
     padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
     row_lse, row_delta, row_scale = load_row_values_of(row_values, padded_q + queries, inside)
@@ -171,7 +171,7 @@ def dq_kernel(
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
             k_tile = load_block(
-                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, k.token, head_dim, not masked,
+                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(k), head_dim, not masked,
                 BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
             key_scale, block_scale = None, None
@@ -201,7 +201,7 @@ def dq_kernel(
                     keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)
             v_tile = load_block(
-                v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, v.token, head_dim, not masked,
+                v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(v), head_dim, not masked,
                 BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
@@ -227,15 +227,16 @@ def dq_kernel(
                 acc = added(acc, product_of(ds_codes, operand), ds_scale, DS_PER_QUERY)
             else:
                 operand = load_rows(
-                    rows_at + first_64 * k_rows.token, keys, columns, k_rows.token, left, head_dim, not masked, EVEN
-                )
+                    rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
+                    not masked, EVEN,
+                )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
 
     out = row_of(dq, place.batch, place.head, start_q + first_q)
     if TURNED:
-        store_turned(out, queries, dq.token, inside, acc, scale, head_dim, TURNED, BLOCK_D)
+        store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)
     else:
-        out = out + queries[:, None] * dq.token + columns[None, :]
+        out = out + queries[:, None] * pitch_of(dq) + columns[None, :]
         written = inside[:, None] & (columns[None, :] < head_dim)
         tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=written)
 

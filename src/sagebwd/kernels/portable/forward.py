@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
-from sagebwd.kernels.operands.strided import Strided, head_of, row_of, rows_of
+from sagebwd.kernels.operands.strided import ONE, Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LN_2,
     LOG2_E,
@@ -63,6 +63,7 @@ class Values(NamedTuple):
     scale: Tensor | None  # of V_SCALE's groups
     sum: Tensor | None  # 128 times the codes' column sums, where P has 254 levels
     mean: Tensor | None  # taken off V
+    unit: tl.constexpr = ONE
 
 
 @triton.jit
@@ -199,7 +200,7 @@ def forward_kernel(
     columns = tl.arange(0, BLOCK_D)
     q_at = row_of(q, place.batch, place.head, start_q + first_q)
     k_at = rows_of(k, place.batch, place.head_k, start_k)
-    q_tile = load_rows(q_at, rows, columns, q.token, length_q - first_q, head_dim, False, EVEN)
+    q_tile = load_rows(q_at, rows, columns, pitch_of(q), length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
     row_scale, exact, mu, shift = None, None, None, None
@@ -232,11 +233,11 @@ def forward_kernel(
             first = tl.load(first_key.number + place.batch)
         there = first < length_k
         seen = there & within(first - (first_q + rows), bounds)
-        its_k = rows_of(Strided(first_key.k, k.batch, k.head, k.token), place.batch, place.head_k, start_k)
+        its_k = rows_of(Strided(first_key.k, k.batch, k.head, k.token, k.unit), place.batch, place.head_k, start_k)
         # before the score, which waits for Q
         value = value_of(first_key, owner, there, columns, head_dim)
         score = first_score(
-            q_tile, row_scale, its_k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, k.token,
+            q_tile, row_scale, its_k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, pitch_of(k),
             head_dim,
         )  # fmt: skip
         if mask is not None:
@@ -257,7 +258,7 @@ def forward_kernel(
             if INT8_O and v.sum is not None:  # long before it is needed, or every block waits for memory
                 column_sum = channels(v.sum, block_k + block, columns, head_dim)
             k_tile = load_block(
-                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, k.token, head_dim, not masked,
+                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(k), head_dim, not masked,
                 BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
             s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)
@@ -300,8 +301,8 @@ def forward_kernel(
                 )  # fmt: skip
             else:
                 v_tile = load_block(
-                    v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, v.token, head_dim, not masked,
-                    BLOCK_K, BLOCK_D, VARLEN,
+                    v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 if masked and VARLEN and v_tma is not None:  # P is 0 there, but 0 times the next sequence's NaN is NaN
                     v_tile = tl.where((keys < left)[:, None], v_tile, 0.0)
@@ -317,7 +318,7 @@ def forward_kernel(
     acc = tl.where((empty & (l == 0))[:, None], 0.0, acc)
     out = row_of(o, place.batch, place.head, start_q + first_q)
     written = inside[:, None] & (columns[None, :] < head_dim)
-    tl.store(out + rows[:, None] * o.token + columns[None, :], to_16bit(acc, o.at.dtype.element_ty), mask=written)
+    tl.store(out + rows[:, None] * pitch_of(o) + columns[None, :], to_16bit(acc, o.at.dtype.element_ty), mask=written)
     log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)
     tl.store(lse + row, log, mask=inside)
     if row_max is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Call
 from sagebwd.kernels.host import device
+from sagebwd.kernels.operands.strided import ONE
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import Listed, Lists, listed
@@ -49,6 +50,7 @@ class Masked(NamedTuple):
     TILE: tl.constexpr  # queries and keys of a stored tile, 0 without
     EVEN: tl.constexpr
     LIST_ROWS: tl.constexpr
+    unit: tl.constexpr = ONE  # of strides (`operands.strided`)
 
     @classmethod
     def of(cls, listed: Listed | None) -> Masked | None:

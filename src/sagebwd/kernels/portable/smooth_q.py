@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing
+from sagebwd.kernels.operands.strided import ONE
 from sagebwd.kernels.operands.tile import load_rows
 
 
@@ -22,6 +23,7 @@ class SmoothQ(NamedTuple):
     batch: int
     head: int
     token: int
+    unit: tl.constexpr = ONE
 
     @classmethod
     def of(

@@ -67,6 +67,8 @@ class Tensors(NamedTuple):
     walk: Walk | None
     bias: Bias | None
     shares: Shares | None  # where lists of blocks may be cut
+    # triton 3.6 makes a tuple's type anew for a constant of its own alone, not for one further in, as a stride of 1 is
+    last: None = None
 
 
 class Factors(NamedTuple):

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.alignment import TMA_BYTES
+from sagebwd.kernels.operands.strided import counted
 
 
 @cache
@@ -55,7 +56,7 @@ def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
 def gradient_strides(call: Call, *gradients: Tensor) -> tuple[int, ...]:
     """Of dK and dV, one of them, or one for both where they are alike, as `epilogue.store_rows` takes them."""
     if any(call.lacking):
-        return sum(((*call.keys.strides(x), x.shape[-1]) for x in gradients), ())
+        return sum((counted(*call.keys.strides(x), x.shape[-1]) for x in gradients), ())
     distinct = gradients[: 1 if call.value_dim == call.head_dim else 2]
     return sum(map(call.keys.strides, distinct), ())
 

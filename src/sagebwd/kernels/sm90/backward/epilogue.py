@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from sagebwd.kernels.operands.strided import elements
 from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store_tile
 
@@ -23,9 +24,13 @@ def store_block(desc, memory, x, row, column):
 def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
     """Rows of dK or dV of 64 keys from ``first_k`` on, by pieces of channels; those past the end are not written.
 
-    strides: of a batch element, a head and a token; then how many channels are in memory, if not all.
+    strides: of a batch element, a head and a token; then how many channels are in memory, if not all, and the unit of
+    these four (`operands.strided`).
     """
     of_batch, of_head, of_token = strides[0], strides[1], strides[2]
+    if len(strides) > 3:
+        of_batch, of_head = elements(strides[0], strides[4]), elements(strides[1], strides[4])
+        of_token = elements(strides[2], strides[4])
     rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x[0].shape[1], gl.SliceLayout(0, LAYOUT))
     written = gl.expand_dims(rows < place.length, 1)
@@ -34,7 +39,7 @@ def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
     for piece in gl.static_range(len(x)):
         there = written
         if len(strides) > 3:
-            there = written & gl.expand_dims(piece * columns.shape[0] + columns < strides[3], 0)
+            there = written & gl.expand_dims(piece * columns.shape[0] + columns < elements(strides[3], strides[4]), 0)
         gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=there)
 
 
@@ -68,8 +73,8 @@ def store_both(
 ):  # fmt: skip
     """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others; of programs that
     share a list the last stores the sums of all."""
-    # how many channels are in memory stands beside them if not all are
-    EACH: gl.constexpr = 4 if len(tensors.strides) == 8 else 3
+    # how many channels are in memory, and a unit, stand beside them if not all are
+    EACH: gl.constexpr = 5 if len(tensors.strides) == 10 else 3
     is_mine = True
     if tensors.shares is not None:
         PIECES: gl.constexpr = len(dk)

@@ -9,7 +9,7 @@ from torch import Tensor
 from sagebwd.call import Call
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_factors, turned
-from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.operands.transposed import pass_warps
 from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
@@ -72,7 +72,7 @@ def finish_block(
         tile = floats(tile)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
     factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
-    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * dq.token
+    at = row_of(dq, batch, head, start + first) + local.to(tl.int64)[:, None] * pitch_of(dq)
     for piece in tl.static_range(len(tile)):
         columns = piece * tile[0].shape[1] + tl.arange(0, tile[piece].shape[1])
         kept = inside[:, None] & (columns < channels)[None, :]

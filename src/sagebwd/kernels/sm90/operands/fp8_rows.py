@@ -15,7 +15,7 @@ from torch import Tensor
 from sagebwd.call import Call, Saved, padded_head_dim
 from sagebwd.kernels.host.replay import launch
 from sagebwd.kernels.operands.rotation import floats, load_pieces, turned_codes
-from sagebwd.kernels.operands.strided import Strided, row_of
+from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
@@ -106,9 +106,11 @@ def row_values(
         o_at = row_of(o, batch, head, start + first)
         q_at = row_of(q, batch, head, start + first)
         scaled_at = row_of(do_scaled, batch, head, start + first)
-        tile = load_rows(do_at, local, value_columns, do.token, length - first, values, False, EVEN_V).to(tl.float32)
-        out = load_rows(o_at, local, value_columns, o.token, length - first, values, False, EVEN_V).to(tl.float32)
-        codes = load_pieces(q_at, local, q.token, length - first, head_dim, head_dim)
+        tile = load_rows(do_at, local, value_columns, pitch_of(do), length - first, values, False, EVEN_V).to(
+            tl.float32
+        )
+        out = load_rows(o_at, local, value_columns, pitch_of(o), length - first, values, False, EVEN_V).to(tl.float32)
+        codes = load_pieces(q_at, local, pitch_of(q), length - first, head_dim, head_dim)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * values + value_columns, mask=value_columns < values, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -124,10 +126,9 @@ def row_values(
         # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
         row_lse = row_lse * LOG2_E + delta * 0
         above = tl.where(seen, row_lse - top, 0.0)
-        rest = tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST)
-        if do.at.dtype.element_ty == tl.float16:  # lest 2^-b dO overflow where V is small too
-            rest = tl.maximum(rest, (2.0**-14) / norm)
-        rest = tl.minimum(rest, 1.0)
+        rest = tl.minimum(tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST), 1.0)
+        if do.at.dtype.element_ty == tl.float16:  # 2^-b dO is at most 2^15, however small V is
+            rest = tl.maximum(rest, (2.0**-15) / norm)
         bound = norm * norm_of(tile, 1) * rest
         if dlse is not None:
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
@@ -149,7 +150,7 @@ def row_values(
         else:
             store_delta_parts(delta_parts + block * BLOCK * DELTA_PARTS, -delta * inverse, local)
         tl.store(spread + row, spread_row, mask=inside)
-        at = scaled_at + local[:, None] * do_scaled.token + value_columns[None, :]
+        at = scaled_at + local[:, None] * pitch_of(do_scaled) + value_columns[None, :]
         kept = inside[:, None] & (value_columns < values)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
@@ -266,7 +267,7 @@ def largest_key(
         codes_at = row_of(codes, batch, head, start + first)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
         top_code = largest_code(
-            codes_at, scale, local, columns, codes.token, length - first, head_dim, head_dim == BLOCK_D
+            codes_at, scale, local, columns, pitch_of(codes), length - first, head_dim, head_dim == BLOCK_D
         )
         keep_largest(largest + program, top_code * scale)
 

@@ -28,7 +28,7 @@ from sagebwd.kernels.operands.rotation import (
     turned_row,
     whole_row,
 )
-from sagebwd.kernels.operands.strided import Strided, head_of, row_of
+from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of
 from sagebwd.kernels.operands.tile import (
     abs_max,
     block_and_head,
@@ -122,8 +122,8 @@ def sum_piece(
         begin += tl.where(length < SAMPLED_KEYS, 0, BLOCK_AT)
         step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
     for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
-        at = rows + (start + first).to(tl.int64) * k.token
-        tile = load_rows(at, local, columns, k.token, length - first, head_dim, False, EVEN).to(tl.float32)
+        at = rows + (start + first).to(tl.int64) * pitch_of(k)
+        tile = load_rows(at, local, columns, pitch_of(k), length - first, head_dim, False, EVEN).to(tl.float32)
         keep = first + local < length
         if key_mask is not None:
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
@@ -214,7 +214,7 @@ def store_codes(
     inside = first + local < length
     keep = inside
     k_at = row_of(k, batch, head, start + first)
-    tile = load_pieces(k_at, local, k.token, length - first, head_dim, COLUMNS)
+    tile = load_pieces(k_at, local, pitch_of(k), length - first, head_dim, COLUMNS)
     if rotation is not None:
         tile = turned(tile, rotation)
     else:
@@ -224,7 +224,7 @@ def store_codes(
     tile = centred(tile, mu, keep)
     largest_of_row = abs_max(tile[0], 1)
     if len(tile) > 1:
-        largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1))
+        largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1), propagate_nan=tl.PropagateNan.ALL)
     lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
     if rotation is not None:
         largest_mu = tl.max(tl.abs(mu[0]), 0)
@@ -233,7 +233,7 @@ def store_codes(
         lanes = tl.where(lanes < largest_mu * ROUNDING, 0.0, lanes)
     lane_scale = psi_scale(lanes)
     scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
-    out = row_of(codes, batch, head, start + first) + local[:, None] * codes.token
+    out = row_of(codes, batch, head, start + first) + local[:, None] * pitch_of(codes)
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(len(tile)):
         columns = piece * tile[0].shape[1] + tl.arange(0, tile[piece].shape[1])
@@ -283,10 +283,10 @@ def channel_maxima_kernel(
     rows = head_of(v, batch, head)
     largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
     for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
-        at = rows + (start + first).to(tl.int64) * v.token
-        tile = load_rows(at, local, columns, v.token, length - first, head_dim, False, head_dim == BLOCK_D)
+        at = rows + (start + first).to(tl.int64) * pitch_of(v)
+        tile = load_rows(at, local, columns, pitch_of(v), length - first, head_dim, False, head_dim == BLOCK_D)
         if copy is not None:
-            to = row_of(copy, batch, head, start + first) + local[:, None] * copy.token + columns[None, :]
+            to = row_of(copy, batch, head, start + first) + local[:, None] * pitch_of(copy) + columns[None, :]
             tl.store(to, tile, mask=(first + local < length)[:, None] & (columns < head_dim)[None, :])
         tile = tile.to(tl.float32)
         if key_mask is not None:
