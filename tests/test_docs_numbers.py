@@ -48,6 +48,8 @@ OWN_TESTS = {
     "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
     "pretraining-runs.md: 325M weights at 2.1M tokens a step":
         "test_docs_results.py::test_losses_of_the_325m_model_are_those_of_the_files",
+    "context_parallel.md: Measured": "test_docs_processes.py::test_times_of_the_ring_are_those_of_the_file",
+    "training.md: Several GPUs": "test_docs_processes.py::test_weak_scaling_is_that_of_the_files",
     "pretraining-runs.md: Fine-tuning": "test_docs_numbers.py::test_accuracies_of_fine_tuning",
 }  # fmt: skip
 # Tables that no file holds: what prints them is named on the page.

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sagebwd.kernels.sm90.forward import compile as sm90
-from sagebwd.kernels.sm90.forward.variant import Variant
+from sagebwd.kernels.sm90.forward.variant import REGISTERS, Variant
 from sagebwd.kernels.sm90.widths import WIDTHS
 from sagebwd.meaning.rotation import sizes
 from tools.cross_compile import count, matrix_loops, sass
@@ -105,6 +105,15 @@ def test_a_rotation_costs_a_tile_little(dims, turned):
     before, after = (count(machine_code(variant)) for variant in (plain, rotated))
     assert after.total() <= 1.1 * before.total()
     assert after["STL"] + after["LDL"] == 0
+
+
+@pytest.mark.parametrize("warpgroups", sorted(REGISTERS))
+def test_registers_are_no_more_than_a_launch_has(warpgroups):
+    """Warps that ask for more than the others give back stand still, on a GPU alone."""
+    threads = 128 * (warpgroups + 1)
+    of_launch = 65536 // threads // 8 * 8  # a thread, as ptxas counts them
+    computing, loading = REGISTERS[warpgroups]
+    assert 128 * (warpgroups * computing + loading) <= of_launch * threads
 
 
 def test_what_was_compiled_is_kept_and_depends_on_the_variant(monkeypatch, tmp_path):
