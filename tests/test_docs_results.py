@@ -68,11 +68,11 @@ def test_speeds_in_the_readme_are_those_of_the_file():
 def test_what_the_readme_says_beside_its_tables_is_the_files():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     passed, failed, link = re.search(
-        r"([\d]+) passed, (\d+) failed and none was left \(\[file\]\((.*?)\)", text
+        r"([\d]+) passed, (\d+) failed and a few were not reached \(\[file\]\((.*?)\)", text
     ).groups()
     suite = json.loads((ROOT / link).read_text(encoding="utf-8"))
     assert (int(passed), int(failed)) == (suite["counts"]["passed"], suite["counts"].get("failed", 0))
-    assert not any(row["test"] == "pytest" for row in suite["rows"])  # no process of tests ended early
+    assert suite["left"] or any(row["test"] == "pytest" for row in suite["rows"])  # a process that ended early
     newest = max((ROOT / "benchmarks" / "results").glob("gpu-suite_h200_*.json"), key=lambda path: path.name)
     assert (ROOT / link) == newest
     pattern = r"At 2K tokens and head_dim 64 or 128 the ratio is ([\d.]+) to ([\d.]+) \(\[file\]\((.*?)\)"
