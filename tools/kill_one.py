@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import yaml
 
 from sagebwd.benchmarks.results import environment, save_lines
@@ -183,8 +184,6 @@ def main(given: list[str] | None = None) -> None:
     began = time.monotonic()
     shardings = arguments.sharding or ["none"]
     rows = measure(config, arguments.output, arguments.processes, arguments.step, shardings)
-    import torch
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = environment(device, arguments.commit) | {
         "processes": arguments.processes, "seconds": round(time.monotonic() - began), "config": config.as_dict(),

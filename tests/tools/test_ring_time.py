@@ -7,13 +7,15 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import attention
+
+if not dist.is_available():
+    pytest.skip("torch.distributed is not in this build", allow_module_level=True)
+
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.training.runs import begin, finish
 from tools import fa4_in_torch, ring_time
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 
 ARGUMENTS = "--device cpu --impl reference --heads 2 --rounds 1 --commit abc"
 
