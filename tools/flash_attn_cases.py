@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, print a line a test and the refused, and return 1 where anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
+    parser.add_argument("--test", action="append", help="a test by its name, repeated; without it all")
     parser.add_argument("--cases", type=int, default=20, help="of each test")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--recipe", choices=list(BOUNDS), default="token")
@@ -241,7 +242,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args(arguments)
     wrong, ran, untaken = 0, 0, Counter()
-    for test, parameters in grids((given.path / FILE).read_text(encoding="utf-8")):
+    found_tests = dict(grids((given.path / FILE).read_text(encoding="utf-8")))
+    if unknown := set(given.test or ()) - set(found_tests):
+        parser.error(f"--test {', '.join(sorted(unknown))}: the file has {', '.join(found_tests)}")
+    for test in given.test or found_tests:
+        parameters = found_tests[test]
         cases = [Case(test, tuple(x.items()), seed) for seed, x in enumerate(parameters)]
         refused = [case for case in cases if case.refused]
         taken = [case for case in cases if not case.refused and max(case.longest) <= given.longest]
