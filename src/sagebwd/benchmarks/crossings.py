@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -47,8 +48,8 @@ from sagebwd.call import Ask
 from sagebwd.recipe import AUTO, Recipe
 
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
-# Widths that have kernels of their own, and one that is filled up.
-OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80",)
+# Widths that have kernels of their own, and those that are filled up.
+OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80", "112", "72")
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12
@@ -212,7 +213,9 @@ def takes(name: str, run: Callable[[], object]) -> bool:
     """Whether an attention takes the call, with the memory that there is; ours says so by these errors alone."""
     refusals = (NotImplementedError, torch.OutOfMemoryError) if name == "ours" else (RuntimeError, ValueError)
     try:
-        run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why torch's backends refuse a call, a warning a reason
+            run()
     except refusals:
         return False
     return True
