@@ -207,12 +207,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, help="folder for a file of every time")
     parser.add_argument("--commit", help="what ran, outside a git checkout")
-    parser.add_argument("--only", help="calls whose text has this")
+    parser.add_argument("--only", action="append", help="calls whose text has this; repeat for more")
     given = parser.parse_args(arguments)
     check_device(given.device)
-    chosen = [call for call in CALLS if given.only is None or given.only in str(call)]
-    if not chosen:
-        parser.error(f"--only {given.only}: no call's text has it, such as {CALLS[0]}")
+    for text in given.only or ():
+        if not any(text in str(call) for call in CALLS):
+            parser.error(f"--only {text}: no call's text has it, such as {CALLS[0]}")
+    chosen = [call for call in CALLS if given.only is None or any(text in str(call) for text in given.only)]
     facts, rows = environment(given.device, given.commit), []
     for row in rows_of(chosen, given.device):
         rows.append(row)

@@ -1,8 +1,8 @@
 """Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
 
-Each file is of one card, whose rows of the file's kinds of mask it replaces: ``crossings_*.json``, which `sagebwd
-doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which `mixed` is
-compared with the faster of cuDNN and FlashAttention-2.
+Each file is of one card, whose rows of the file's kinds of mask at its widths it replaces: ``crossings_*.json``, which
+`sagebwd doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which
+`mixed` is compared with the faster of cuDNN and FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> None:
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     for path in parser.parse_args().files:
         card, found = of_file(path)
-        kinds = {row.kind for row in found}
-        others = [row for row in table.get(card, ()) if row["kind"] not in kinds]
+        anew = {(row.kind, row.head_dim, row.value_dim) for row in found}
+        others = [row for row in table.get(card, ()) if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
         table[card] = others + [row._asdict() for row in found]
         print(f"{card}: {len(found)} crossings")
     TABLE.write_text(text_of(table), encoding="utf-8")

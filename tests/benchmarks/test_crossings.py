@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sagebwd.auto import crossings
-from sagebwd.auto.crossings import CAUSAL, FORWARD, KINDS, PACKED, TRAINING
+from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING
 from sagebwd.benchmarks import crossings as bench
 from sagebwd.commands import crossings as command
 from sagebwd.meaning.metrics import relative_l2
@@ -105,12 +105,22 @@ def test_every_kind_has_its_cases():
             assert case.size / 2 <= batch * heads * tokens * case.value_dim <= case.size
 
 
+def test_cases_of_kinds_and_widths():
+    found = bench.cases([CAUSAL], ["72", "192/128"])
+    assert {(case.kind, case.head_dim, case.value_dim) for case in found} == {(CAUSAL, 72, 72), (CAUSAL, 192, 128)}
+    with pytest.raises(ValueError, match="width='65' is not known; accepted: 128, "):
+        bench.cases(widths=["65"])
+    with pytest.raises(ValueError, match="kind='triangle' is not known; accepted: "):
+        bench.cases(["triangle"])
+    with pytest.raises(ValueError, match="kind=packed is not measured at width=72"):
+        bench.cases([PACKED], ["72"])
+
+
 def test_the_command_keeps_what_it_measures(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     case = bench.Case(CAUSAL, 16, 16, 1 << 11)
     monkeypatch.setattr(bench, "LENGTHS", (64, 32))
-    monkeypatch.setattr(bench, "cases", lambda kinds: [case])
-    command.measure("cpu", KINDS, tmp_path / "results", "abc")
+    command.measure("cpu", [case], tmp_path / "results", "abc")
     kept = json.loads(crossings.kept_at("cpu", torch.__version__).read_text())
     (path,) = (tmp_path / "results").glob("crossings_cpu_*_abc.json")
     assert json.loads(path.read_text())["rows"] == kept["rows"]
@@ -122,3 +132,14 @@ def test_the_command_keeps_what_it_measures(monkeypatch, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "causal 16/16 2048 forward, token over torch: 32 " in printed
     assert "wrote" in printed
+
+
+def test_the_command_keeps_what_others_it_had_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(bench, "LENGTHS", (64, 32))
+    for kind, width in ((CAUSAL, 16), (CAUSAL, 8), (FULL, 16), (CAUSAL, 16)):
+        command.measure("cpu", [bench.Case(kind, width, width, 1 << 11)], None, "abc")
+    rows = json.loads(crossings.kept_at("cpu", torch.__version__).read_text())["rows"]
+    assert {(row["kind"], row["head_dim"]) for row in rows} == {(CAUSAL, 16), (CAUSAL, 8), (FULL, 16)}
+    places = [(row["kind"], row["head_dim"], row["direction"], row["tokens"]) for row in rows]
+    assert len(places) == len(set(places)), "measured again, not twice"

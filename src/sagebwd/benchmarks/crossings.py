@@ -50,6 +50,7 @@ from sagebwd.recipe import AUTO, Recipe
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
 # Widths that have kernels of their own, and those that are filled up.
 OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80", "112", "72")
+MEASURED_WIDTHS = OWN_WIDTHS + FILLED_WIDTHS
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12
@@ -117,17 +118,25 @@ class Case:
         )
 
 
-def cases(kinds: Iterable[str] = KINDS) -> list[Case]:
-    """What is measured of kinds of mask, what is called most first. Raises ValueError for a kind that there is not."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
-    own, filled = ([WIDTHS[name] for name in names] for names in (OWN_WIDTHS, FILLED_WIDTHS))
+def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS) -> list[Case]:
+    """What is measured of kinds of mask at widths, what is called most first.
+
+    Raises ValueError for a kind or a width that there is not, and where nothing is measured of those that were named.
+    """
+    for what, names, known in (("kind", kinds, KINDS), ("width", widths, MEASURED_WIDTHS)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
+    own, filled = ([WIDTHS[name] for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
     found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, MIDDLE, SMALL) for pair in own]
     found += [Case(PACKED, *pair, size) for size in (LARGE, SMALL) for pair in own]
     found += [Case(kind, *pair, LARGE) for kind in (CAUSAL, FULL) for pair in filled]
     found += [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
-    return [case for case in found if case.kind in kinds]
+    found = [case for case in found if case.kind in kinds]
+    if not found:
+        named = f"kind={', '.join(kinds)} is not measured at width={', '.join(widths)}"
+        raise ValueError(f"{named}; accepted: causal, full, or one of {', '.join(OWN_WIDTHS)}")
+    return found
 
 
 def measure(

@@ -16,15 +16,16 @@ from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
 
 
-def measure(device: str, kinds: tuple[str, ...], output: Path | None, commit: str | None) -> None:
+def measure(device: str, cases: list[benchmark.Case], output: Path | None, commit: str | None) -> None:
     """Time this machine and keep what was found where "auto" reads it; with ``output`` also as a results file there.
 
     Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
-    than ``kinds`` stays.
+    and of other widths than those of ``cases`` stays.
     """
-    facts, cases = environment(device, commit), benchmark.cases(kinds)
+    facts = environment(device, commit)
     kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
-    before = [row for row in _rows_of(kept) if row["kind"] not in kinds]
+    anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
+    before = [row for row in _rows_of(kept) if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress() as tell:
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed

@@ -197,6 +197,9 @@ def doctor(
     kind: Annotated[
         list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
     ] = None,
+    width: Annotated[
+        list[str] | None, typer.Option(help="With --measure: head_dim, or head_dim/value's as 192/128; repeat.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
@@ -212,10 +215,11 @@ def doctor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if measure:
-        from sagebwd.auto.crossings import KINDS
+        from sagebwd.benchmarks import crossings as benchmark
         from sagebwd.commands import crossings
 
-        crossings.measure(device, tuple(kind or KINDS), output, commit)
+        cases = benchmark.cases(kind or benchmark.KINDS, width or benchmark.MEASURED_WIDTHS)
+        crossings.measure(device, cases, output, commit)
         return
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
