@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,25 @@ def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypat
     (tmp_path / "run" / "checkpoint-4" / pretrain.COMPLETE).unlink()
     pretrain.run(tiny, tmp_path / "run", resume=True)
     pretrain.run(tiny, tmp_path / "whole")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.rounding
+def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path, monkeypatch):
+    def rmtree(folder, **_):
+        next(Path(folder).glob("scheduler.pt")).unlink()  # without it Trainer warms up again, and says nothing
+        raise Interrupted
+
+    config = tiny.replace({"logging.keep_checkpoints": 1})
+    with monkeypatch.context() as patch:
+        for module in ("sagebwd.training.run_dir", "transformers.trainer_utils"):
+            patch.setattr(f"{module}.shutil", SimpleNamespace(rmtree=rmtree))
+        with pytest.raises(Interrupted):
+            pretrain.run(config, tmp_path / "run")
+    assert [path.name for path in pretrain.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    pretrain.run(config, tmp_path / "run", resume=True)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-8"]
+    pretrain.run(config, tmp_path / "whole")
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 

@@ -45,6 +45,7 @@ from sagebwd.training.run_dir import (
     RESULT,
     checkpoints,
     digest_after,
+    keep_newest,
     open_run_dir,
     read_metrics,
     switches_in,
@@ -95,6 +96,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     record.trainer = trainer
+    trainer.keep_checkpoints = settings.keep_checkpoints
     monitor = _monitor(config, held_out, trainer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
@@ -158,7 +160,6 @@ def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArgum
         eval_steps=settings.evaluate_every,
         save_strategy="steps",
         save_steps=settings.checkpoint_every,
-        save_total_limit=settings.keep_checkpoints,
         seed=config.seed,
         data_seed=config.seed,
         disable_tqdm=True,
@@ -174,6 +175,8 @@ def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArgum
 
 class _Trainer(sharding.ShardedTrainer):
     """Trainer with the data in its own order, and checkpoints that are whole or not there."""
+
+    keep_checkpoints: int
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -197,6 +200,8 @@ class _Trainer(sharding.ShardedTrainer):
                 f"checkpoint {folder} could not be written: {error}. Free some space or choose another --output; "
                 "the checkpoints before it are whole, go on with --resume"
             ) from error
+        if self.args.should_save:  # Trainer's save_total_limit would delete before the new one is marked
+            keep_newest(folder.parent, self.keep_checkpoints)
 
 
 def _is_write_error(error: RuntimeError) -> bool:

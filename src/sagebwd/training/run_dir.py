@@ -38,6 +38,16 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in run_dir.glob("checkpoint-*") if (path / COMPLETE).exists()), key=step_of)
 
 
+def keep_newest(run_dir: Path, count: int) -> None:
+    """Delete the whole checkpoints of a run but the ``count`` newest.
+
+    The marker goes first: a checkpoint whose deletion is cut short is none.
+    """
+    for checkpoint in checkpoints(run_dir)[:-count]:
+        (checkpoint / COMPLETE).unlink()
+        shutil.rmtree(checkpoint)
+
+
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint was written at."""
     return int(checkpoint.name.rsplit("-", 1)[1])
