@@ -249,23 +249,23 @@ def test_gaps_of_runs_are_those_of_the_files():
 def test_verdicts_are_those_of_the_files():
     """Gap, interval, pairs, p and commit of each recipe; and the README's of the recipes with QK-norm."""
     text = (ROOT / "docs" / "results" / "pretraining.md").read_text(encoding="utf-8")
-    pattern = r"^\| `(\w+)` \| (no )?QK-norm, (16|131)K \| (\S+) \((\S+ to \S+)\) \| (\d+) \| (\S+) \| (.*) \|$"
+    pattern = r"^\| `(\w+)(\(rotate=False\))?` \| (no )?QK-norm, (16|131)K \| (\S+) \((\S+ to \S+)\) \| (\d+) \| (\S+) \| (.*) \|$"
     lines = re.findall(pattern, text, re.MULTILINE)
-    assert len(lines) >= 8
+    assert len(lines) >= 9
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {
         name: re.search(rf"^\| `{name}`[^|]* \| ([+-]\..*) \|$", readme, re.MULTILINE).group(1).split(" | ")
         for name in ("mixed", "token", "paper")
     }
-    for recipe, no, tokens, gap, between, pairs, p, commits in lines:
+    for recipe, unrotated, no, tokens, gap, between, pairs, p, commits in lines:
         small = tokens == "16"
-        cell = "fp32-sums" if recipe == "mixed" else "no-qknorm" if no else "qknorm"
+        cell = "fp32-sums" if unrotated else "mixed" if recipe == "mixed" else "no-qknorm" if no else "qknorm"
         name = f"{cell}-{'small' if small else 'large'}"
         row = gaps_of(name)[recipe]
         expected = f"{row.mean:+.4f}".replace("0.", "."), spelt(row.interval, 4), str(len(row.gaps)), row.commits
         assert (gap, between, pairs, tuple(re.findall("`(.*?)`", commits))) == expected, name
         assert p == f"{row.p:.4f}".replace("0.", ".")
-        if not no:
+        if not no and not (unrotated and small):  # of `mixed` at 16K the README has today's
             text = f"{row.mean:+.3f}".replace("0.", ".") + f" ({spelt(row.interval)})"
             assert cells[recipe][0 if small else 1] == text
             assert set(re.findall("`(.*?)`", commits)) <= set(re.findall("`(.*?)`", cells[recipe][2]))
