@@ -24,6 +24,7 @@ OWN_TESTS = {
     "README.md: Error": "test_docs_results.py::test_errors_in_the_readme_are_those_of_the_files",
     "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
     "masks.md: Speed under block masks": "test_docs_results.py::test_the_table_of_block_masks_is_the_files",
+    "auto.md: `auto` beside torch": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
     "speed.md: Widths": "test_docs_results.py::test_speeds_of_widths_are_those_of_the_file",
     "speed-token.md: `token` on the portable kernels by length":
         "test_docs_results.py::test_speeds_of_token_by_length_are_those_of_the_file",

@@ -107,7 +107,7 @@ def test_layers_of_a_model():
 
 @pytest.mark.parametrize(("kind", "files", "message"), [
     ("pie", ["x.json"], "accepted: widths, contexts, gaps, layers"),
-    ("widths", ["x.json", "y.json"], "expected one results file, got 2"),
+    ("contexts", ["x.json", "y.json"], "expected one results file, got 2"),
     ("gaps", [str(GRID / "no-qknorm-small")], "two pairs of runs or more"),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_said(kind, files, message, tmp_path):

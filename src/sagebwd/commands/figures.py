@@ -21,16 +21,21 @@ NAMES = {"fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashA
 
 
 def widths(files: Sequence[Path]) -> Figure:
-    """Speed of `mixed` over the best BF16 kernel by head_dim and length, of a file of `sagebwd bench`."""
+    """Speed of `mixed` over the best BF16 kernel by head_dim and length, of files of `sagebwd bench`.
+
+    Where several have a call, the last one's counts.
+    """
     from sagebwd.auto.crossings import widths_text
     from sagebwd.benchmarks.shapes import on_grid, value_dim_of
 
-    content = json.loads(_one(files).read_text(encoding="utf-8"))
-    rows = [
-        row
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    calls = {
+        (row["head_dim"], value_dim_of(row), row["causal"], row["tokens"]): row
+        for content in contents
         for row in content["rows"]
         if row["recipe"] == "mixed" and row["direction"] == "fwd+bwd" and row["gate"] == "ok" and on_grid(row)
-    ]
+    }
+    rows = list(calls.values())
     pairs = sorted({(row["head_dim"], value_dim_of(row)) for row in rows})
     lengths = sorted({row["tokens"] for row in rows})
     if not rows:
@@ -61,7 +66,7 @@ def widths(files: Sequence[Path]) -> Figure:
         Patch(facecolor="0.6", hatch="////", edgecolor="white", label="the best is cuDNN, not FlashAttention-4")
     )
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    figure.suptitle(f"mixed, forward + backward, end to end: {_where(content)}", fontsize=10)
+    figure.suptitle(f"mixed, forward + backward, end to end\n{'; '.join(map(_where, contents))}", fontsize=10)
     return figure
 
 
