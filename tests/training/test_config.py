@@ -1,5 +1,6 @@
 """Configs: what they accept, and what those of configs/grid vary."""
 
+import json
 import re
 from pathlib import Path
 
@@ -59,6 +60,9 @@ def test_settings_change_keys_with_their_types(tmp_path):
         ("{}", ["optimisation.steps=0"], "must be at least 1"),
         ("{}", ["model.heads=3"], "model.width=128 is not a multiple of model.heads=3"),
         ("{}", ["model.kv_heads=3", "model.heads=4"], "model.kv_heads=3 does not divide"),
+        ("{}", ["model.value_dim=128"], "model.value_dim=128 with model.head_dim=None: expected a head_dim that is"),
+        ("{}", ["model.value_dim=64", "model.head_dim=65"], "larger by an even number, as 192 for 128"),
+        ("{}", ["model.value_dim=64", "model.head_dim=96"], "expected qk_norm: false and no kv_heads"),
         ("monitor: {ever: 5}", [], "there is no key monitor.ever; did you mean monitor.every"),
         ("{}", ["monitor.every=-1"], "monitor.every=-1 must be at least 0"),
         ("{}", ["monitor.heads=0"], "monitor.heads=0 must be at least 1"),
@@ -102,6 +106,8 @@ def test_digest_sees_what_changes_numbers_and_nothing_else():
     assert checkpointed.digest() == checkpointed.replace({"optimisation.keep_attention": True}).digest()
     for change in ({"seed": 1}, {"attention.recipe": "paper"}, {"optimisation.steps": 7}, {"data.context": 128}):
         assert config.replace(change).digest() != config.digest()
+    latent = config.replace({"model.head_dim": 192, "model.value_dim": 128, "model.qk_norm": False})
+    assert latent.digest() != latent.replace({"model.value_dim": None}).digest()
 
 
 def test_a_monitor_changes_the_digest_only_where_it_acts():
@@ -120,6 +126,15 @@ def test_as_dict_reads_back(tmp_path):
 
 GRID = Path(__file__).parents[2] / "configs" / "grid"
 CONFIGS_OF_GRID = {size: load(GRID / f"{size}.yaml") for size in ("small", "large")}
+
+
+def test_digests_of_committed_runs_are_todays():
+    folder = Path(__file__).parents[2] / "docs" / "results" / "grid" / "mixed-small"
+    rows = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["outcomes"]
+    variants = CONFIGS_OF_GRID["small"].each_variant()
+    assert rows
+    for row in rows:
+        assert variants[row["variant"]].replace({"seed": row["seed"]}).digest() == row["digest"], row["variant"]
 
 
 def differing(one, other, prefix=""):

@@ -33,6 +33,37 @@ def test_it_is_transformers_own(tiny, kv_heads):
     torch.testing.assert_close(ours, logits(model, ids))
 
 
+LATENT = {"model.heads": 2, "model.head_dim": 48, "model.value_dim": 32, "model.qk_norm": False}
+
+
+@pytest.mark.rounding
+def test_latent_attention_is_transformers_own(tiny):
+    model = build(tiny.replace({"attention.recipe": "sdpa", **LATENT}), 257)
+    ids = torch.arange(40).reshape(2, 20)
+    ours = logits(model, ids)
+    model.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(ours, logits(model, ids))
+    assert not any("expert" in name for name, _ in model.named_parameters())
+    assert model.model.layers[0].self_attn.kv_b_proj.in_features == 4 * 32
+
+
+def test_latent_attention_asks_for_its_pair_of_widths(tiny, monkeypatch):
+    from sagebwd.integrations import transformers as integration
+
+    real, seen = integration.sage_attention, []
+
+    def watched(query, key, value, *arguments, **settings):
+        seen.append((query.shape[-1], key.shape[-1], value.shape[-1], settings["recipe"]))
+        return real(query, key, value, *arguments, **settings)
+
+    monkeypatch.setattr(integration, "sage_attention", watched)
+    model = build(tiny.replace({"attention.recipe": "token", "attention.impl": "reference", **LATENT}), 257)
+    ids = torch.arange(20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert set(seen) == {(48, 48, 32, "token")}
+    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters())
+
+
 @pytest.mark.rounding
 def test_no_mask_is_made_where_it_is_compiled(tiny, monkeypatch):
     real, masks = F.scaled_dot_product_attention, []

@@ -30,13 +30,17 @@ FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENT
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama decoder; with ``qk_norm`` a Qwen3, which is a Llama with RMS norm on q and k."""
+    """A Llama decoder; with ``qk_norm`` a Qwen3, which is a Llama with RMS norm on q and k.
+
+    With ``value_dim`` a DeepSeek V3 without experts, whose keys and values come of a latent that is normalised.
+    """
 
     layers: int = 4
     width: int = 128
     heads: int = 2
     kv_heads: int | None = None  # as many as heads
     head_dim: int | None = None  # width / heads
+    value_dim: int | None = None  # head_dim; less is multi-head latent attention, where the rest has the positions
     mlp_width: int = 384
     qk_norm: bool = True
     norm_eps: float = 1e-6
@@ -203,12 +207,30 @@ class Config(Settings):
             raise ValueError(f"model.width={model.width} is not a multiple of model.heads={model.heads}")
         if model.kv_heads is not None and (model.kv_heads < 1 or model.heads % model.kv_heads):
             raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
+        if model.value_dim is not None:
+            self._check_latent()
         if model.vocabulary_multiple < 1:
             raise ValueError(f"model.vocabulary_multiple={model.vocabulary_multiple} must be at least 1")
         if self.data.context < 2:
             raise ValueError(f"data.context={self.data.context} must be at least 2 tokens")
         if max(self.monitor.layers or [0]) >= model.layers:
             raise ValueError(f"monitor.layers={self.monitor.layers} goes beyond model.layers={model.layers}")
+
+    def _check_latent(self) -> None:
+        """What multi-head latent attention needs of the model. Raises ValueError."""
+        model = self.model
+        rest = (model.head_dim or 0) - model.value_dim
+        if model.value_dim < 1 or rest < 2 or rest % 2:
+            raise ValueError(
+                f"model.value_dim={model.value_dim} with model.head_dim={model.head_dim}: expected a head_dim that is "
+                "larger by an even number, as 192 for 128"
+            )
+        if model.qk_norm or model.kv_heads is not None:
+            raise ValueError(
+                f"model.value_dim={model.value_dim} with model.qk_norm={str(model.qk_norm).lower()} and "
+                f"model.kv_heads={model.kv_heads}: multi-head latent attention normalises its latent and has no "
+                "groups of heads; expected qk_norm: false and no kv_heads"
+            )
 
     def accumulation(self, devices: int) -> int:
         """Micro-batches a device sums before a step, so that a step holds ``tokens_per_step`` tokens.
@@ -229,6 +251,8 @@ class Config(Settings):
         content = self.as_dict()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
         del content["optimisation"]["sharding"], content["optimisation"]["keep_attention"]
+        if self.model.value_dim is None:  # so that a run from before there was one goes on
+            del content["model"]["value_dim"]
         if self.monitor.precision == "fixed":
             del content["monitor"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

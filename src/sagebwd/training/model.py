@@ -1,4 +1,4 @@
-"""The model of a run, from Transformers: Llama, or Qwen3 where q and k are normalised.
+"""The model of a run, from Transformers: Llama, Qwen3 with a norm of q and k, DeepSeek V3 with narrower values.
 
 Qwen3 is a Llama after `add_qk_norm`, as a class that ``from_pretrained`` knows.
 """
@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import math
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
 
 from sagebwd.checkpointing import keep_attention
 from sagebwd.integrations.transformers import NAME, register
 from sagebwd.training import full_precision
-from sagebwd.training.config import FULL_PRECISION, Config, Optimisation
+from sagebwd.training.config import FULL_PRECISION, Config, Model, Optimisation
+
+LATENT = 4
+"""Widths of a value that the latent of keys and values has, as in DeepSeek V2-Lite and V3: 512 for 128."""
 
 
 def build(config: Config, vocabulary: int) -> PreTrainedModel:
@@ -30,7 +42,6 @@ def build(config: Config, vocabulary: int) -> PreTrainedModel:
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.width // model.heads,
         "max_position_embeddings": config.data.context,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
@@ -40,14 +51,30 @@ def build(config: Config, vocabulary: int) -> PreTrainedModel:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if model.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    config_class, model_class, of_heads = _architecture(model)
     if config.attention.recipe in FULL_PRECISION:
         implementation = full_precision.register(config.attention.recipe)
     else:
         implementation = NAME
         shared[NAME] = {"recipe": config.attention.recipe, "impl": config.attention.impl}
     set_seed(config.seed)
-    return model_class._from_config(config_class(**shared), attn_implementation=implementation)
+    return model_class._from_config(config_class(**shared, **of_heads), attn_implementation=implementation)
+
+
+def _architecture(model: Model) -> tuple[type, type, dict[str, object]]:
+    """Its classes, of the config and of the model, and what is theirs alone of the config."""
+    if model.value_dim is None:
+        classes = (Qwen3Config, Qwen3ForCausalLM) if model.qk_norm else (LlamaConfig, LlamaForCausalLM)
+        return *classes, {"head_dim": model.head_dim or model.width // model.heads}
+    return DeepseekV3Config, DeepseekV3ForCausalLM, {
+        "qk_nope_head_dim": model.value_dim,
+        "qk_rope_head_dim": model.head_dim - model.value_dim,
+        "v_head_dim": model.value_dim,
+        "kv_lora_rank": LATENT * model.value_dim,
+        "q_lora_rank": None,
+        "first_k_dense_replace": model.layers,
+        "num_mtp_layers": 0,
+    }  # fmt: skip
 
 
 def checkpoint_layers(model: PreTrainedModel, settings: Optimisation) -> None:
