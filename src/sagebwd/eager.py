@@ -59,6 +59,7 @@ def kind_of(
     """
     if torch.compiler.is_compiling():
         return None
+    q, k, v, mask, cu_seqlens_q, cu_seqlens_k, *sinks = tensors
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
@@ -68,11 +69,11 @@ def kind_of(
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or (recipe.__class__ is not str and recipe.__class__ is not Recipe)
         or (window is not None and window.__class__ is not tuple)
-        or tensors[0].__class__ not in PLAIN
-        or (tensors[0].is_cuda and tensors[0].get_device() != torch.cuda.current_device())
+        or q.__class__ not in PLAIN
+        or (q.is_cuda and q.get_device() != torch._C._cuda_getDevice())
     ):
         return None
-    switched = switches.current
+    switched, grad = switches.current, torch.is_grad_enabled()
     kind = [recipe, window, settings, *map(type, settings), switched.disabled, switched.backward_16bit]
     kind.append(switched.deterministic)
     if window is not None:
@@ -80,21 +81,25 @@ def kind_of(
     for x in tensors:
         if x is None:
             kind.append(None)
-        elif x.__class__ not in PLAIN or x.is_nested or x.data_ptr() % TAKEN:
+        elif x.__class__ not in PLAIN or x.data_ptr() % TAKEN or x.is_nested:
             return None
         else:
             kind += x.shape, x.stride(), x.dtype, x.device
-    q, k, v, mask, cu_seqlens_q, cu_seqlens_k = tensors[:6]
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        leaves = q, k, v, *tensors[6:]
-        kind.append(torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves))
-    kind.append(mask is not None and mask.requires_grad and torch.is_grad_enabled())  # which kernels have no place for
+        kind.append(grad and (q.requires_grad or k.requires_grad or v.requires_grad or any(map(_trains, sinks))))
+    kind.append(grad and mask is not None and mask.requires_grad)  # which kernels have no place for
     kind += q is k, k is v, q is v, cu_seqlens_q is cu_seqlens_k, _casts(q)
     return tuple(kind)
 
 
+def _trains(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
 def _casts(q: Tensor) -> bool:
     """Whether autocast is on and casts to another dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     device = q.device.type
     return device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != q.dtype
 
