@@ -24,7 +24,9 @@ OWN_TESTS = {
     "README.md: Error": "test_docs_results.py::test_errors_in_the_readme_are_those_of_the_files",
     "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
     "masks.md: Speed under block masks": "test_docs_results.py::test_the_table_of_block_masks_is_the_files",
-    "auto.md: `auto` beside torch": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
+    "auto.md: One H100": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
+    "auto.md: One H200": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
+    "speed-h100.md: Speed on an H100": "test_docs_results.py::test_speeds_of_widths_are_those_of_the_file",
     "speed.md: Widths": "test_docs_results.py::test_speeds_of_widths_are_those_of_the_file",
     "speed-token.md: `token` on the portable kernels by length":
         "test_docs_results.py::test_speeds_of_token_by_length_are_those_of_the_file",
@@ -46,6 +48,8 @@ OWN_TESTS = {
     "continued.md: By step, at 1e-3": "test_docs_training.py::test_gaps_by_step_are_those_of_the_files",
     "packed.md: Packed sequences": "test_docs_packed.py::test_speeds_of_packed_sequences_are_those_of_the_file",
     "passes.md: A budget of launches by bytes": "test_docs_packed.py::test_the_budget_of_launches_is_the_files",
+    "pretraining-widths.md: Other head_dims, trained":
+        "test_docs_training.py::test_gaps_at_other_widths_are_those_of_the_files",
     "pretraining-runs.md: Gaps": "test_docs_results.py::test_gaps_of_runs_are_those_of_the_files",
     "pretraining-runs.md: 325M weights at 2.1M tokens a step":
         "test_docs_results.py::test_losses_of_the_325m_model_are_those_of_the_files",

@@ -1,5 +1,6 @@
 """Numbers of the pages of trained models, cell by cell, from the files that they name."""
 
+import json
 import re
 import statistics
 from pathlib import Path
@@ -189,3 +190,33 @@ def test_losses_of_the_rates_that_were_tried_are_those_of_the_files():
     assert f"end at {of('rates/lr-0.001', 150)} at 1e-3 and at {of('rates/lr-0.003', 150)} at 3e-3" in text
     assert f"it is {of('lr-0.001', 125)} at step 125 and {of('lr-0.001', 500)} at the end" in text
     assert max(losses["lr-0.001", 500]) < losses["lr-0.001", 0][0] < losses["rates/lr-0.003", 150][0]
+
+
+def test_gaps_at_other_widths_are_those_of_the_files():
+    text = (ROOT / "docs" / "results" / "pretraining-widths.md").read_text(encoding="utf-8")
+    folder = ROOT / "docs" / "results" / "widths"
+    pattern = r"^\| (256|96|192/128) \| (\d) \| (\S+) \((.*)\) \| (\d) \| (\S+) \| (.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 3
+    shown, logits = 0.054, {}
+    for width, heads, mean, between, pairs, p, each in lines:
+        name = width.replace("/", "-")
+        (row,) = (row for row in gaps([folder / name]) if row.variant == "mixed")
+        expected = [f"{gap:+.4f}".replace("0.", ".") for gap in (row.mean, *row.gaps)]
+        assert [mean, *each.split()] == expected
+        assert (between, int(pairs), p) == (spelt(row.interval, 4), len(row.gaps), f"{row.p:.4f}".replace("0.", "."))
+        assert row.interval[0] < 0 < row.interval[1] < shown and row.p > 0.05 and row.commits == ("3bed015",)
+        ended = [run["result"] for run in read(folder / name) if run["result"] is not None]
+        logits[width] = [result["largest_logit"] for result in ended]
+        assert {result["steps"] for result in ended} == {800}
+        assert f"model.heads={heads} --set model.head_dim={width.partition('/')[0]}" in text
+    assert f"grow there to {min(logits['192/128']):.0f} to {max(logits['192/128']):.0f}," in text
+    assert max(*logits["256"], *logits["96"]) < 18
+    twice = [json.loads((folder / name / "comparison.json").read_text())["outcomes"] for name in ("256-again", "256")]
+    losses = [f"{row['held_out_loss']:.4f}" for rows in zip(*map(sorted_of_seed_4, twice)) for row in rows]
+    assert re.findall(r"\b5\.\d{4}\b", text) == losses
+
+
+def sorted_of_seed_4(outcomes):
+    """Full precision's, then that of `mixed`."""
+    return sorted((row for row in outcomes if row["seed"] == 4), key=lambda row: row["variant"])
