@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -167,7 +166,8 @@ def test_speeds_of_widths_are_those_of_the_file(page, card, calls):
         ratios.append(float(both))
     if card != "h200":
         said = f"`mixed` is {between(ratios)} times as fast as the best BF16 kernel"
-        assert said in text and f"On an H100 it is {between(ratios)}" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert said in text
+        assert f"On an H100 it is {between(ratios)}" in (ROOT / "README.md").read_text(encoding="utf-8")
         assert said + " on an H100" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
         assert sum(ratio < 1 for ratio in ratios) == 1
 
@@ -191,10 +191,10 @@ def test_speeds_of_auto_are_those_of_the_file():
                 [row["torch_ms"] / row["ms"] for row in rows if row["ran"].startswith(recipe)]
                 for recipe in ("mixed", "full")
             )
-            least = min(ratio for ratio in mixed if ratio >= 1)
-            assert f"The {len(mixed)} calls that ran `mixed` are {least:.2f} to {max(mixed):.2f} times as fast" in said
-            below = f"{min(mixed):.2f}".removeprefix("0")
-            assert least == min(mixed) or f"but for one of {below}" in said and sum(x < 1 for x in mixed) == 1
+            gains, losses = ([x for x in mixed if (x >= 1) is gain] for gain in (True, False))
+            spread = f"{min(gains):.2f} to {max(gains):.2f}"
+            assert f"The {len(mixed)} calls that ran `mixed` are {spread} times as fast" in said
+            assert [f"{x:.2f}"[1:] for x in losses] == re.findall(r"but for one of (\.\d\d)\.", said)[: len(losses)]
             assert re.search(rf"[Tt]he {len(handed)} (calls )?that went to torch", said)
 
 
