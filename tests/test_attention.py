@@ -270,6 +270,8 @@ Q, K, V = (torch.zeros(2, 4, 6, 8) for _ in range(3))
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 REFUSED = [
     ({"query": [1, 2]}, TypeError, "query: expected a tensor, got list"),
+    ({"key": None}, TypeError, "key: expected a tensor, got NoneType"),
+    ({"value": None}, TypeError, "value: expected a tensor, got NoneType"),
     ({"query": Q[0], "enable_gqa": True}, ValueError, "query: expected 4 dimensions"),
     ({"value": V[0, 0, 0]}, ValueError, "value: expected 4 dimensions"),
     ({"query": Q[0, :3]}, ValueError, "shapes (3, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8) do not broadcast"),
@@ -319,6 +321,8 @@ def test_triton_on_a_cpu_names_the_way_out(monkeypatch):
 
 REFUSED_PACKED = [
     ({"query": Q}, ValueError, "query: expected 3 dimensions"),
+    ({"value": None}, TypeError, "value: expected a tensor, got NoneType"),
+    ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q: expected an int32 tensor, got NoneType"),
     ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
     ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
     ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "cu_seqlens_q: expected int32"),

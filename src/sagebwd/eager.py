@@ -86,7 +86,7 @@ def kind_of(
         else:
             kind += x.shape, x.stride(), x.dtype, x.device
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        kind.append(grad and (q.requires_grad or k.requires_grad or v.requires_grad or any(map(_trains, sinks))))
+        kind.append(grad and any(map(_trains, (q, k, v, *sinks))))
     kind.append(grad and mask is not None and mask.requires_grad)  # which kernels have no place for
     kind += q is k, k is v, q is v, cu_seqlens_q is cu_seqlens_k, _casts(q)
     return tuple(kind)
