@@ -1,6 +1,7 @@
 """Fixtures of every test: few threads, and memory that sagebwd allocates is poisoned before it is written."""
 
 import contextlib
+import gc
 import os
 import sys
 
@@ -62,6 +63,12 @@ def no_call_remembered():
 def one_thread():
     """Two test processes share two cores."""
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported lives as long as the tests: garbage, for which Trainer looks often, is not among it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
