@@ -72,7 +72,6 @@ def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.rounding
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
 def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, monkeypatch, recipe):
     config = tiny.replace({"attention.recipe": recipe})
@@ -154,7 +153,6 @@ def test_a_full_disk_leaves_no_half_checkpoint(tiny, tmp_path, monkeypatch, erro
     assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.rounding
 def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypatch):
     stop_at(monkeypatch, 5, Interrupted())
     with pytest.raises(Interrupted):
@@ -166,7 +164,6 @@ def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypat
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.rounding
 def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path, monkeypatch):
     def rmtree(folder, **_):
         next(Path(folder).glob("scheduler.pt")).unlink()  # without it Trainer warms up again, and says nothing
