@@ -81,7 +81,7 @@ def kind_of(
     for x in tensors:
         if x is None:
             kind.append(None)
-        elif x.__class__ not in PLAIN or x.data_ptr() % TAKEN or x.is_nested:
+        elif x.__class__ not in PLAIN or x.is_nested or x.data_ptr() % TAKEN:
             return None
         else:
             kind += x.shape, x.stride(), x.dtype, x.device
