@@ -1,8 +1,11 @@
 """A process that imports sagebwd: what it prints, and which environment variables it reads."""
 
+import logging
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from sagebwd import environment
 from sagebwd.training.config import Data
 from sagebwd.training.data import _cache_folder
+from tests import programs
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,3 +79,113 @@ def test_one_folder_for_all_that_is_kept(monkeypatch):
     assert _cache_folder(Data(cache="~/given")) == Path.home() / "given"
     tune = pytest.importorskip("sagebwd.kernels.portable.tune")
     assert tune.CACHE.name == "launch.json"
+
+
+# A user without a home: no variable, and no entry of its number in the system's list.
+HOMELESS = """
+import os, pwd, tempfile
+def getpwuid(number): raise KeyError(number)
+pwd.getpwuid = getpwuid
+for name in ("HOME", "SAGEBWD_CACHE_DIR"): os.environ.pop(name, None)
+tempfile.tempdir = os.getcwd()
+"""
+HOMELESS_CALL = f"""{HOMELESS}
+import torch
+from sagebwd import dispatch, environment, sage_attention
+from sagebwd.auto import crossings
+from sagebwd.kernels.portable import tune
+crossings.of_card("NVIDIA H200", "0")
+x = torch.randn(1, 1, 4, 8)
+sage_attention(x, x, x)
+print(environment.cache_folder(), tune.CACHE.parent)
+"""
+
+
+def test_without_a_home_the_folder_lies_among_the_temporary_files(tmp_path):
+    """Regression: RuntimeError on import, and from every call of auto on a GPU."""
+    pytest.importorskip("sagebwd.kernels.portable.tune")
+    done = programs.run(HOMELESS_CALL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / f"sagebwd-{os.getuid()}"
+    assert done.stdout.split() == [str(folder)] * 2
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (
+        done.stderr.count(f"this user has no home: what is compiled, tuned or tokenised is kept in {folder}; set ")
+        == 1
+    )
+
+
+@pytest.mark.parametrize("taken", ["others may write", "a link", "a file"])
+def test_without_a_home_no_folder_is_taken_that_others_write(taken, tmp_path, monkeypatch):
+    """Compiled kernels are loaded from it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    name = tmp_path / f"sagebwd-{os.getuid()}"
+    if taken == "a file":
+        name.touch()
+    elif taken == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        name.symlink_to(tmp_path / "elsewhere")
+    else:
+        name.mkdir()
+        name.chmod(0o777)
+    found = environment._folder_without_home.__wrapped__()
+    assert found != name
+    assert found.is_dir()
+    assert found.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_unwritable_folder_is_told_once(caplog, tmp_path):
+    with caplog.at_level(logging.WARNING, "sagebwd"):
+        for n in range(2):  # of a temporary name, which is never the same
+            environment.warn_of_unwritable(tmp_path / "nowhere", PermissionError(f"no {n}"))
+    (said,) = caplog.messages
+    for part in ("nowhere cannot be written (PermissionError: no 0)", "set SAGEBWD_CACHE_DIR to one that can"):
+        assert part in said
+
+
+def test_the_folder_of_a_process_goes_with_it_alone(tmp_path):
+    program = """
+import os, sys, tempfile
+tempfile.tempdir = os.getcwd()
+from sagebwd.environment import folder_of_process
+folder = folder_of_process(os.getpid())
+if os.fork() == 0:
+    assert folder_of_process(os.getpid()) != folder
+    sys.exit()
+os.wait()
+print(folder, folder.is_dir())
+"""
+    done = programs.run(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder, there = done.stdout.split()
+    assert (there, Path(folder).parent) == ("True", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_many_write_are_whole(tmp_path):
+    path, texts = tmp_path / "folder" / "file", [str(n) * 5000 for n in range(4)]
+    failed = []
+
+    def write(text):
+        try:
+            for _ in range(50):
+                environment.write_whole(path, text)
+        except OSError as error:
+            failed.append(error)
+
+    environment.write_whole(path, texts[0])
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert path.read_text() in texts
+    assert not failed
+    assert path.read_text() in texts
+    assert [x.name for x in path.parent.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        environment.write_whole(tmp_path / "file", "text")
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]

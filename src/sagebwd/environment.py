@@ -2,19 +2,30 @@
 
 - SAGEBWD_DISABLED, SAGEBWD_BACKWARD_16BIT, SAGEBWD_DETERMINISTIC: see `sagebwd.switches`; read once, on import.
 - SAGEBWD_AUTOTUNE: Triton's kernels time a few launches on this GPU and keep the best.
-- SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels; ~/.cache/sagebwd without it.
+- SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels; ~/.cache/sagebwd without it, and a
+  folder among the temporary files for a user without a home.
 - SAGEBWD_COMMIT: the commit that training runs record, where the code runs outside its git checkout.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
+import secrets
+import shutil
+import stat
+import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 
 PREFIX = "SAGEBWD_"
 FLAGS = ("SAGEBWD_DISABLED", "SAGEBWD_BACKWARD_16BIT", "SAGEBWD_DETERMINISTIC", "SAGEBWD_AUTOTUNE")
 CACHE_DIR, COMMIT = "SAGEBWD_CACHE_DIR", "SAGEBWD_COMMIT"
+# Folders that were warned of.
+_unwritable: set[Path] = set()
 
 
 def is_on(variable: str) -> bool:
@@ -26,8 +37,85 @@ def is_on(variable: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where token files, tuned launches and compiled kernels are kept."""
-    return Path(os.environ.get(CACHE_DIR) or "~/.cache/sagebwd").expanduser()
+    """Where token files, tuned launches and compiled kernels are kept; it need not be there, nor be writable."""
+    given = Path(os.environ.get(CACHE_DIR) or "~/.cache/sagebwd")
+    try:
+        return given.expanduser()
+    except RuntimeError:  # the user has no home, as in containers under a number that no name belongs to
+        return _folder_without_home()
+
+
+@cache
+def _folder_without_home() -> Path:
+    """A folder of this user among the temporary files, with a warning; of this process where its name is taken.
+
+    Kernels are loaded from it, so nobody else may write there.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    folder = Path(tempfile.gettempdir()) / f"sagebwd-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        status = folder.lstat()
+    except OSError:  # it cannot be made: what writes there meets that again, and says so
+        return folder
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & 0o022
+    folder = folder if is_ours else folder_of_process(os.getpid())
+    logging.getLogger("sagebwd").warning(
+        f"sagebwd: this user has no home: what is compiled, tuned or tokenised is kept in {folder}; set {CACHE_DIR} "
+        "to another folder"
+    )
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Make a folder where it is missing. Raises OSError where it cannot be made, or cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder):
+        return
+
+
+def writable(folder: Path) -> Path:
+    """A folder, made where it was missing; with a warning, one of this process where it cannot be written."""
+    try:
+        make(folder)
+    except OSError as error:
+        warn_of_unwritable(folder, error)
+        return folder_of_process(os.getpid())
+    return folder
+
+
+@cache
+def folder_of_process(process: int) -> Path:
+    """A folder that is removed when this process ends; those forked from it have others."""
+    folder = Path(tempfile.mkdtemp(prefix="sagebwd-"))
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    return folder
+
+
+def warn_of_unwritable(folder: Path, error: OSError) -> None:
+    """Warn, once a folder, that what belongs there is kept for this process alone."""
+    if folder in _unwritable:
+        return
+    _unwritable.add(folder)
+    logging.getLogger("sagebwd").warning(
+        f"sagebwd: {folder} cannot be written ({type(error).__name__}: {error}): what is compiled or tuned is kept "
+        f"for this process alone, and every process takes the time anew; set {CACHE_DIR} to one that can be written"
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers find the old one or the new one, however many write it at once.
+
+    Raises OSError where it cannot be written; nothing of it is left then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check() -> None:

@@ -5,15 +5,19 @@
 - ``deterministic`` (SAGEBWD_DETERMINISTIC=1): backward adds in a fixed order, as under
   ``torch.use_deterministic_algorithms(True)``.
 
-They are process-wide, as PyTorch's own; a call takes the setting that holds when its forward runs.
+They are process-wide, as PyTorch's own; a call takes the setting that holds when its forward runs. Where blocks of
+several threads overlap, the one decides that was entered last and is not left; after the last one all is as before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from sagebwd import environment
 from sagebwd.environment import PREFIX
@@ -28,7 +32,12 @@ class _Switches:
 
 
 environment.check()
-current = _Switches(**{x.name: environment.is_on(PREFIX + x.name.upper()) for x in dataclasses.fields(_Switches)})
+# What the environment says, and what holds now.
+_base = _Switches(**{x.name: environment.is_on(PREFIX + x.name.upper()) for x in dataclasses.fields(_Switches)})
+current = dataclasses.replace(_base)
+# What the blocks give that are entered and not left, of all threads; whoever changes it or ``current`` holds the lock.
+_given: list[dict[str, bool]] = []
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -36,19 +45,45 @@ def switches(
     *, disabled: bool | None = None, backward_16bit: bool | None = None, deterministic: bool | None = None
 ) -> Iterator[None]:
     """Set the given switches inside a ``with`` block; None leaves one as it is. Raises TypeError for anything else."""
-    before = dataclasses.replace(current)
     given = {"disabled": disabled, "backward_16bit": backward_16bit, "deterministic": deterministic}
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        if value is not None and not isinstance(value, bool):
+        if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} must be True, False or None")
-    for name, value in given.items():
-        if value is not None:
-            setattr(current, name, value)
+    if torch.compiler.is_dynamo_compiling():
+        # the calls traced here read the name, and compiled code binds it to the same again: no other thread sees that
+        global current
+        before, current = current, dataclasses.replace(current, **given)
+        try:
+            yield
+        finally:
+            current = before
+        return
+    _enter(given)
     try:
         yield
     finally:
-        for field in dataclasses.fields(before):
-            setattr(current, field.name, getattr(before, field.name))
+        _leave(given)
+
+
+def _enter(given: dict[str, bool]) -> None:
+    with _lock:
+        _given.append(given)
+        _set(given)
+
+
+def _leave(given: dict[str, bool]) -> None:
+    """Take back what one block gave, and nothing of the others."""
+    with _lock:
+        del _given[[x is given for x in _given].index(True)]
+        _set(given)
+
+
+def _set(names: Iterable[str]) -> None:
+    """Give switches the value of the block that was entered last among those that name them."""
+    for name in names:
+        values = [given[name] for given in _given if name in given]
+        setattr(current, name, values[-1] if values else getattr(_base, name))
 
 
 def apply_to(recipe: Recipe) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -117,3 +118,74 @@ def test_the_table_is_what_its_files_say():
             all_rows = (row._asdict() for row in found)
             table.setdefault(card, []).extend(row for row in all_rows if place_of(row) in taken)
     assert text == text_of(table)
+
+
+CARD = "NVIDIA H200"
+ROW = {
+    "kind": FULL, "head_dim": 64, "value_dim": 64, "direction": FORWARD, "size": LARGE, "elements": LARGE,
+    "tokens": 256, "recipe": "mixed", "impl": "hopper/hopper", "ms": 1.0, "torch_ms": 2.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """The file of what was measured on this machine."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    path = crossings.kept_at(CARD, "0")
+    path.parent.mkdir()
+    crossings.of_card.cache_clear()
+    yield path
+    crossings.of_card.cache_clear()
+
+
+def test_what_was_measured_here_comes_first(kept, caplog):
+    kept.write_text(json.dumps({"rows": [ROW, {**ROW, "tokens": 512, "torch_ms": None, "size": 1 << 24}]}))
+    assert [x.tokens for x in crossings.of_card(CARD, "0")] == [256, 512]
+    kept.write_text(json.dumps({"rows": [{name: value for name, value in ROW.items() if name != "size"}]}))
+    crossings.of_card.cache_clear()
+    assert [x.source for x in crossings.of_card(CARD, "0")] == [str(kept)]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "JSONDecodeError: Expecting value"),
+        (json.dumps({"rows": [ROW]})[:-40], "JSONDecodeError: "),
+        (b"\xff\xfe", "UnicodeDecodeError: "),
+        ("[" * 100_000, "RecursionError: "),
+        ("{}", 'expected an object with a list "rows"'),
+        ("[]", 'expected an object with a list "rows"'),
+        ('{"rows": {}}', 'expected an object with a list "rows"'),
+        ('{"rows": [3]}', "rows[0]: expected an object, got 3"),
+        (json.dumps({"rows": [ROW, {}]}), "rows[1]: head_dim is missing; expected an integer, at least 1"),
+        (json.dumps({"rows": [{**ROW, "tokens": "256"}]}), "rows[0]: tokens='256': expected an integer, at least 1"),
+        (json.dumps({"rows": [{**ROW, "elements": 0}]}), "rows[0]: elements=0: expected an integer"),
+        (json.dumps({"rows": [{**ROW, "size": -1}]}), "rows[0]: size=-1: expected an integer"),
+        (json.dumps({"rows": [{**ROW, "kind": []}]}), "rows[0]: kind=[]: expected one of full, causal"),
+        (json.dumps({"rows": [{**ROW, "direction": "back"}]}), "direction='back': expected one of forward, training"),
+        (json.dumps({"rows": [{**ROW, "ms": "fast"}]}), "rows[0]: ms='fast': expected a number or null"),
+        (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
+        (None, "IsADirectoryError: "),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_told_and_left_out(text, reason, kept, caplog):
+    """Regression: KeyError 'rows', of a call of auto, without the file's name."""
+    if text is None:
+        kept.mkdir()
+    else:
+        kept.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with caplog.at_level(logging.WARNING, "sagebwd"):
+        for _ in range(2):
+            found = crossings.of_card(CARD, "0")
+    assert found == tuple(Crossing(**row) for row in crossings._of_this_project()[CARD])
+    (said,) = caplog.messages
+    for part in (str(kept), reason, "Delete it, or measure anew with `sagebwd doctor --measure`"):
+        assert part in said
+
+
+def test_a_cache_folder_that_is_a_file_has_nothing_measured(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "file"))
+    assert crossings.of_card.__wrapped__("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert not caplog.messages

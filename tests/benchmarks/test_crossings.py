@@ -1,6 +1,8 @@
 """What `sagebwd doctor --measure` times, and what becomes of it, by a clock that makes times up."""
 
 import json
+import os
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -143,3 +145,51 @@ def test_the_command_keeps_what_others_it_had_measured(monkeypatch, tmp_path):
     assert {(row["kind"], row["head_dim"]) for row in rows} == {(CAUSAL, 16), (CAUSAL, 8), (FULL, 16)}
     places = [(row["kind"], row["head_dim"], row["direction"], row["tokens"]) for row in rows]
     assert len(places) == len(set(places)), "measured again, not twice"
+
+
+def test_the_command_writes_a_malformed_file_anew(monkeypatch, tmp_path, caplog):
+    """As `sagebwd.auto.crossings` advises where it finds one."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(bench, "LENGTHS", (64, 32))
+    path = crossings.kept_at("cpu", torch.__version__)
+    path.parent.mkdir()
+    path.write_text('{"rows": [{"kind"')
+    command.measure("cpu", [bench.Case(CAUSAL, 16, 16, 1 << 11)], None, "abc")
+    (said,) = caplog.messages
+    assert str(path) in said
+    assert {row["kind"] for row in crossings.rows_kept(path)} == {CAUSAL}
+
+
+def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):
+    """Regression: NotADirectoryError, once the first case had been timed."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(bench, "measure", lambda *given, **options: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=r"file.crossings cannot be written \(NotADirectoryError: .*SAGEBWD_CACHE"):
+        command.measure("cpu", [], None, "abc")
+
+
+def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):
+    """Regression: both wrote one temporary file, and the second one found it gone."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    row = bench.Timing(CAUSAL, 16, 16, 1, 1, 1, 64, 1024, FORWARD, "token", "x", 1.0, 1.0, 1.0, 1.0, "MATH", {})
+    monkeypatch.setattr(bench, "measure", lambda *given, **options: [[row]])
+    both, replace = threading.Barrier(2), os.replace  # neither is moved before both are written
+    monkeypatch.setattr(os, "replace", lambda *given: both.wait(60) is None or replace(*given))
+    failed = []
+
+    def measure():
+        try:
+            command.measure("cpu", [], None, "abc")
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=measure) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    path = crossings.kept_at("cpu", torch.__version__)
+    assert crossings.rows_kept(path)
+    assert [x.name for x in path.parent.iterdir()] == [path.name]

@@ -193,6 +193,11 @@ def what_a_shared_model_refuses():
         model(input_ids=ids)
     with pytest.raises(NotImplementedError, match="padding is not supported where share_sequences"):
         model(input_ids=ids, position_ids=places, attention_mask=F.pad(torch.ones_like(ids)[:, 1:], (1, 0)))
+    written = places.clone()
+    model(input_ids=ids, position_ids=written)
+    written.data.copy_(places.flip(1))  # of which the tensor itself knows nothing
+    with pytest.raises(ValueError, match="position_ids: not those of the tokens that process"):
+        model(input_ids=ids, position_ids=written)
     offsets = torch.tensor([0, TOKENS // 2, TOKENS], dtype=torch.int32)
     packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 32, "max_length_k": 32}
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q, of packed documents, is not supported"):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import _ctypes
+import logging
+import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from sagebwd import environment
 from sagebwd.kernels.sm90.forward import compile as sm90
+from sagebwd.kernels.sm90.widths import ForwardTile
 from tests import programs
 
 ANY_LIBRARY = _ctypes.__file__
@@ -143,3 +148,112 @@ def test_versions_are_those_of_the_extra():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     pinned = dict(re.findall(r"([\w-]+)==([\w.]+);", " ".join(project["optional-dependencies"]["hopper"])))
     assert pinned == sm90.VERSIONS
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler and a linker that take no time; what was built."""
+    built = []
+
+    def build(variant, path):
+        path.write_text("a kernel")
+        built.append(path)
+
+    monkeypatch.setattr(sm90, "broken_compiler", lambda: None)
+    monkeypatch.setattr(sm90, "_load_runtime", lambda: None)
+    monkeypatch.setattr(sm90, "Function", lambda path, entry: path)
+    monkeypatch.setattr(sm90, "build", build)
+    return built
+
+
+@pytest.mark.parametrize("nowhere", ["/proc/1/nowhere", "file/nowhere"])
+def test_where_kernels_cannot_be_kept_a_process_has_its_own(nowhere, compiler, monkeypatch, tmp_path, caplog):
+    """Regression: FileNotFoundError from every call of `mixed` and `auto`."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / nowhere))
+    monkeypatch.setattr(environment, "_unwritable", set())
+    assert not sm90._has_compiled()
+    with caplog.at_level(logging.WARNING, "sagebwd"):
+        one, other = (sm90.forward_kernel.__wrapped__(variant_of(n)) for n in (64, 128))
+    assert [one, other] == compiler
+    assert one.parent == other.parent == environment.folder_of_process(os.getpid())
+    (said,) = caplog.messages
+    for part in (f"{sm90._objects()} cannot be written (", "SAGEBWD_CACHE_DIR"):
+        assert part in said
+
+
+def test_a_folder_that_can_be_written_keeps_kernels(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    path = sm90.forward_kernel.__wrapped__(variant_of(64))
+    assert path == sm90.object_path(variant_of(64))
+    assert path.is_relative_to(tmp_path)
+    assert sm90._has_compiled()
+    assert sm90.forward_kernel.__wrapped__(variant_of(64)) == path
+    assert compiler == [path]
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_linker_that_fails_says_why(monkeypatch, tmp_path):
+    """Regression: CalledProcessError, without what the linker had said."""
+    linker = tmp_path / "linker"
+    linker.write_text("#!/bin/sh\necho 'cannot find -lfoo' >&2\nexit 3\n")
+    linker.chmod(0o755)
+    monkeypatch.setenv("CC", str(linker))
+    with pytest.raises(RuntimeError, match=r"linker -shared -o .* ended with 3: cannot find -lfoo\. CC names"):
+        sm90._link(tmp_path / "made.o", tmp_path / "linked.so")
+
+
+@pytest.fixture
+def copied(monkeypatch, tmp_path):
+    """The package's sources, which a test may change."""
+    root = tmp_path / "sagebwd"
+    shutil.copytree(sm90.ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(sm90, "ROOT", root)
+    return root
+
+
+def test_what_is_compiled_in_decides_what_is_loaded(copied):
+    """Regression: constants of widths.py and mask.py changed, and kernels with the old ones were loaded."""
+    found = {path.relative_to(copied).as_posix() for path in sm90.sources() if path.is_relative_to(copied)}
+    forward = {f"kernels/sm90/forward/{name}.py" for name in ("kernel", "variant", "softmax", "quantize", "tiles")}
+    assert found >= forward | {"kernels/sm90/widths.py", "masks/mask.py"}
+    assert not {"__init__.py", "kernels/sm90/forward/launch.py"} & found
+    assert Path(sm90.__file__) in sm90.sources()
+    before = sm90._source.__wrapped__()
+    for name in ("kernels/sm90/widths.py", "masks/mask.py", "kernels/sm90/forward/softmax.py"):
+        path = copied / name
+        path.write_text(path.read_text() + "TILE = 256\n")
+        after = sm90._source.__wrapped__()
+        assert after != before
+        before = after
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from sagebwd.new import A", "new.py"),
+        ("from sagebwd import new", "new.py"),
+        ("import sagebwd.new as x", "new.py"),
+        ("from sagebwd.folder import A", "folder/__init__.py"),
+        ("from sagebwd.folder import inner", "folder/inner.py"),
+        ("def f():\n    from sagebwd.new import (\n        A,\n    )", "new.py"),
+        ("from ... import new", "kernels/new.py"),  # as a build for the package `kernels` imports
+        ("from ....new import A", "new.py"),
+        ("import sagebwd_other", None),
+        ("from sagebwd_other import new", None),
+    ],
+)
+def test_whatever_the_kernel_comes_to_import_counts(line, found, copied):
+    for name in ("new.py", "kernels/new.py", "folder/__init__.py", "folder/inner.py"):
+        (copied / name).parent.mkdir(exist_ok=True)
+        (copied / name).write_text("A = 1\n")
+    before = set(sm90.sources())
+    rotation = (
+        copied / "kernels" / "sm90" / "forward" / "rotation.py"
+    )  # which the kernel's module does not import itself
+    rotation.write_text(f"{line}\n")
+    assert {path.relative_to(copied).as_posix() for path in set(sm90.sources()) - before} == {found} - {None}
+
+
+def variant_of(head_dim):
+    return sm90.Variant(head_dim, head_dim, "bfloat16", ForwardTile(2, 128, 2))

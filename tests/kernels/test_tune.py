@@ -1,5 +1,10 @@
 """Choosing a launch: what happens where the table's does not fit the GPU."""
 
+import dataclasses
+import json
+import logging
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +23,7 @@ TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
 def call(monkeypatch):
     monkeypatch.setattr(tune, "_FITTING", {})
     monkeypatch.setattr(device, "capability", lambda device: 90)
-    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, device=None, mask=None)
+    return SimpleNamespace(head_dim=256, recipe=TOKEN, dtype=torch.bfloat16, device=None, lists=None, packed=False)
 
 
 def test_smaller_launches_never_combine_tma_with_one_stage_nor_split_a_group():
@@ -59,3 +64,82 @@ def test_where_nothing_fits_the_message_names_a_way_out(call):
 
     with pytest.raises(NotImplementedError, match=r"use recipe token\(block_k=64\), or impl='reference'"):
         tune.run_best("dq", call, run)
+
+
+@pytest.fixture
+def tuning(call, monkeypatch, tmp_path):
+    """A call whose launches are timed, by a clock that likes more warps, and kept in a folder of the test."""
+    monkeypatch.setenv("SAGEBWD_AUTOTUNE", "1")
+    monkeypatch.setattr(tune, "CACHE", tmp_path / "cache" / "launch.json")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(tune, "_time", lambda *given: call.timed.append(given[-1]) or -given[-1].warps)
+    call.timed = []
+    tune._read.cache_clear()
+    yield call
+    tune._read.cache_clear()
+
+
+def launched(call, kernel="forward"):
+    """With what a kernel is launched."""
+    found = []
+    tune.run_best(kernel, call, found.append)
+    return found[0]
+
+
+def test_what_is_tuned_is_kept(tuning):
+    best = launched(tuning)
+    count = len(tuning.timed)
+    tune._read.cache_clear()
+    assert launched(tuning) == best
+    assert len(tuning.timed) == count > 0
+    assert [dataclasses.asdict(best)] == list(json.loads(tune.CACHE.read_text()).values())
+    assert os.listdir(tune.CACHE.parent) == [tune.CACHE.name]
+
+
+def test_where_nothing_can_be_kept_a_process_tunes_once(tuning, monkeypatch, tmp_path, caplog):
+    """Regression: FileNotFoundError, NotADirectoryError or PermissionError from a call."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tune, "CACHE", tmp_path / "file" / "nowhere" / "launch.json")
+    best = launched(tuning)
+    count = len(tuning.timed)
+    assert launched(tuning) == best
+    assert len(tuning.timed) == count
+    launched(tuning, "dq")
+    (said,) = caplog.messages
+    assert f"{tune.CACHE.parent} cannot be written (NotADirectoryError: " in said
+    assert "SAGEBWD_CACHE_DIR" in said
+
+
+@pytest.mark.parametrize("text", ["", '{"a": {"rows": 6', "[]", '{"a": {"rows": 64, "cols": 3}}', '{"a": 3}'])
+def test_a_malformed_file_is_told_and_written_anew(text, tuning, caplog):
+    tune.CACHE.parent.mkdir()
+    tune.CACHE.write_text(text)
+    with caplog.at_level(logging.WARNING, "sagebwd"):
+        best = launched(tuning)
+    (said,) = caplog.messages
+    assert f"{tune.CACHE}, which keeps tuned launches, is not read" in said
+    assert list(json.loads(tune.CACHE.read_text()).values()) == [dataclasses.asdict(best)]
+
+
+def test_threads_that_tune_at_once_do_not_collide(tuning, caplog):
+    """Regression: threads of a process wrote one temporary file, and the second one found it gone."""
+    failed = []
+
+    def write(name):
+        try:
+            for n in range(100):
+                tune._read()[f"{name} {n}"] = dataclasses.asdict(Config(64, 4, 2))
+                tune._write(tune._read())
+        except Exception as error:
+            failed.append(error)
+
+    tune._read()
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert not caplog.messages
+    assert os.listdir(tune.CACHE.parent) == [tune.CACHE.name]
+    assert json.loads(tune.CACHE.read_text())

@@ -1,6 +1,8 @@
 import json
 import lzma
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,3 +156,72 @@ def test_blocks_visit_every_sequence_once_an_epoch_in_an_order_set_by_the_seed()
 def test_blocks_need_a_whole_sequence():
     with pytest.raises(ValueError, match="31 tokens do not fill one sequence"):
         text.Blocks(np.arange(31, dtype=np.uint16), 32)
+
+
+def rewrite(path, text):
+    """Of the same length as before, perhaps, but later."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, ns=(before + 10**9,) * 2)
+
+
+@pytest.mark.parametrize("name", ["source", "held_out"])
+def test_a_file_in_the_home_that_is_rewritten_is_read_again(name, tmp_path, corpus, monkeypatch):
+    """Regression: under ~ neither size nor time was looked at, and training went on with the old text."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = tmp_path / "home" / "text.txt"
+    chosen = config(tmp_path, **{"source": str(corpus), name: "~/text.txt"}, held_out_share=0.3)
+    found = []
+    for word in ("before", "during", "latest"):
+        rewrite(path, "".join(f"{word} {n}\n{text.END_OF_TEXT}\n" for n in range(50)))
+        tokens = text.load(chosen)
+        found.append(decoded(np.concatenate((tokens.train, tokens.held_out))))
+    assert [word in part for word, part in zip(("before", "during", "latest"), found)] == [True] * 3
+
+
+def test_a_tokenizer_in_the_home_that_is_rewritten_is_read_again(tmp_path, corpus, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    chosen = config(tmp_path, source=str(corpus), tokenizer="~/tokenizer.json")
+    folders = []
+    for content in ("{}", "[]"):
+        rewrite(tmp_path / "home" / "tokenizer.json", content)
+        folders.append(text.token_folder(chosen))
+    assert len(set(folders)) == 2
+
+
+@pytest.mark.parametrize("tilde", [False, True])
+def test_a_folder_of_which_a_file_changes_is_read_again(tilde, tmp_path, monkeypatch):
+    """Regression: of a dataset's folder nothing but its name was looked at."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = [tmp_path / "dataset" / name for name in ("train_1.jsonl", "train_2.jsonl")]
+    chosen = config(tmp_path, source="hf:~/dataset" if tilde else f"hf:{tmp_path / 'dataset'}", held_out_share=0.3)
+    words = dict.fromkeys(files, "before")
+    found = []
+    for changed, word in ((files[0], "before"), (files[1], "during"), (files[0], "latest")):
+        words[changed] = word
+        for file in files:
+            if file == changed or not file.exists():
+                rows = (json.dumps({"text": f"{words[file]} {n}"}) + "\n" for n in range(60))
+                rewrite(file, "".join(rows))
+        tokens = text.load(chosen)
+        found.append(decoded(np.concatenate((tokens.train, tokens.held_out))))
+    assert [word in part for word, part in zip(("before", "during", "latest"), found)] == [True] * 3
+
+
+def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path, corpus):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data\.cache: .*file cannot be written \(.*set data.cache or SAGEBWD_CACHE"):
+        text.load(config(tmp_path, source=str(corpus), cache=str(tmp_path / "file")))
+
+
+def test_a_path_in_the_home_of_nobody_is_one_clear_line(monkeypatch):
+    def nobody(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    with pytest.raises(ValueError, match=r"'~/text.txt': there is no such file"):
+        next(text.documents("~/text.txt"))
+    with pytest.raises(ValueError, match=r"data.cache='~/cache': this user has no home"):
+        text.load(Config("x").replace({"data.cache": "~/cache"}))

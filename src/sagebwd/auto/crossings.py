@@ -8,8 +8,9 @@ on the cards of this project, each row with the results file that says so; `pyth
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -87,9 +88,60 @@ def wins(ms: float | None, torch_ms: float | None) -> bool:
 def of_card(card: str, torch_version: str) -> tuple[Crossing, ...]:
     """What is known of a card, as CUDA names it: measured on this machine, or else by this project."""
     path = kept_at(card, torch_version)
-    if path.exists():
-        return tuple(of_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], str(path)))
+    rows = rows_kept(path)
+    if rows is not None:
+        return tuple(of_rows(rows, str(path)))
     return tuple(Crossing(**row) for row in _of_this_project().get(card, ()))
+
+
+def rows_kept(path: Path) -> list[dict] | None:
+    """The rows of a file of `kept_at`; None where there is none and, with a warning, where it cannot be read."""
+    try:
+        return _checked(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logging.getLogger("sagebwd").warning(
+            f"sagebwd: {path}, which says from how many tokens low precision is faster here, is not read: "
+            f"{type(error).__name__}: {error}. Delete it, or measure anew with `sagebwd doctor --measure`; until then "
+            "what this project measured counts"
+        )
+        return None
+
+
+def _checked(content: object) -> list[dict]:
+    """The rows of a results file. Raises ValueError that says what of them is not what it should be."""
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError('expected an object with a list "rows"')
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"rows[{number}]: expected an object, got {row!r}")
+        for name, (accepts, accepted) in _COLUMNS.items():
+            if name not in row and name != "size":  # which older files have not
+                raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
+            if name in row and not accepts(row[name]):
+                raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
+    return rows
+
+
+def _is_count(x: object) -> bool:
+    return type(x) is int and x > 0
+
+
+def _is_time(x: object) -> bool:
+    return x is None or type(x) in (int, float)
+
+
+# What `of_rows` reads of a row, which values it takes and what these are called.
+_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("head_dim", "value_dim", "tokens", "elements"), (_is_count, "an integer, at least 1")),
+    "direction": (DIRECTIONS.__contains__, f"one of {', '.join(DIRECTIONS)}"),
+    "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
+    **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
+    **dict.fromkeys(("ms", "torch_ms"), (_is_time, "a number or null")),
+    "size": (_is_count, "an integer, at least 1"),
+}
 
 
 def kept_at(card: str, torch_version: str) -> Path:

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows, widths_text
+from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows, rows_kept, widths_text
 from sagebwd.benchmarks import crossings as benchmark
 from sagebwd.benchmarks.results import environment, save
 from sagebwd.commands.terminal import console, progress
+from sagebwd.environment import CACHE_DIR, make, write_whole
 
 
 def measure(device: str, cases: list[benchmark.Case], output: Path | None, commit: str | None) -> None:
@@ -21,15 +22,24 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
 
     Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
     and of other widths than those of ``cases`` stays.
+
+    Raises ValueError, before anything is timed, where nothing can be kept.
     """
     facts = environment(device, commit)
     kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
+    try:
+        make(kept.parent)
+    except OSError as error:
+        raise ValueError(
+            f"{kept.parent} cannot be written ({type(error).__name__}: {error}); set {CACHE_DIR} to a folder that "
+            "can be"
+        ) from None
     anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
-    before = [row for row in _rows_of(kept) if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
+    before = [row for row in rows_kept(kept) or () if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress() as tell:
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
-            _keep(before + [asdict(row) for row in rows], facts, kept)
+            write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")
             path = kept if output is None else save(rows, facts, output, "crossings")
             for line in _lines(timed):
                 console.print(line, highlight=False)
@@ -51,17 +61,6 @@ def show(device: str) -> None:
     console.print(table(known))
     for source in sorted({row.source for row in known}):
         console.print(f"measured: {source}", soft_wrap=True, markup=False)
-
-
-def _rows_of(path: Path) -> list[dict]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-
-
-def _keep(rows: list[dict], facts: dict[str, object], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps({**facts, "rows": rows}) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:

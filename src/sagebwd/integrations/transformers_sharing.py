@@ -25,10 +25,9 @@ from sagebwd.integrations.transformers_settings import NAME
 
 @dataclass(eq=False)
 class Sharing:
-    """The processes that share a model's sequences; checked: the position_ids that were last seen to be right."""
+    """The processes that share a model's sequences."""
 
     group: dist.ProcessGroup | None
-    checked: Tensor | None = None
 
 
 _sharing: WeakKeyDictionary[nn.Module, Sharing] = WeakKeyDictionary()
@@ -84,7 +83,7 @@ def shared_attention(
     is_causal = mask.visible.upper == 0
     positions = kwargs.get("position_ids")
     if is_causal and (positions is not None or mask.visible.documents is not None):
-        _check_places(sharing, positions, query)
+        _check_places(sharing.group, positions, query)
     grouped = query.shape[1] != key.shape[1]
     out = ring_attention(query, key, value, is_causal, enable_gqa=grouped, group=sharing.group, **options)
     return out.transpose(1, 2).contiguous()
@@ -110,17 +109,17 @@ def _reason_to_refuse(query: Tensor, key: Tensor, mask: Mask | None, kwargs: dic
     return None
 
 
-def _check_places(sharing: Sharing, positions: Tensor | None, query: Tensor) -> None:
-    """Raises unless position_ids are those of this process's tokens, as `shard` divides them; read once a forward."""
-    if positions is not None and positions is sharing.checked:
-        return
-    rank, count = place(sharing.group)
+def _check_places(group: dist.ProcessGroup | None, positions: Tensor | None, query: Tensor) -> None:
+    """Raises unless position_ids are those of this process's tokens, as `shard` divides them.
+
+    Every attention reads them, and waits for its GPU to do so: the tensor of the one before may be written anew.
+    """
+    rank, count = place(group)
     tokens = query.shape[2] * count
-    expected = shard(torch.arange(tokens, device=query.device), 0, sharing.group)
+    expected = shard(torch.arange(tokens, device=query.device), 0, group)
     if positions is None or positions.shape[1:] != expected.shape or not bool((positions == expected).all()):
         raise ValueError(
             f"position_ids: not those of the tokens that process {rank} of {count} has of {tokens}; give "
             "shard(torch.arange(tokens), 0, group)[None], or divide them with the batch. Packed documents are not "
             "supported"
         )
-    sharing.checked = positions

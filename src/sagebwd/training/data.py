@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from sagebwd.environment import cache_folder
+from sagebwd.environment import CACHE_DIR, cache_folder
 from sagebwd.training.config import Config, Data
 
 END_OF_TEXT = "<|endoftext|>"
-STDLIB = "python-stdlib"
+STDLIB, HUB = "python-stdlib", "hf:"
 BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 BPE_TRAINING_CHARACTERS = 4_000_000
 # Documents tokenised at a time: few of a stream or up to a limit, as what is beyond is thrown away; of files as many
@@ -81,7 +81,8 @@ class Blocks(Dataset):
 def load(config: Config) -> Tokens:
     """The tokens of a config's data, from the cache or made now.
 
-    Raises ValueError for a source or tokeniser that is missing, empty, unreadable or in the wrong encoding.
+    Raises ValueError for a source or tokeniser that is missing, empty, unreadable or in the wrong encoding, and for a
+    folder that cannot be written.
     """
     data, folder = config.data, token_folder(config)
     if not (folder / "meta.json").exists():
@@ -101,29 +102,57 @@ def _wanted(config: Config) -> int:
 
 
 def _cache_folder(data: Data) -> Path:
-    return Path(data.cache).expanduser() if data.cache else cache_folder()
+    if not data.cache:
+        return cache_folder()
+    try:
+        return Path(data.cache).expanduser()
+    except RuntimeError:
+        raise ValueError(f"data.cache={data.cache!r}: this user has no home; accepted: a folder without ~") from None
 
 
 def _key(data: Data, wanted: int) -> str:
     """A hash of all that the tokens depend on: the settings, and the size and time of the files behind them."""
     facts: dict[str, object] = {key: value for key, value in asdict(data).items() if key not in ("cache", "context")}
-    if data.source == STDLIB:
+    if STDLIB in (data.source, data.held_out):
         facts["python"] = sysconfig.get_python_version()
         facts["files"] = len(_stdlib_files())
-    if data.source.startswith("hf:"):
+    if data.source.startswith(HUB):
         facts["tokens"] = wanted
-    for path in (data.source, data.held_out, data.tokenizer):
-        if path and Path(path).is_file():
-            stat = Path(path).stat()
-            facts[f"file {path}"] = (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
+    for name in filter(None, (data.source, data.held_out, data.tokenizer)):
+        path = _expanded(name.removeprefix(HUB))
+        if path.is_file():
+            facts[f"file {name}"] = (str(path.resolve()), *_size_and_time(path))
+        elif name.startswith(HUB) and path.is_dir():
+            within = sorted(file for file in path.rglob("*") if file.is_file())
+            files = [(str(file.relative_to(path)), *_size_and_time(file)) for file in within]
+            facts[f"folder {name}"] = (str(path.resolve()), files)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _expanded(name: str) -> Path:
+    """A path with the user's home in place of ``~``; as it is for a user without one."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _tokenise(data: Data, folder: Path, wanted: int) -> None:
     """Write the token files beside their folder and move them there when whole."""
     tokenizer = _tokenizer(data)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(
+            f"data.cache: {folder.parent} cannot be written ({type(error).__name__}: {error}); set data.cache or "
+            f"{CACHE_DIR} to a folder that can be"
+        ) from None
     try:
         dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
         counts = _write_parts(data, tokenizer, scratch, dtype, wanted)
@@ -158,7 +187,7 @@ def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, 
                 counts[part] += len(ids)
                 characters += len(text) if part == "train" else 0
                 progress.update(len(ids))
-            if data.source.startswith("hf:") and counts["train"] >= wanted and counts["held_out"]:
+            if data.source.startswith(HUB) and counts["train"] >= wanted and counts["held_out"]:
                 break
             if limit is not None and characters >= limit and counts["held_out"]:
                 break
@@ -167,7 +196,7 @@ def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, 
 
 def _batches(data: Data) -> Iterator[tuple[tuple[str, str], ...]]:
     parts = split_documents(data)
-    size = _FEW if data.source.startswith("hf:") or data.max_megabytes is not None else _MANY
+    size = _FEW if data.source.startswith(HUB) or data.max_megabytes is not None else _MANY
     while batch := tuple(itertools.islice(parts, size)):
         yield batch
 
@@ -188,9 +217,9 @@ def documents(source: str) -> Iterator[str]:
     """The documents of a source. Raises ValueError where it cannot be read."""
     if source == STDLIB:
         return (path.read_text(encoding="utf-8", errors="ignore") for path in _stdlib_files())
-    if source.startswith("hf:"):
-        return _hub_documents(source.removeprefix("hf:"))
-    return _file_documents(Path(source).expanduser())
+    if source.startswith(HUB):
+        return _hub_documents(source.removeprefix(HUB))
+    return _file_documents(_expanded(source))
 
 
 def _stdlib_files() -> list[Path]:
@@ -243,8 +272,9 @@ def _hub_documents(name: str) -> Iterator[str]:
     """The ``text`` column of a dataset's train split, streamed: a hub's name or a local folder."""
     from datasets import load_dataset
 
+    folder = _expanded(name)
     try:
-        rows = load_dataset(name, split="train", streaming=True)
+        rows = load_dataset(str(folder) if folder.is_dir() else name, split="train", streaming=True)
     except (FileNotFoundError, ValueError, ConnectionError, OSError) as error:
         raise ValueError(f"data.source='hf:{name}': cannot be loaded ({' '.join(str(error).split())[:200]})") from None
     for row in rows:
@@ -307,7 +337,7 @@ def read_tokenizer(name: str):
     """The `tokenizers` tokeniser in a tokenizer.json. Raises ValueError where it is missing or unreadable."""
     from tokenizers import Tokenizer
 
-    path = Path(name).expanduser()
+    path = _expanded(name)
     if not path.is_file():
         raise ValueError(
             f"data.tokenizer={name!r}: there is no such file; accepted: bytes, bpe:SIZE, a tokenizer.json"

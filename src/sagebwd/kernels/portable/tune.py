@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -17,8 +17,9 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from sagebwd.call import Call
-from sagebwd.environment import cache_folder, is_on
+from sagebwd.environment import cache_folder, is_on, warn_of_unwritable, write_whole
 from sagebwd.kernels.host import device
+from sagebwd.kernels.host.program import Program
 from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
 
 CACHE = cache_folder() / "launch.json"
@@ -34,11 +35,11 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
     """
     arch = device.capability(call.device)
     config = choose(kernel, call.head_dim, call.recipe, arch)
-    if call.mask is not None:
+    if call.lists is not None:
         config = config.under_a_mask()
-    if is_on("SAGEBWD_AUTOTUNE") and arch:
+    if is_on("SAGEBWD_AUTOTUNE") and arch and call.lists is None and not call.packed:  # a trial's bytes are no offsets
         config = _tuned(kernel, call, run, config)
-    key = (kernel, call.head_dim, call.recipe, call.dtype, call.mask is None, arch)
+    key = (kernel, call.head_dim, call.recipe, call.dtype, call.lists is None, arch)
     config = _FITTING.get(key, config)
     for fitting in (config, *smaller(config, kernel, call.recipe, arch)):
         try:
@@ -56,27 +57,47 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
 
 def _tuned(kernel: str, call: Call, run: Callable[[Config], None], default: Config) -> Config:
     key = f"{torch.cuda.get_device_name()} triton {triton.__version__} {kernel} {call.head_dim} {call.recipe}"
-    key += " mask" * (call.mask is not None)
     known = _read()
     if key not in known:
-        times = {config: _time(run, config) for config in candidates(default)}
+        times = {config: _time(call, run, config) for config in candidates(default)}
         known[key] = dataclasses.asdict(min(times, key=times.get))
-        CACHE.parent.mkdir(parents=True, exist_ok=True)
-        temporary = CACHE.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(CACHE)
+        _write(known)
     return Config(**known[key])
 
 
 @cache
 def _read() -> dict[str, dict]:
-    """The cache file, read once; what this process tunes is added to it."""
-    return json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    """The launches of the cache file, read once; what this process tunes is added to it.
+
+    None of them where the file cannot be read, which tuning then writes anew.
+    """
+    try:
+        found = json.loads(CACHE.read_text(encoding="utf-8"))
+        for launch in found.values():
+            Config(**launch)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logging.getLogger("sagebwd").warning(
+            f"sagebwd: {CACHE}, which keeps tuned launches, is not read, and they are tuned anew: "
+            f"{type(error).__name__}: {error}"
+        )
+        return {}
+    return found
 
 
-def _time(run: Callable[[Config], None], config: Config) -> float:
+def _write(known: dict[str, dict]) -> None:
+    """Keep launches for later processes, where they can be kept."""
+    try:
+        write_whole(CACHE, json.dumps(dict(known), indent=1))  # a copy: other threads tune meanwhile
+    except OSError as error:
+        warn_of_unwritable(CACHE.parent, error)
+
+
+def _time(call: Call, run: Callable[[Config], None], config: Config) -> float:
     """Milliseconds; infinite for a launch that does not fit this GPU."""
     try:
-        return triton.testing.do_bench(lambda: run(config), warmup=5, rep=20, return_mode="median")
+        trial = Program.alone(lambda: run(config), call.device)
+        return triton.testing.do_bench(lambda: trial.run([]), warmup=5, rep=20, return_mode="median")
     except OutOfResources:
         return float("inf")

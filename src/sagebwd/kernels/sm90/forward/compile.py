@@ -1,12 +1,13 @@
 """Compiles the sm_90a kernels and keeps what was compiled on disk, by source, compiler and variant.
 
 Compiling takes seconds and NVIDIA's CuTe DSL. What is kept is a shared object of some 80 kB, host code included: a
-later process loads it by TVM-FFI without importing the compiler. Where anything of that is missing or broken,
-`unavailable` says what, and other kernels run.
+later process loads it by TVM-FFI without importing the compiler. Where it cannot be kept, every process compiles for
+itself. Where anything of that is missing or broken, `unavailable` says what, and other kernels run.
 """
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import importlib.metadata
@@ -15,13 +16,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from sagebwd.environment import cache_folder
+from sagebwd.environment import cache_folder, writable
 from sagebwd.kernels.host.ffi import Function, runtime
-from sagebwd.kernels.host.replay import say_what_takes_long
+from sagebwd.kernels.host.program import say_what_takes_long
 from sagebwd.kernels.sm90.forward.variant import Variant
 
 ARCHITECTURE = "sm_90a"
@@ -32,6 +33,9 @@ PARTS = tuple(f"{COMPILER}-libs-{part}" for part in ("base", "core", "cu12", "cu
 VERSIONS = {COMPILER: "4.8.1", LOADER: "0.1.15.post2"}
 EXTRA = "in a clone: pip install '.[hopper]'"
 ENTRY = "forward"
+# Of this package, and its module with the kernel.
+ROOT = Path(__file__).parents[3]
+NAME, KERNEL = __name__.removesuffix(".kernels.sm90.forward.compile"), Path("kernels", "sm90", "forward", "kernel.py")
 
 
 @cache
@@ -49,7 +53,15 @@ def unavailable() -> str | None:
     if _linker() is None:
         return "no C compiler is found, which links what was compiled (CC, gcc or clang)"
     fault = _fault(COMPILER, _load_runtime) or _fault(LOADER, runtime)
-    return fault or (None if any(_objects().glob("*.so")) else broken_compiler())
+    return fault or (None if _has_compiled() else broken_compiler())
+
+
+def _has_compiled() -> bool:
+    """Whether a variant is on disk; not where its folder cannot be read."""
+    try:
+        return any(name.endswith(".so") for name in os.listdir(_objects()))
+    except OSError:
+        return False
 
 
 @cache
@@ -80,12 +92,18 @@ def _version(package: str) -> str | None:
 
 @cache
 def forward_kernel(variant: Variant) -> Function:
-    """A variant of the forward, from disk or compiled now, which takes seconds and is announced."""
+    """A variant of the forward, from disk or compiled now, which takes seconds and is announced.
+
+    Raises NotImplementedError where the compiler is broken, and RuntimeError where what it made cannot be linked.
+    """
     path = object_path(variant)
-    if not path.exists():
+    if not os.access(path, os.R_OK):
         if broken_compiler() is not None:  # since it compiled what is on disk
             raise NotImplementedError(f"a kernel cannot be compiled: {broken_compiler()}; recipe='token' needs none")
-        say_what_takes_long("CuTe DSL's", f"{path.parent} (SAGEBWD_CACHE_DIR)")
+        folder = writable(path.parent)
+        if folder == path.parent:
+            say_what_takes_long("CuTe DSL's", f"{folder} (SAGEBWD_CACHE_DIR)")
+        path = folder / path.name
         build(variant, path)
     _load_runtime()
     return Function(path, ENTRY)
@@ -98,20 +116,75 @@ def object_path(variant: Variant) -> Path:
 
 def _objects() -> Path:
     """Where is kept what these sources and versions made."""
-    text = [source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))]
-    text += [importlib.metadata.version(x) for x in (COMPILER, LOADER)]
-    return cache_folder() / "sm90" / _hash("\0".join((*text, ARCHITECTURE)))
+    versions = [importlib.metadata.version(x) for x in (COMPILER, LOADER)]
+    return cache_folder() / "sm90" / _hash("\0".join((_source(), *versions, ARCHITECTURE)))
+
+
+@cache
+def _source() -> str:
+    """The text of all that is compiled in."""
+    return "\0".join(path.read_text(encoding="utf-8") for path in sources())
+
+
+def sources() -> list[Path]:
+    """The files that what is compiled depends on: this one, the kernel's, and of this package all that it imports."""
+    found, left = {Path(__file__)}, [ROOT / KERNEL]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += _imported_by(path)
+    return sorted(found)
+
+
+def _imported_by(path: Path) -> Iterator[Path]:
+    """The files of this package that one imports from; none is imported, since the kernel's needs the compiler."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.level, ".".join(filter(None, (node.module, alias.name)))) for alias in node.names]
+        else:
+            continue
+        for level, name in names:
+            first, *parts = name.split(".")
+            if level:
+                yield _file_of(path.parents[level - 1], [first, *parts])
+            elif first == NAME:
+                yield _file_of(ROOT, parts)
+
+
+def _file_of(folder: Path, parts: list[str]) -> Path:
+    """The file of a module, or of the one that has a name, whose last part that is."""
+    for module in (folder.joinpath(*parts), folder.joinpath(*parts[:-1])):
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file():
+                return file
+    raise FileNotFoundError(f"{folder.joinpath(*parts)} is no module, and {module} is none that could have it")
 
 
 def build(variant: Variant, path: Path) -> None:
-    """Compile a variant and write its shared object; needs no GPU."""
+    """Compile a variant and write its shared object; needs no GPU.
+
+    Raises RuntimeError with what the linker says where it fails, and OSError where the object cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made, linked = Path(folder) / "forward.o", Path(folder) / "forward.so"
         compiled(variant, "--enable-tvm-ffi").export_to_c(str(made), ENTRY)
-        # what CUDA's and TVM-FFI's runtimes define stays open until it is loaded
-        subprocess.run([_linker(), "-shared", "-o", linked, made], check=True, capture_output=True)
+        _link(made, linked)
         os.replace(linked, path)
+
+
+def _link(made: Path, linked: Path) -> None:
+    """What CUDA's and TVM-FFI's runtimes define stays open until the object is loaded."""
+    command = [str(_linker()), "-shared", "-o", str(linked), str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"a kernel cannot be linked: {' '.join(command)} ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()}. CC names another C compiler; recipe='token' needs none"
+        )
 
 
 def compiled(variant: Variant, options: str):
