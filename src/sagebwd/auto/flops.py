@@ -1,0 +1,56 @@
+"""What `torch.utils.flop_counter` counts of a call: products of all queries and keys, hidden or not, as of SDPA."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+COUNTER = "torch.utils.flop_counter"
+
+
+def register() -> None:
+    """Give the formulas to torch's counter where it is imported, which imports triton, and to those that count now."""
+    if COUNTER not in sys.modules:
+        return
+    counter = sys.modules[COUNTER]
+    for operator, formula in (
+        (torch.ops.sagebwd.attention, _forward),
+        (torch.ops.sagebwd.attention_backward, _backward),
+    ):
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator, get_raw=True)(formula)
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(getattr(mode, "counter", None), "flop_registry"):  # a copy of that from when it was made
+                mode.counter.flop_registry.setdefault(operator, formula)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None,
+    mask_tiles: Tensor | None, mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, *settings: object, out_val: object = None,
+) -> int:  # fmt: skip
+    """Q K^T and P V."""
+    pairs = _pairs(q, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+
+
+def _backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
+    workspace: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None, mask_tiles: Tensor | None,
+    mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, head_dim: int,
+    max_seqlen_q: int, max_seqlen_k: int, *settings: object, out_val: object = None,
+) -> int:  # fmt: skip
+    """Q K^T again, dP, dV, dQ and dK."""
+    pairs = _pairs(o, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    return 2 * pairs * (3 * head_dim + 2 * v.shape[-1])
+
+
+def _pairs(q: Tensor, k: Tensor, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]) -> int:
+    """Pairs of a query and a key, of all heads, of tensors with the rows of q and k."""
+    if offsets[0] is None:
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    queries, keys = map(sys.modules[COUNTER]._offsets_to_lengths, offsets, longest)
+    return q.shape[1] * sum(n * m for n, m in zip(queries, keys))
