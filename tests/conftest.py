@@ -46,17 +46,16 @@ def poisoned_allocations(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned(torch.Tensor.new_empty_strided))
 
 
 @pytest.fixture(autouse=True)
-def no_call_remembered():
-    """Tests patch what calls launch."""
-    if "sagebwd.eager" in sys.modules:
-        sys.modules["sagebwd.eager"]._plans.clear()
-    if "sagebwd.kernels.host.replay" in sys.modules:
-        sys.modules["sagebwd.kernels.host.replay"]._calls.clear()
+def no_plans():
+    """Tests patch what plans launch."""
+    if "sagebwd.cache" in sys.modules:
+        sys.modules["sagebwd.cache"].PLANS.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

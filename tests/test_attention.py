@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from sagebwd import Recipe, sage_attention, sage_attention_varlen, switches
+from sagebwd import Recipe, explain, read_mask, sage_attention, sage_attention_varlen, switches
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.switches import current as current_switches
 from tests.inputs import draw
@@ -325,7 +325,7 @@ REFUSED_PACKED = [
     ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q: expected an int32 tensor, got NoneType"),
     ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
     ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
-    ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "cu_seqlens_q: expected int32"),
+    ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "int32 of shape (sequences + 1,), one sequence at least, got"),
     ({"cu_seqlens_q": OFFSETS.to("meta")}, ValueError, "cu_seqlens_q: device meta differs"),
     ({"cu_seqlens_q": OFFSETS[[0, 2]]}, ValueError, "name 1 and 2 sequences"),
     ({"cu_seqlens_q": OFFSETS + 1}, ValueError, "cu_seqlens_q must rise from 0 to the number of packed tokens (6)"),
@@ -443,6 +443,43 @@ def test_what_the_operator_has_no_rules_for_is_refused_by_name():
             sage_attention(nested, nested, nested)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace is not supported; use torch\.compile"):
         torch.jit.trace(lambda x: sage_attention(x, x, x), q.detach())
+
+
+def test_a_saturated_softmax_is_for_full():
+    """As docs/limits.md says."""
+    q, k, v, do = (x.bfloat16() for x in draw(tokens=128))
+    for recipe, bounds in (("full", (0, 0.05)), ("token", (0.5, 2)), ("mixed", (0.5, 2)), ("paper", (0.5, 2))):
+        for scale, (least, most) in ((30.0, bounds), (None, (0, 0.1))):
+            exact, ours = (leaves(*(x.to(dtype) for x in (q, k, v))) for dtype in (torch.float64, torch.bfloat16))
+            F.scaled_dot_product_attention(*exact, scale=scale).backward(do.double())
+            sage_attention(*ours, scale=scale, recipe=recipe, impl="reference").backward(do)
+            for x, e in zip(ours[:2], exact[:2]):
+                assert least <= relative_l2(x.grad, e.grad) <= most, (recipe, scale)
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "sinks"])
+def test_sparse_tensors_are_refused_by_name(name, dims):
+    """Regression: RuntimeError of a tensor without a data pointer or storage."""
+    x = torch.randn(1, 2, 4, 8)[0 if dims == 3 else slice(None)]
+    given = {"query": x, "key": x, "value": x, "attn_mask": torch.ones(4, 4), "sinks": torch.zeros(x.shape[1])}
+    given[name] = given[name].to_sparse()
+    message = rf"{name}: layout torch\.sparse_coo is not supported; accepted: torch\.strided, as {name}\.to_dense\(\)"
+    for function in (sage_attention, explain):
+        with pytest.raises(NotImplementedError, match=message):
+            function(**given)
+    if name == "attn_mask":
+        with pytest.raises(NotImplementedError, match=message):
+            read_mask(given[name])
+
+
+@pytest.mark.parametrize("name", ["query", "cu_seqlens_k"])
+def test_sparse_tensors_of_packed_sequences_are_refused_by_name(name):
+    x, offsets = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    given = {"query": x, "key": x, "value": x, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(NotImplementedError, match=rf"{name}: layout torch\.sparse_coo is not supported"):
+        sage_attention_varlen(**given, max_seqlen_q=4, max_seqlen_k=4)
 
 
 def test_forward_mode_is_refused():

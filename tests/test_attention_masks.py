@@ -1,14 +1,11 @@
 """`sage_attention` under masks of any shape, against torch's own attention in full precision."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from sagebwd import mask_argument, ops, read_block_mask, sage_attention
+from sagebwd import read_block_mask, sage_attention
 from sagebwd.masks.mask import shown
 from tests.inputs import draw
 from tests.masks import KINDS, MODS
@@ -175,38 +172,6 @@ def test_nan_in_a_bias_shows():
     o = sage_attention(q, k, v, mask)
     assert o[0, 0, 4].isnan().all()
     assert o[0, 0, 5].isfinite().all()
-
-
-def test_a_mask_is_read_once(monkeypatch):
-    q, k, v = (x.detach() for x in inputs((1, 2, 40, 40), 2, torch.float32)[0])
-    read = []
-    monkeypatch.setattr(mask_argument.ops, "mask_blocks", lambda x: read.append(1) or ops.blocks_of(x))
-    mask = torch.rand(40, 40) < 0.5
-    first = sage_attention(q, k, v, mask)
-    assert torch.equal(sage_attention(q, k, v, mask), first)
-    assert len(read) == 1
-    mask[:, 20:] = True  # written to: another mask
-    expected = sage_attention(q, k, v, mask.clone())
-    assert torch.equal(sage_attention(q, k, v, mask), expected)
-    assert len(read) == 3
-    gone = weakref.ref(mask)
-    del mask
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_block_mask_is_read_once_and_freed(monkeypatch):
-    q, k, v = (x.detach() for x in inputs((1, 2, 40, 40), 2, torch.float32)[0])
-    tiles_of, read = mask_argument.tiles_of, []
-    monkeypatch.setattr(mask_argument, "tiles_of", lambda x: read.append(1) or tiles_of(x))
-    mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40, device="cpu")
-    for _ in range(2):
-        sage_attention(q, k, v, block_mask=mask)
-    assert len(read) == 1
-    gone = weakref.ref(mask)
-    del mask
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("kind", ["bool-matrix", "bias-all", "sinks"])

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sagebwd import dispatch, sage_attention
+from sagebwd import sage_attention
 from sagebwd.checkpointing import keep_attention
 from sagebwd.integrations.transformers import register
+from sagebwd.plan import ALIGNMENT, Plan
 
 WIDTH, HEADS, HEAD_DIM, TOKENS = 64, 2, 32, 40
 
@@ -38,13 +39,13 @@ class Block(nn.Module):
 @pytest.fixture
 def forwards(monkeypatch):
     """How often attention's forward ran."""
-    real, seen = dispatch.forward, []
+    real, seen = Plan.forward, []
 
     def counted(*arguments):
         seen.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(dispatch, "forward", counted)
+    monkeypatch.setattr(Plan, "forward", counted)
     return seen
 
 
@@ -212,8 +213,10 @@ def kept(run) -> int:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_what_is_kept_is_the_output_the_codes_and_a_few_numbers_a_token():
     rows = 2 * HEADS * TOKENS
-    output, codes, numbers = 2 * rows * HEAD_DIM, 2 * rows * HEAD_DIM, 3 * 4 * rows  # lse and two scales
+    output, codes, lse, scales = 2 * rows * HEAD_DIM, 2 * rows * HEAD_DIM, 4 * rows, 4 * rows
     means = 2 * 4 * 2 * HEADS * HEAD_DIM  # of K, and of V beside it
+    assert codes % (2 * ALIGNMENT) == means % ALIGNMENT == 0
+    scales += -scales % ALIGNMENT  # what one workspace holds begins at multiples of so many bytes
     assert kept(whole) == 0
-    assert kept(keeping) == output + codes + numbers + means
+    assert kept(keeping) == output + lse + codes + 2 * scales + means
     assert kept(keeping) < 0.6 * kept(plain)

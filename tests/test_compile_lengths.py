@@ -126,10 +126,10 @@ def test_shapes_on_a_gpu_ask_for_no_length(head_dim, is_packed, monkeypatch):
         q = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
         cu_seqlens = torch.empty(offsets, dtype=torch.int32, device="cuda") if is_packed else None
         longest = shape[0] if is_packed else shape[2]
-        settings = (
-            *(None,) * 4, cu_seqlens, cu_seqlens, longest, longest, True, -1, -1, 0.125, AUTO, dispatch.FASTEST, False,
-        )  # fmt: skip
-        o, lse, *saved = ops.attention(q, q, q, None, *settings)
-        *gradients, _ = ops.attention_backward(o, None, q, q, q, o, lse, *saved, *settings)
+        masks = *(None,) * 4, cu_seqlens, cu_seqlens
+        numbers = longest, longest, True, -1, -1, 0.125, AUTO, dispatch.FASTEST, False
+        o, lse, workspace = ops.attention(q, q, q, None, *masks, *numbers)
+        saved = o, lse, workspace, None
+        *gradients, _ = ops.attention_backward(o, None, q, q, q, *saved, *masks, head_dim, *numbers)
     assert all(x.shape == shape for x in (o, *gradients))
     assert not [guard.expr for guard in environment.guards]

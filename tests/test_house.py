@@ -1,4 +1,4 @@
-"""How the package is laid out: who may import whom, and how large things may grow."""
+"""How the package is laid out: who may import whom."""
 
 from __future__ import annotations
 
@@ -87,23 +87,6 @@ def test_rows_import_neither_torch_nor_triton(module):
 def test_no_import_goes_round():
     graph = {name: {x for x in imports(name) if x in MODULES} - {name, "sagebwd"} for name in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-def test_the_root_is_small():
-    assert len([name for name in MODULES if name.count(".") == 1 and MODULES[name].name != "__init__.py"]) <= 14
-
-
-def test_kernels_stay_small():
-    assert sum(len(MODULES[name].read_text().splitlines()) for name in MODULES if within(name, KERNELS)) <= 9910
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_are_of_a_size_that_can_be_read(module):
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-            assert node.end_lineno - node.lineno < 200, node.name
-            assert taken <= 40, node.name
 
 
 def test_no_kernel_of_hoppers_branches_on_a_width():

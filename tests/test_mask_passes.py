@@ -1,21 +1,29 @@
-"""Triton's passes over a mask's elements, interpreted where there is no GPU, against torch's operators."""
+"""Triton's pass over a mask's elements, interpreted where there is no GPU, against torch's operators."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sagebwd import mask_argument
 from sagebwd.masks import passes, walks
-from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, blocks_of
+from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
 from tests.masks import bias, boolean
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # interpreted where there is no GPU, and of the GPU's tests where there is one
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
+SHAPE = 2, 2, 150, 135
 
 
-def elements(dtype, axes, shape=(2, 2, 150, 135)):
+def elements(dtype, axes, shape=SHAPE):
     generator = torch.Generator().manual_seed(0)
     return boolean(shape, axes, generator) if dtype == torch.bool else bias(shape, axes, dtype, generator)
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -23,13 +31,104 @@ def elements(dtype, axes, shape=(2, 2, 150, 135)):
 def test_a_pass_is_what_torch_computes(dtype, axes):
     mask = elements(dtype, axes)
     for x in (mask, mask.mT.contiguous().mT, mask.repeat(1, 1, 1, 2)[..., ::2]):
-        found = passes.blocks_of(x.to(DEVICE))
-        for ours, theirs in zip(found, blocks_of(x)):
-            assert torch.equal(ours.cpu(), theirs)
-        full = x.expand(-1, -1, 150, 135)
+        assert equal(passes.blocks_of(x.to(DEVICE)), blocks_of(x))
+        full = x.expand(-1, -1, *SHAPE[2:])
         for by_key in (False, True):
-            ours = passes.words_of(x.to(DEVICE).expand(-1, -1, 150, 135), by_key)
-            assert torch.equal(ours.cpu(), walks.words_of(full, by_key))
+            assert equal(passes.words_of(x.to(DEVICE).expand_as(full), by_key), walks.words_of(full, by_key))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The pass runs on a CPU too; how often it did."""
+    read, calls = passes.read, []
+    monkeypatch.setattr(passes, "takes", lambda x: x.dtype in DTYPES)
+    monkeypatch.setattr(passes, "read", lambda *args, **kwargs: calls.append(kwargs) or read(*args, **kwargs))
+    return calls
+
+
+def hidden_wholly(dtype):
+    shown = torch.zeros(1, 1, 33, 40, dtype=torch.bool)
+    return shown if dtype == torch.bool else torch.where(shown, 0.0, HIDDEN_ELSE).to(dtype)
+
+
+def with_nan(dtype):
+    mask = torch.zeros(1, 1, 33, 40, dtype=dtype)
+    mask[..., 3, 5], mask[..., 32, 39], mask[..., 0, 0] = torch.nan, -torch.inf, 1
+    return mask
+
+
+MASKS = {
+    "all": elements(torch.bool, "all"),
+    "matrix": elements(torch.bfloat16, "matrix"),
+    "rows": elements(torch.float32, "rows"),
+    "columns": elements(torch.bool, "columns"),
+    "none": elements(torch.float16, "none"),
+    "one-token": torch.zeros(1, 1, 1, 1, dtype=torch.bool),
+    "hidden": hidden_wholly(torch.bool),
+    "low": hidden_wholly(torch.bfloat16),
+    "nan": with_nan(torch.float32),
+    "whole": torch.ones(1, 2, 128, 160, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_call_reads_its_mask_once(name, by_key, taken):
+    """With the keys of its batch, and the bits of both directions if a backward will come."""
+    mask = MASKS[name]
+    tokens = SHAPE[2:] if name in ("rows", "columns", "none") else tuple(mask.shape[2:])
+    full = mask.expand(-1, -1, *tokens)
+    found = walks.read(mask.to(DEVICE), 2, tokens, by_query=True, by_key=by_key)
+    blocks, keys = blocks_of(full)
+    assert equal((found.blocks, found.keys), (blocks, keys.expand(2, -1)))
+    for way in (False, True)[: 1 + by_key]:
+        assert equal(walks._bits(found, tokens, way), walks.words_of(full, way))
+    assert len(taken) == 1
+
+
+def test_bits_of_queries_are_kept_until_the_forward_has_them(taken):
+    found = walks.read(MASKS["all"].to(DEVICE), 2, SHAPE[2:], by_query=True, by_key=True)
+    for by_key in (True, False):
+        assert len(found.parts._made) == 2
+        words, _ = walks._bits(found, SHAPE[2:], by_key)
+        assert torch.equal(walks._bits(found, SHAPE[2:], by_key)[0], words)  # made anew, where nobody else reads them
+    assert list(found.parts._made) == [("bits", SHAPE[2:], True)]
+    kept = found.kept()
+    assert walks._bits(kept, SHAPE[2:], False) is walks._bits(kept, SHAPE[2:], False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "by_key", "words"),
+    [
+        ("hopper", "hopper", True, (True, True)),
+        ("hopper", "hopper", False, (True, False)),
+        ("hopper", "triton", True, (True, False)),
+        ("triton", "hopper", True, (False, True)),
+        ("triton", "triton", True, None),
+    ],
+)
+def test_only_bits_that_kernels_read_are_made(forward, backward, by_key, words, taken):
+    mask, q, k = MASKS["all"].to(DEVICE), torch.empty(2, 4, 150, 64), torch.empty(2, 2, 135, 64)
+    choice = SimpleNamespace(forward=SimpleNamespace(impl=forward), backward=SimpleNamespace(impl=backward))
+    keys, found = mask_argument.read(mask, mask, None, q, k, by_key=by_key, choice=choice)
+    assert torch.equal(keys, found.keys)
+    asked = [(x["words"], x["words_by_key"]) for x in taken if "words" in x]
+    assert asked == ([] if words is None else [words])
+
+
+def test_a_mask_of_other_numbers_is_read_by_torch(taken):
+    mask = torch.zeros(1, 1, 40, 50, dtype=torch.float64, device=DEVICE)
+    found = walks.read(mask, 1, (40, 50), by_query=True, by_key=True)
+    assert equal(found.tensors[2:], blocks_of(mask.cpu()))
+    assert not taken
+
+
+def test_bits_of_stored_tiles():
+    tiles = torch.rand(3, TILE, TILE, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = Mask(tiles.to(DEVICE), torch.zeros(1), None, None)
+    for by_key in (False, True):
+        words, _ = passes.words_of(mask.elements[:, None], by_key)
+        assert torch.equal(words.cpu(), walks.pack(tiles.mT if by_key else tiles))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

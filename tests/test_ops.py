@@ -92,11 +92,12 @@ def test_opcheck_of_a_map(kind):
 def test_opcheck_backward(form, with_lse):
     q, k, v, sinks, mask, *settings = form()
     q, k, v, sinks = (None if x is None else x.detach() for x in (q, k, v, sinks))
-    o, lse, *saved = ops.attention(q, k, v, sinks, mask, *settings)
+    o, lse, workspace = ops.attention(q, k, v, sinks, mask, *settings)
     dlse = torch.ones_like(lse) if with_lse else None
+    saved, masks, numbers = (o, lse, workspace, sinks), (mask, *settings[:5]), (q.shape[-1], *settings[5:])
     outcome = torch.library.opcheck(
         torch.ops.sagebwd.attention_backward.default,
-        (torch.ones_like(o), dlse, q, k, v, o, lse, *saved, mask, *settings),
+        (torch.ones_like(o), dlse, q, k, v, *saved, *masks, *numbers),
     )
     assert set(outcome.values()) == {"SUCCESS"}
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from sagebwd.masks import shares
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask, shown
+from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
@@ -133,15 +134,17 @@ def test_keys_meet_the_queries_that_see_them(shape, kind, band):
 def test_what_is_added_lies_as_kernels_read_it(kind):
     shape = 2, 4, 30, 50
     mask, key_mask = case(kind, shape)
-    walk = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), 2)
+    settings = key_mask, shape[2:], Band(), (64, TILE), 2
+    walk = of_keys(mask, *settings)
     assert walk.bias.stride(3) == 1
     assert torch.equal(walk.bias.expand(*shape), mask.elements.expand(*shape))
     copied = walk.bias.data_ptr() != mask.elements.data_ptr()
     assert copied == (mask.elements.shape[3] == 1)
-    again = of_queries(mask, key_mask, shape[2:], Band(), (128, 128))
-    assert again.bias.data_ptr() == walk.bias.data_ptr()
+    of_call = mask._replace(parts=PartsOfCall())
+    walks = of_queries(of_call, key_mask, shape[2:], Band(), (128, 128)), of_keys(of_call, *settings)
+    assert walks[0].bias.data_ptr() == walks[1].bias.data_ptr()
     double = Mask(mask.elements.double(), None, mask.blocks, mask.keys)
-    assert of_keys(double, key_mask, shape[2:], Band(), (64, TILE), 2).bias.dtype == torch.float32
+    assert of_keys(double, *settings).bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("by_turns", [False, True])
@@ -155,7 +158,7 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monk
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
     programs = shares.shares_of(lists, shape[0], heads, by_turns)
-    if (most, least) == (264, 32):  # as lists are remembered
+    if (most, least) == (264, 32):
         walk = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads, heads, by_turns)
         assert torch.equal(walk.shares, programs)
     programs = programs.tolist()

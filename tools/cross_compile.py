@@ -4,9 +4,10 @@
 "hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
 too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
 `tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" no machine code is made, and a line has
-the "assembly" alone. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with
-products, "assembly" the inline assembly that takes several elements at once. It runs in a process of its own, as
-kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+the "assembly" alone, with "ptx" that text. "loops" has instructions, `stall_cycles` and registers stored and loaded of
+each loop with products, "assembly" the inline assembly that takes several elements at once. It runs in a process of
+its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers
+several.
 """
 
 from __future__ import annotations
@@ -91,19 +92,19 @@ class Launch(NamedTuple):
         """Its machine code, and every form before it."""
         return triton.compile(self.source, target=self.target, options=self.options.__dict__)
 
-    def ttgir(self) -> str:
-        """Its TTGIR alone, where layouts are chosen: a tenth of the work."""
+    def text(self, last: str) -> str:
+        """What a stage makes of it: "ttgir", where layouts are chosen, a tenth of the work; or "ptx"."""
         backend, context, stages = make_backend(self.target), ir.context(), {}
         backend.add_stages(stages, self.options, self.source.language)
         ir.load_dialects(context)
         backend.load_dialects(context)
         functions, modules = backend.get_codegen_implementation(self.options), backend.get_module_map()
-        module = self.source.make_ir(self.target, self.options, functions, modules, context)
+        module, metadata = self.source.make_ir(self.target, self.options, functions, modules, context), {}
         for name, stage in stages.items():
-            module = stage(module, {})
-            if name == "ttgir":
+            module = stage(module, metadata)
+            if name == last:
                 return str(module)
-        raise ValueError(f"the stages {list(stages)} have no ttgir")
+        raise ValueError(f"the stages {list(stages)} have no {last}")
 
 
 def _read_cubin(kernel: triton.compiler.CompiledKernel, program: str, *options: str) -> str:
@@ -217,25 +218,38 @@ def left_of(call: Call, inputs: tuple[Tensor, ...]) -> Saved:
     )
 
 
+class Unstarted:
+    """In the place of a compiled kernel: to start it does nothing."""
+
+    run = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return lambda *args: None
+
+
 def launches(arch: str, kernel_call: KernelCall, until: str = "cubin") -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
-    Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`.
+    Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`,
+    where it is "ptx", names and texts.
     """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found, known, deterministic = [], set(), False
 
-    def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
+    def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> Unstarted:
         launch = Launch.of(fn, arch, *args, **kwargs)
         key = launch.source.hash(), launch.options.hash()
         if deterministic and key in known:
-            return
+            return Unstarted()
         known.add(key)
         if until == "ttgir":
-            row = {"kernel": fn.__name__, "assembly": packed_assembly(launch.ttgir())}
+            row = {"kernel": fn.__name__, "assembly": packed_assembly(launch.text("ttgir"))}
+        elif until == "ptx":
+            row = {"kernel": fn.__name__, "ptx": launch.text("ptx")}
         else:
             row = describe(fn, launch.compiled())
         found.append(row | {"deterministic": deterministic})
+        return Unstarted()
 
     device.capability = lambda device: arch
     JITFunction.run = record

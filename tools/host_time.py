@@ -1,11 +1,10 @@
 """What a call costs its host, without a GPU: Triton's own compiler and launchers over a libcuda that does nothing.
 
-`python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward as the operators call
-them, of `sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not
-in it. Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a
-recipe prints what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without;
-`new-masks` how long calls take, the device's part included, under masks that were not seen before and again, beside
-torch's `create_block_mask`.
+`python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward by their programs, of
+`sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not in it.
+Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a recipe prints
+what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without; `new-masks` how
+long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`.
 
 With ``--cuda`` first it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
 attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the CPU itself
@@ -173,8 +172,7 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         return sage_attention(*inputs, is_causal=True, recipe=recipe)
 
-    for _ in range(3):  # the third is replayed
-        out = attend(*leaves)
+    out = attend(*leaves)
     calls_by_name = {
         "forward": lambda: dispatch.forward(choice, call, q, k, v),
         "sage_attention": lambda: attend(*leaves),
@@ -209,9 +207,7 @@ def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dic
     for name, mask in masks.items():
         attend = partial(sage_attention, *leaves, is_causal=True, recipe="token", impl="triton", **mask)
         backward = partial(torch.autograd.grad, inputs=leaves, grad_outputs=do, retain_graph=True)
-        for _ in range(4):  # the third is replayed, and so is the next one's backward
-            out = attend()
-            backward(out)
+        out = attend()
         found[name] = microseconds(attend, rounds, calls)
         found[f"{name}, autograd"] = microseconds(partial(backward, out), rounds, calls)
     return found

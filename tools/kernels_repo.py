@@ -44,7 +44,7 @@ from .integrations.flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .mask_argument import read_block_mask
+from .mask_argument import read_block_mask, read_mask
 from .recipe import RECIPES, Recipe
 from .switches import switches
 from .version import __version__
@@ -60,6 +60,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "read_block_mask",
+    "read_mask",
     "sage_attention",
     "sage_attention_varlen",
     "switches",
@@ -108,6 +109,7 @@ def renamed(source: str, module: Path, own: str) -> str:
             line = lines[node.lineno - 1]
             lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {relative} import")
     source = re.sub(rf'"{NAME}((?:\.\w+)+|::\w+)"', rf'"{own}\1"', "".join(lines))
+    source = re.sub(rf'f"{NAME}((?:\.\w+)*\.{{)', rf'f"{own}\1', source)
     source = source.replace(f'Library("{NAME}"', f'Library("{own}"').replace(f"torch.ops.{NAME}", f"torch.ops.{own}")
     left = [node for node in ast.walk(ast.parse(source)) if _names_the_package(node)]
     if left:
@@ -123,7 +125,7 @@ def _names_the_package(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr == NAME
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.fullmatch(rf"{NAME}((\.|::)\w+)+", node.value) is not None
+        return re.fullmatch(rf"{NAME}((\.|::)\w+)*\.?", node.value) is not None and node.value != NAME
     return False
 
 

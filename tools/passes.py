@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.benchmarks.results import environment
-from sagebwd.kernels.host import replay
+from sagebwd.cache import PLANS
+from sagebwd.kernels.host import program
 from tools.beside import Case, runs_of
 
 # What an H200's memory gave a pass that reads and writes once, of 4.8 on paper.
@@ -58,12 +59,13 @@ class Row(NamedTuple):
 
 def bytes_of(arguments: tuple) -> int:
     """Bytes of the tensors among a launch's arguments, in tuples and TMA descriptors too, each memory once."""
-    sizes: dict[int, int] = {}
+    sizes: dict[tuple[int, int], int] = {}
 
     def count(x: Any) -> None:
         x = getattr(x, "base", x) if not isinstance(x, Tensor) else x
         if isinstance(x, Tensor) and x.numel():
-            sizes[x.data_ptr()] = max(sizes.get(x.data_ptr(), 0), x.numel() * x.itemsize)
+            place = x.untyped_storage()._cdata, x.storage_offset() * x.itemsize
+            sizes[place] = max(sizes.get(place, 0), x.numel() * x.itemsize)
         elif isinstance(x, tuple):
             for field in x:
                 count(field)
@@ -74,19 +76,20 @@ def bytes_of(arguments: tuple) -> int:
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """The launches of a call that is not replayed."""
+    """The launches of a call as they are described; nothing else may be planned already."""
     launches: list[Launch] = []
-    start = replay._start
+    compiled = program.compiled
 
-    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    def note(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+        found = compiled(kernel, grid, arguments, options)
         launches.append(Launch(name_of(kernel), bytes_of(arguments)))
-        return start(kernel, grid, *arguments, **options)
+        return found
 
-    replay._start = note
+    program.compiled = note
     try:
         yield launches
     finally:
-        replay._start = start
+        program.compiled = compiled
 
 
 def name_of(kernel: Any) -> str:
@@ -136,7 +139,7 @@ def measure(case: Case, recipe: str) -> list[Row]:
     from torch.profiler import ProfilerActivity, profile
 
     step = runs_of(case, recipe, "cuda")["both"]
-    replay._calls.clear()
+    PLANS.clear()
     with noted() as launches:
         step()
     for _ in range(3):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, eager, mask_argument, ops, switches
+from sagebwd import checks, dispatch, mask_argument, ops, switches
+from sagebwd import plan as plans
 from sagebwd.auto import torch_attention
-from sagebwd.auto.asked import asked_of, asked_of_packed, in_four_dimensions
+from sagebwd.auto.asked import Asked, asked_of, asked_of_packed, autocast, in_four_dimensions
 from sagebwd.auto.counts import TORCH, answer, counts
-from sagebwd.call import Ask, Size
-from sagebwd.masks.held import callers_of
+from sagebwd.cache import PLANS
+from sagebwd.call import Ask, Call, Size
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.sinks import epilogue
@@ -85,28 +87,20 @@ def sage_attention(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
         NotImplementedError: dropout and an additive mask that needs a gradient, but under "auto"; a recipe that the
-            implementation lacks (FP8 gradients on the portable kernels), nested tensors,
-            torch.func's transforms and forward mode, torch.jit.trace; in backward, a second derivative.
+            implementation lacks (FP8 gradients on the portable kernels), nested and sparse tensors, gradients of
+            torch.func and under vmap, forward mode, torch.jit.trace; in backward, a second derivative.
     """
-    given = query, key, value, attn_mask, None, None, sinks
+    if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
+        query, key, value = autocast(query, key, value)
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
-    kind = eager.kind_of(given, recipe, window, *settings)
-    plan = eager.plan_of(kind) if block_mask is None else None
+    mask = block_mask if block_mask.__class__ is Mask else None
+    given = query, key, value, attn_mask, None, None, sinks
+    spec = None if block_mask is not mask else plans.spec_of(given, mask, recipe, window, *settings)
+    plan = _known(spec)
     if plan is not None:
-        counts[plan.answer] += 1
-        if plan.__class__ is eager.Handed:
-            return plan(*given)
-        mask = None if attn_mask is None else attn_mask[:, 0, 0]
-        outputs = plan(query, key, value, mask, None, None, sinks)
-        return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
-    if attn_mask is not None or block_mask is not None:
-        held = eager.held_of(kind, attn_mask, block_mask)
-        if held is not None:
-            plan = held.plan
-            counts[plan.answer] += 1
-            outputs = plan(query, key, value, None, None, None, sinks, held, callers_of(attn_mask, block_mask))
-            return _with_true_lse(query, None, sinks, plan.call.scale, *outputs)
+        return _run(plan, given, mask, return_lse)
     checks.kind(query, key, value, sinks)
+    checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
@@ -122,21 +116,24 @@ def sage_attention(
         impl, return_lse,
     )  # fmt: skip
     query, key, value, elements, way = asked.query, asked.key, asked.value, asked.elements, asked.way
+    mask = mask_argument.checked(block_mask, query, key)
+    given = query, key, value, attn_mask, None, None, sinks
+    if mask is not block_mask:  # a BlockMask, read now
+        spec = plans.spec_of(given, mask, recipe, window, *settings)
     chosen = _chosen(asked.ask, asked.size)
+    if spec is not None:
+        plan = _known(spec) or _planned(spec, chosen, asked, sinks)
+        return _run(plan, given, mask, return_lse)
+    _count(chosen)
     if chosen is None:
-        if kind is not None and block_mask is None:
-            eager.hand_over(kind, way, query, key, attn_mask, asked.scale)
         return torch_attention.dense(way, query, key, value, elements, asked.scale)
-    key_mask, mask = mask_argument.read(attn_mask, elements, block_mask, query, key)
-    settings = is_causal, *asked.window, asked.scale, *chosen, switches.current.deterministic
-    arguments = query, key, value, key_mask, None, None, query.shape[2], key.shape[2], *settings
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    key_mask, mask = mask_argument.read(attn_mask, elements, mask, query, key, by_key=trains)
     parts = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
-    o, lse, *_, k_mean, _ = ops.attention(*arguments[:3], sinks, key_mask, *parts, *arguments[4:])
-    if kind is not None and mask is not None:
-        eager.remember_masked(kind, given, arguments, mask, block_mask, with_lse=return_lse)
-    elif kind is not None and block_mask is None and (key_mask is None or len(attn_mask) == len(query)):
-        eager.remember(kind, given, arguments, with_lse=return_lse)
-    return _with_true_lse(query, None, sinks, asked.scale, o, lse, k_mean) if return_lse else o
+    numbers = is_causal, *asked.window, asked.scale, *chosen, switches.current.deterministic
+    tokens = query.shape[2], key.shape[2]
+    o, lse, workspace = ops.attention(query, key, value, sinks, key_mask, *parts, None, None, *tokens, *numbers)
+    return _with_lse(chosen, given, asked.scale, None, o, lse, workspace) if return_lse else o
 
 
 def sage_attention_varlen(
@@ -175,36 +172,97 @@ def sage_attention_varlen(
 
     Raises: as `sage_attention`.
     """
+    if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
+        query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths = max_seqlen_q, max_seqlen_k
-    kind = eager.kind_of(given, recipe, window, is_causal, scale, impl, return_lse, *lengths)
-    plan = eager.plan_of(kind)
+    spec = plans.spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
+    plan = _known(spec)
     if plan is not None:
-        counts[plan.answer] += 1
-        return _with_true_lse(query, cu_seqlens_q, sinks, plan.call.scale, *plan(*given))
+        return _run(plan, given, None, return_lse)
     offsets = cu_seqlens_q, cu_seqlens_k
+    checks.options(impl, return_lse=return_lse)
     query, key, value, scale, window, ask, size = asked_of_packed(
         query, key, value, offsets, lengths, is_causal, scale, window, sinks, recipe, impl, return_lse
     )
     chosen = _chosen(ask, size)
+    numbers = *lengths, is_causal, *window, scale, *(chosen or ()), switches.current.deterministic
+    if spec is not None and chosen is not None:
+        choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
+        dims = query.shape[-1], value.shape[-1]
+        rest = *numbers[:-3], choice.recipe, numbers[-1]
+        plan = plans.Plan(
+            choice, Call.of(query, key, dims, None, *offsets, *rest), query, key, sinks=sinks is not None
+        )
+        PLANS.put(spec, plan)
+        return _run(plan, given, None, return_lse)
+    _count(chosen)
     if chosen is None:
         return torch_attention.packed(query, key, value, offsets, lengths, is_causal, window, scale)
-    settings = is_causal, *window, scale, *chosen, switches.current.deterministic
-    arguments = query, key, value, None, cu_seqlens_q, cu_seqlens_k, *lengths, *settings
-    o, lse, *_, k_mean, _ = ops.attention(*arguments[:3], sinks, None, None, None, *arguments[3:])
-    if kind is not None:
-        eager.remember(kind, given, arguments, with_lse=return_lse)
-    return _with_true_lse(query, cu_seqlens_q, sinks, scale, o, lse, k_mean) if return_lse else o
+    o, lse, workspace = ops.attention(query, key, value, sinks, *(None,) * 4, *offsets, *numbers)
+    return _with_lse(chosen, given, scale, cu_seqlens_q, o, lse, workspace) if return_lse else o
 
 
-def _with_true_lse(
-    query: Tensor, cu_seqlens_q: Tensor | None, sinks: Tensor | None, scale: float, o: Tensor, *lse_and_mean: Tensor
+def _known(spec: Hashable | None) -> plans.Plan | plans.SdpaCall | None:
+    """The plan of a specification."""
+    if spec is None:
+        return None
+    try:
+        return PLANS.get(spec)
+    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
+        return None
+
+
+def _planned(
+    spec: Hashable, chosen: tuple[str, str] | None, asked: Asked, sinks: Tensor | None
+) -> plans.Plan | plans.SdpaCall:
+    """The plan of a dense call, kept."""
+    q, k, v, elements = asked.query, asked.key, asked.value, asked.elements
+    if chosen is None:
+        plan = plans.SdpaCall(torch_attention.settled(asked.way, q, k, elements, asked.scale))
+    else:
+        choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
+        padding = None
+        if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
+            padding = elements[:, 0, 0].expand(k.shape[0], k.shape[2])
+        settings = asked.is_causal, *asked.window, asked.scale, choice.recipe, switches.current.deterministic
+        call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, None, None, q.shape[2], k.shape[2], *settings)
+        plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding)
+    PLANS.put(spec, plan)
+    return plan
+
+
+def _run(
+    plan: plans.Plan | plans.SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o, and where it is given lse with what K-smoothing took off."""
-    if not lse_and_mean:
+    """The outputs of a call by its plan."""
+    counts[plan.answer] += 1
+    q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
+    if plan.__class__ is plans.SdpaCall:
+        return plan.run(q, k, v, attn_mask)
+    trains = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+    key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
+    if trains:
+        masks = key_mask, cu_seqlens_q, cu_seqlens_k
+        o, lse, workspace = plans.Attention.apply(plan, mask, q, k, v, sinks, *masks)
+    else:
+        with plans.device_of(q):
+            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+    if not return_lse:
         return o
-    lse, k_mean = lse_and_mean
-    return o, epilogue.true_lse(lse, query, k_mean, scale, cu_seqlens_q, sinks)
+    return o, epilogue.true_lse(lse, q, plan.k_mean(workspace), plan.call.scale, cu_seqlens_q, sinks)
+
+
+def _with_lse(
+    chosen: tuple[str, str], given: tuple[Tensor | None, ...], scale: float, offsets: Tensor | None, o: Tensor,
+    lse: Tensor, workspace: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O, and lse with what K-smoothing took off, of the operator's outputs."""
+    q, k, v, *_, sinks = given
+    k_mean = ops.k_mean_of(workspace, q, k, v, sinks, offsets, *chosen)
+    return o, epilogue.true_lse(lse, q, k_mean, scale, offsets, sinks)
 
 
 def _chosen(ask: Ask, size: Size | None) -> tuple[str, str] | None:
@@ -215,9 +273,10 @@ def _chosen(ask: Ask, size: Size | None) -> tuple[str, str] | None:
         dispatch.check_traced(ask.impl, ask.device, ask.dtype)
         return str(ask.recipe), ask.impl or dispatch.FASTEST
     choice = dispatch.choose(ask, size)
-    if choice is dispatch.IN_TORCH:
-        counts[TORCH] += 1
-        return None
-    recipe, impl = str(choice.recipe), choice.name
-    counts[answer(recipe, impl)] += 1
-    return recipe, impl
+    return None if choice is dispatch.IN_TORCH else (str(choice.recipe), choice.name)
+
+
+def _count(chosen: tuple[str, str] | None) -> None:
+    """Count a call outside of torch.compile that no plan runs."""
+    if not torch.compiler.is_compiling():
+        counts[TORCH if chosen is None else answer(*chosen)] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,29 +18,35 @@ from sagebwd.kernels import table
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
+_ITS_OWN = torch._C._nn.scaled_dot_product_attention
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-# Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way.
-_rings = 0
+# Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way, of each thread its own.
+_rings = threading.local()
 
 
 @contextmanager
 def in_ring() -> Iterator[None]:
     """Inside, calls are steps of a ring over the processes that share a sequence."""
-    global _rings
-    _rings += 1
+    before = getattr(_rings, "count", 0)
+    _rings.count = before + 1
     try:
         yield
     finally:
-        _rings -= 1
+        _rings.count = before
 
 
-@asked_once
 def is_divided() -> bool:
     """Whether torch's context_parallel is on, and a call, which is no step of a ring, would see a part of its tokens.
 
-    torch then replaces its own function, which alone knows of the other processes.
+    torch then replaces its own function, which alone knows of the other processes. A trace reads that function, so
+    that a call which was compiled before is traced again.
     """
-    if _CONTEXT_PARALLEL not in sys.modules or _rings:
+    return F.scaled_dot_product_attention is not _ITS_OWN and _is_of_context_parallel()
+
+
+@asked_once
+def _is_of_context_parallel() -> bool:
+    if _CONTEXT_PARALLEL not in sys.modules or getattr(_rings, "count", 0):
         return False
     replaced = getattr(sys.modules[_CONTEXT_PARALLEL], "_replaced_functions", ())
     return F.scaled_dot_product_attention in replaced
@@ -54,6 +61,20 @@ def refuse_divided() -> None:
             "sagebwd.integrations.context_parallel.ring_attention, or for a model of Transformers "
             "sagebwd.integrations.transformers_sharing.share_sequences"
         )
+
+
+def are_tensors(*given: object) -> bool:
+    """Whether all are tensors."""
+    return all(isinstance(x, Tensor) for x in given)
+
+
+def options(impl: str | None, **flags: bool) -> None:
+    """Raises TypeError, naming the argument, for an impl that is no name and a flag that is not True or False."""
+    if impl is not None and not isinstance(impl, str):
+        raise TypeError(f"impl={impl!r} must be None or the name of an implementation")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r} must be True or False")
 
 
 def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tuple[float, tuple[int, int]]:
@@ -89,6 +110,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
+        strided(name, tensor)
     refuse_divided()
     if torch.compiler.is_compiling():
         return
@@ -106,6 +128,14 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
+        )
+
+
+def strided(name: str, tensor: Tensor) -> None:
+    """Raises NotImplementedError for a tensor without strides, as sparse ones are."""
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{name}: layout {tensor.layout} is not supported; accepted: torch.strided, as {name}.to_dense() gives"
         )
 
 
@@ -222,9 +252,25 @@ def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int]
 def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name}: expected an int32 tensor, got {type(offsets).__name__}")
+    strided(name, offsets)
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 2:
         raise ValueError(
-            f"{name}: expected int32 of shape (sequences + 1,), got {offsets.dtype} of shape {tuple(offsets.shape)}"
+            f"{name}: expected int32 of shape (sequences + 1,), one sequence at least, got {offsets.dtype} of shape "
+            f"{tuple(offsets.shape)}"
         )
     if offsets.device != device:
         raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")
+
+
+def packing_values(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:
+    """Raises ValueError unless the offsets split ``total`` tokens into sequences of at most ``max_seqlen``."""
+    lengths = cu_seqlens.diff()
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != total or bool((lengths < 0).any()):
+        raise ValueError(
+            f"{name} must rise from 0 to the number of packed tokens ({total}); it runs from {first} to {last}"
+            + (" and falls in between" if bool((lengths < 0).any()) else "")
+        )
+    if int(lengths.max()) > max_seqlen:
+        suffix = name.removeprefix("cu_seqlens_")
+        raise ValueError(f"max_seqlen_{suffix}={max_seqlen} is less than the longest sequence, {int(lengths.max())}")

@@ -10,7 +10,7 @@ import importlib
 import os
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import table
 from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
 from sagebwd.recipe import AUTO, Recipe
-
-if TYPE_CHECKING:
-    from sagebwd.kernels.host.replay import Recording
 
 # What "auto" stands for in low precision, by implementation.
 AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "token"}
@@ -250,12 +247,11 @@ def named(recipe: Recipe, name: str) -> Choice:
 
 
 def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """The output, and what `backward` reads of it."""
-    module = _module(choice.forward.module)
+    """The output, and what `backward` reads of it, each in memory of its own."""
     if choice.forward.impl == "reference":
-        return module.forward(call, q, k, v)
-    form, _ = choice.forms(call.head_dim, call.value_dim)
-    return _driver().forward(module, form, call, q, k, v)
+        return _module(choice.forward.module).forward(call, q, k, v)
+    given = *family(FORWARD, choice, call), prepared(FORWARD, choice, call), q, k, v
+    return Saved(*runtime().program.run(runtime().driver.forward, *given)[:-1])
 
 
 def backward(
@@ -263,45 +259,46 @@ def backward(
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
-    module = _module(choice.backward.module)
     if choice.backward.impl == "reference":
-        return module.backward(call, saved, do, dlse, q, k, v)
-    _, form = choice.forms(call.head_dim, call.value_dim)
-    return _driver().backward(module, form, call, saved, do, dlse, q, k, v)
+        return _module(choice.backward.module).backward(call, saved, do, dlse, q, k, v)
+    given = *family(BACKWARD, choice, call), prepared(BACKWARD, choice, call), saved, do, dlse, q, k, v
+    return runtime().program.run(runtime().driver.backward, *given)[:-1]
 
 
-def recorded_forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Recording | None:
-    """What a later `forward` of this kind will launch, if that is recorded and nothing is filled up."""
-    dims = call.head_dim, call.value_dim
-    if choice.forward.impl == "reference" or choice.forms(*dims)[0] != dims:
-        return None
-    return _driver().recorded(_module(choice.forward.module).forward, prepared(FORWARD, choice, call), q, k, v)
-
-
-def recorded_backward(
-    choice: Choice, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
-    v: Tensor,
-) -> Recording | None:  # fmt: skip
-    """What a later `backward` of this kind will launch, if that is recorded."""
-    call = prepared(BACKWARD, choice, call)
-    return _driver().recorded(_module(choice.backward.module).backward, call, saved, do, dlse, q, k, v)
+def family(direction: str, choice: Choice, call: Call) -> tuple[ModuleType, tuple[int, int]]:
+    """The module of a direction's kernels, and the widths that they run at."""
+    forms = choice.forms(call.head_dim, call.value_dim)
+    row = choice.forward if direction == FORWARD else choice.backward
+    return _module(row.module), forms[direction == BACKWARD]
 
 
 def prepared(direction: str, choice: Choice, call: Call) -> Call:
-    """The call with what its kernels read of a mask beside it, as they are launched with it."""
-    row = choice.forward if direction == FORWARD else choice.backward
-    module = _module(row.module)
-    return module.prepare(direction, call) if hasattr(module, "prepare") else call
+    """The call at its kernels' widths with what they read of a mask in the mask's place."""
+    if call.mask is None:
+        return call
+    module, (head_dim, value_dim) = family(direction, choice, call)
+    wide = call._replace(head_dim=head_dim, value_dim=value_dim)
+    return call._replace(mask=None, lists=module.prepare(direction, wide).lists)
+
+
+class Runtime(NamedTuple):
+    """What runs kernels: modules that import triton."""
+
+    program: ModuleType
+    driver: ModuleType
+    sinks: ModuleType
+
+
+@cache
+def runtime() -> Runtime:
+    """The modules that describe and run calls of kernels."""
+    names = "kernels.host.program", "kernels.host.driver", "sinks.kernels"
+    return Runtime(*(importlib.import_module(f"sagebwd.{name}") for name in names))
 
 
 @cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
-
-
-@cache
-def _driver() -> ModuleType:
-    return importlib.import_module("sagebwd.kernels.host.driver")
 
 
 def arch_of(device: torch.device) -> int:

@@ -1,71 +1,119 @@
-"""What ``attn_mask`` and ``block_mask`` of a call mean: checked, and read once a mask."""
+"""What ``attn_mask`` and ``block_mask`` of a call mean: checked and read."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sagebwd import ops
-from sagebwd.masks.held import made_of
-from sagebwd.masks.mask import Mask
-from sagebwd.masks.remember import Memory
+from sagebwd import checks
+from sagebwd.masks import walks
+from sagebwd.masks.mask import Mask, of_tensor
+from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.tiles import tiles_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-T = TypeVar("T")
-_memory = Memory()
+    from sagebwd.dispatch import Choice
+
 _SHAPES = "(batch or 1, heads or 1, tokens or 1, kv_tokens or 1)"
 
 
 def read_block_mask(block_mask: BlockMask) -> Mask:
     """What a BlockMask of ``torch.nn.attention.flex_attention`` shows, for ``sage_attention(..., block_mask=)``.
 
-    `sage_attention` reads a BlockMask itself, once. Under torch.compile, which cannot call its mask_mod, read it
-    outside and pass the result. Only tiles of 128 x 128 that it shows in part are stored, a byte an element.
+    `sage_attention` reads a BlockMask itself, in every call, which waits for the device: read it here once for all
+    layers and steps that share it. torch.compile, which cannot call its mask_mod, needs it read outside of what it
+    compiles. Only tiles of 128 x 128 that it shows in part are stored, a byte an element. What the BlockMask and its
+    mask_mod show later is not seen. A CUDA graph needs the result as long as it is replayed.
 
     Raises TypeError for anything else.
     """
-    if not _is_block_mask(block_mask):
+    if not is_block_mask(block_mask):
         raise TypeError(f"block_mask: expected a BlockMask, got {type(block_mask).__name__}")
-    return _memory.get(made_of(None, block_mask), "tiles", lambda: tiles_of(block_mask))
+    return _read_block_mask(block_mask).kept()
+
+
+def read_mask(attn_mask: Tensor) -> Mask:
+    """A mask of elements, for ``sage_attention(..., block_mask=)``: read once for all calls that share it.
+
+    `sage_attention` reads an attn_mask in every call. The result holds a copy: what is written to attn_mask later is
+    not seen. A CUDA graph needs the result as long as it is replayed.
+
+    Args:
+        attn_mask: (batch or 1, heads or 1, tokens, kv_tokens), or the last two or three of these: boolean, True where
+            a query sees a key, or floating point, added to the scaled scores.
+
+    Raises TypeError and ValueError for anything else.
+    """
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a tensor, got {type(attn_mask).__name__}")
+    checks.strided("attn_mask", attn_mask)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(
+            f"attn_mask: dtype {attn_mask.dtype} is not supported; accepted: bool and floating-point dtypes"
+        )
+    if not 2 <= attn_mask.dim() <= 4:
+        raise ValueError(
+            f"attn_mask: shape {tuple(attn_mask.shape)} has {attn_mask.dim()} dimensions; accepted: 2 to 4"
+        )
+    with torch.inference_mode(False), torch.no_grad():  # it may be saved for a backward
+        elements = _once_where_expanded(attn_mask[(None,) * (4 - attn_mask.dim())]).clone()
+        return of_tensor(elements).kept()
+
+
+def _read_block_mask(block_mask: BlockMask) -> Mask:
+    with torch.inference_mode(False), torch.no_grad():
+        return tiles_of(block_mask)
 
 
 def read(
-    attn_mask: Tensor | None, elements: Tensor | None, block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor
-) -> tuple[Tensor | None, Mask | None]:
+    attn_mask: Tensor | None, elements: Tensor | None, mask: Mask | None, query: Tensor, key: Tensor, *,
+    by_key: bool = False, choice: Choice | None = None,
+) -> tuple[Tensor | None, Mask | None]:  # fmt: skip
     """The keys that count, (batch, kv_tokens) bool, and the mask where there is more to it than keys; None for all.
 
-    Args: query and key in four dimensions; elements, `elements_of` attn_mask.
+    Args: query and key in four dimensions; elements, `elements_of` attn_mask; mask, `checked` block_mask; by_key,
+    whether a backward will read it; choice, who runs the call, where that is known.
 
-    Raises TypeError, ValueError and NotImplementedError, each naming the argument.
+    Raises NotImplementedError, naming the argument.
     """
     shape = *query.shape[:3], key.shape[2]
-    if attn_mask is None and block_mask is None:
-        return None, None
-    if 0 in shape:
+    if (attn_mask is None and mask is None) or 0 in shape:
         return None, None
     padding = elements is not None and is_key_padding(elements)
-    if block_mask is None:
+    if mask is None:
         if padding:
             return elements[:, 0, 0].expand(shape[0], shape[3]), None
-        blocks, keys = _once((attn_mask,), shape, lambda: _of_tensor(elements, shape))
-        return keys, Mask(elements, None, blocks, keys)
+        if choice is not None and "hopper" in (choice.forward.impl, choice.backward.impl):
+            by_query, by_key = choice.forward.impl == "hopper", by_key and choice.backward.impl == "hopper"
+            mask = walks.read(elements, shape[0], shape[2:], by_query=by_query, by_key=by_key)
+            return _keys(mask.keys, shape), mask
+        blocks, keys = torch.ops.sagebwd.mask_blocks(elements)
+        parts = None if torch.compiler.is_compiling() else PartsOfCall()
+        return _keys(keys, shape), Mask(elements, None, blocks, keys, parts)
     if elements is not None and not padding:
         raise NotImplementedError(
             f"attn_mask: {attn_mask.dtype} of shape {tuple(attn_mask.shape)} beside a block_mask is not supported; "
             "accepted there: boolean key padding (batch or 1, 1, 1, kv_tokens). Put the rest into the BlockMask's "
             "mask_mod, or give attn_mask alone"
         )
-    mask = _checked_block_mask(block_mask, shape, key.device)
-    made_of = (mask.blocks,) if elements is None else (mask.blocks, attn_mask)
-    keys = _once(made_of, shape, lambda: _keys(mask.keys, shape, None if elements is None else elements[:, 0, 0]))
-    return keys, mask
+    if torch.compiler.is_compiling():
+        mask = mask._replace(parts=None)
+    else:
+        mask.arrive()
+    if elements is not None:  # whose values belong to this call
+        parts = None if mask.parts is None else PartsOfCall()
+        return _keys(mask.keys, shape, elements[:, 0, 0]), mask._replace(parts=parts)
+    return keys_of(mask, shape[0], shape[3]), mask
+
+
+def keys_of(mask: Mask, batch: int, tokens_k: int) -> Tensor:
+    """Which keys any query sees, (batch, kv_tokens) bool."""
+    return mask.made(("keys", batch, tokens_k), lambda: mask.keys.expand(batch, tokens_k).contiguous())
 
 
 def is_key_padding(mask: Tensor) -> bool:
@@ -78,6 +126,7 @@ def in_four_dimensions(mask: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
 
     Raises ValueError where it has more dimensions than query or does not broadcast to what is before tokens.
     """
+    checks.strided("attn_mask", mask)
     if not 2 <= mask.dim() <= query.dim():
         raise ValueError(
             f"attn_mask: shape {tuple(mask.shape)} has no dimensions that broadcast to query's {tuple(query.shape)}"
@@ -94,16 +143,6 @@ def in_four_dimensions(mask: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
     return mask[(None,) * (4 - query.dim())]
 
 
-def _once(objects: tuple, shape: tuple[int, ...], make: Callable[[], T]) -> T:
-    """`Memory.get` where there are objects: a trace has none."""
-    return make() if torch.compiler.is_compiling() else _memory.get(objects, shape, make)
-
-
-def _of_tensor(elements: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    blocks, keys = ops.mask_blocks(elements)
-    return blocks, _keys(keys, shape)
-
-
 def _keys(keys: Tensor, shape: tuple[int, ...], padding: Tensor | None = None) -> Tensor:
     keys = keys if padding is None else keys & padding
     return keys.expand(shape[0], shape[3]).contiguous()
@@ -114,10 +153,11 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
     if mask is None:
         return None
     shape, device = (*query.shape[:3], key.shape[2]), key.device
-    if _is_block_mask(mask) or isinstance(mask, Mask):
+    if is_block_mask(mask) or isinstance(mask, Mask):
         raise TypeError("attn_mask: expected a tensor or None, got a BlockMask; pass it as block_mask=")
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask: expected a tensor or None, got {type(mask).__name__}")
+    checks.strided("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, or a "
@@ -130,14 +170,23 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
         )
     if mask.device != device:
         raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
-    mask = mask[(None,) * (4 - mask.dim())]
-    expanded = tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride())
-    return mask[expanded]
+    return _once_where_expanded(mask[(None,) * (4 - mask.dim())])
 
 
-def _checked_block_mask(block_mask: BlockMask | Mask, shape: tuple[int, ...], device: torch.device) -> Mask:
+def _once_where_expanded(mask: Tensor) -> Tensor:
+    return mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride())]
+
+
+def checked(block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor) -> Mask | None:
+    """A block_mask as it is read now, for query and key in four dimensions.
+
+    Raises TypeError, ValueError and NotImplementedError, each naming the argument.
+    """
+    if block_mask is None:
+        return None
+    shape, device = (*query.shape[:3], key.shape[2]), key.device
     if not isinstance(block_mask, Mask):
-        if not _is_block_mask(block_mask):
+        if not is_block_mask(block_mask):
             raise TypeError(f"block_mask: expected a BlockMask or None, got {type(block_mask).__name__}")
         if torch.compiler.is_compiling():
             raise NotImplementedError(
@@ -147,9 +196,14 @@ def _checked_block_mask(block_mask: BlockMask | Mask, shape: tuple[int, ...], de
         tokens = tuple(block_mask.seq_lengths)
         if tokens != tuple(shape[2:]):
             raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
-        block_mask = read_block_mask(block_mask)
-    sizes = *block_mask.tiles.shape[:2], block_mask.keys.shape[1]
-    if not _broadcast(sizes[:2], shape[:2]) or sizes[2] != shape[3]:
+        block_mask = _read_block_mask(block_mask)._replace(parts=PartsOfCall())
+    if block_mask.tiles is None:
+        sizes = *block_mask.elements.shape[:2], block_mask.keys.shape[1]
+        fits = _broadcast(block_mask.elements.shape, shape)
+    else:
+        sizes = *block_mask.tiles.shape[:2], block_mask.keys.shape[1]
+        fits = _broadcast(sizes[:2], shape[:2]) and sizes[2] == shape[3]
+    if not fits:
         raise ValueError(
             f"block_mask: of batch {sizes[0]}, {sizes[1]} heads and {sizes[2]} keys does not fit a call of batch "
             f"{shape[0]}, {shape[1]} heads and {shape[3]} keys; batch and heads may be 1"
@@ -164,7 +218,7 @@ def _broadcast(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return all(n == 1 or n == full for n, full in zip(sizes, to))
 
 
-def _is_block_mask(x: object) -> bool:
+def is_block_mask(x: object) -> bool:
     """Whether x is torch's BlockMask; its module takes long to import, and whoever has one has imported it."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(x, module.BlockMask)

@@ -2,10 +2,11 @@
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
 chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast
-is off inside: the reference's own products must not be rounded. `sagebwd.call` has the shapes; what
-`sagebwd.call.Saved` lacks is an empty tensor here. mask, mask_tiles and mask_blocks are elements, tiles and blocks of
-`sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves are kept for
-backward only where a product needs them in 16 bit. With sinks O and lse are beside them (`sagebwd.sinks.epilogue`).
+is off inside: the reference's own products must not be rounded. What forward leaves beside O and lse lies in one
+tensor of bytes, the workspace of the call's plan (`sagebwd.plan`). mask, mask_tiles and mask_blocks are elements,
+tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves
+are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
+(`sagebwd.sinks.epilogue`).
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -13,20 +14,21 @@ times a call, and copies them each time: 0.1 ms of host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from sagebwd import dispatch
+from sagebwd import checks, dispatch
 from sagebwd.auto.crossings import FULL, MASK
-from sagebwd.call import Ask, Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.cache import PLANS
+from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
-from sagebwd.recipe import AUTO, FP8, INT8, Recipe
-from sagebwd.sinks import epilogue
+from sagebwd.masks.parts import PartsOfCall
+from sagebwd.plan import TAKEN, Plan, device_of, once_differentiable, pieces_of
+from sagebwd.recipe import AUTO, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")
 
@@ -37,34 +39,6 @@ def _operator(fn: Callable) -> torch._ops.OpOverload:
     _LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(fn.__name__, torch._disable_dynamo(fn), "CompositeExplicitAutograd")
     return getattr(torch.ops.sagebwd, fn.__name__).default
-
-
-def _saved_like(x: Tensor, width: int, scale_shape: tuple[int, ...], keep: bool) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], width) if keep else (0,)
-    return x.new_empty(shape, dtype=torch.int8), x.new_empty(scale_shape if keep else (0,), dtype=torch.float32)
-
-
-def _token_shape(x: Tensor, packed: bool) -> tuple[int, ...]:
-    """(B, H, N) of a dense tensor, (H, total) of a packed one."""
-    return (x.shape[1], x.shape[0]) if packed else tuple(x.shape[:3])
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _check_packing(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:
-    """Raises ValueError unless the offsets split ``total`` tokens into sequences of at most ``max_seqlen``."""
-    lengths = cu_seqlens.diff()
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != total or bool((lengths < 0).any()):
-        raise ValueError(
-            f"{name} must rise from 0 to the number of packed tokens ({total}); it runs from {first} to {last}"
-            + (" and falls in between" if bool((lengths < 0).any()) else "")
-        )
-    if int(lengths.max()) > max_seqlen:
-        suffix = name.removeprefix("cu_seqlens_")
-        raise ValueError(f"max_seqlen_{suffix}={max_seqlen} is less than the longest sequence, {int(lengths.max())}")
 
 
 @cache
@@ -123,67 +97,50 @@ def attention(
     recipe: str,
     impl: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, sinks' weights; see the module's text."""
-    if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":
-        _check_packing(cu_seqlens_q, "cu_seqlens_q", q.shape[0], max_seqlen_q)
-        _check_packing(cu_seqlens_k, "cu_seqlens_k", k.shape[0], max_seqlen_k)
-    dims = q.shape[-1], v.shape[-1]
-    choice = _chosen(recipe, impl, dims, q, mask)
-    if q.numel() == 0 or k.numel() == 0:
-        o, lse, *saved, weight = _attention_shapes(q, k, v, sinks, cu_seqlens_k, choice)
-        return o.zero_(), lse.fill_(float("-inf")), *(x.zero_() for x in saved), weight.fill_(1)
-    call = Call.of(
-        q, k, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-        window_right, scale, choice.recipe, deterministic, _mask(mask, mask_tiles, mask_blocks, key_mask),
-    )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False), _device_of(q):
-        saved = dispatch.forward(choice, call, q, k, v)
-        weight = saved.lse.new_empty(0)
-        if sinks is not None:
-            mean = saved.k_mean if choice.recipe.smooth_k else None
-            weight = epilogue.weigh(saved.o, saved.lse, q, mean, sinks, scale, cu_seqlens_q, max_seqlen_q)
-        return *_without_none(saved), weight
+) -> tuple[Tensor, Tensor, Tensor]:
+    """O, lse of the smoothed scores, and the workspace."""
+    checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
+    tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k
+    settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
+    key = "forward", *map(_layout, tensors), *settings
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
+        PLANS.put(key, plan)
+    of_mask = _mask(mask, mask_tiles, mask_blocks, key_mask)
+    with torch.autocast(q.device.type, enabled=False), device_of(q):
+        return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k)
 
 
-def _device_of(x: Tensor) -> AbstractContextManager:
-    """Where kernels launch: on x's GPU, whichever is the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def _layout(x: Tensor | None) -> Hashable:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN)
+
+
+def _plan_of(
+    q: Tensor, k: Tensor, dims: tuple[int, int], x: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, settings: tuple, sinks: Tensor | None,
+) -> Plan:  # fmt: skip
+    """The plan of q and k, or of tensors that lie like them but for head_dim; x: of query's dtype and device."""
+    *rest, scale, recipe, impl, deterministic = settings
+    choice = _chosen(recipe, impl, dims, x, mask)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    call = Call.of(q, k, dims, None, *offsets, *rest, scale, choice.recipe, deterministic)
+    return Plan(choice, call, q, k, sinks=sinks is not None)
 
 
 def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
-    return None if mask is None else Mask(mask, tiles, blocks, keys)
+    return None if mask is None else Mask(mask, tiles, blocks, keys, PartsOfCall())
 
 
-def _without_none(saved: Saved) -> tuple[Tensor, ...]:
-    """An operator returns tensors: those that are not there are empty."""
-    dtypes = {"q_int8": torch.int8, "k_int8": torch.int8}
-    return tuple(
-        saved.o.new_empty(0, dtype=dtypes.get(name, torch.float32)) if x is None else x
-        for name, x in zip(Saved._fields, saved)
-    )
-
-
-def _attention_shapes(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_k: Tensor | None, choice: Choice
-) -> tuple[Tensor, ...]:
-    """Empty tensors in the shapes and dtypes that ``attention`` returns."""
-    recipe, packed = choice.recipe, cu_seqlens_k is not None
-    saves = choice.forward.impl != "reference"
-    (width, _), _ = choice.forms(q.shape[-1], v.shape[-1])
-    q_saved = _saved_like(q, width, _token_shape(q, packed), saves and INT8 in (recipe.s, recipe.dk))
-    k_saved = _saved_like(k, width, _token_shape(k, packed), saves and INT8 in (recipe.s, recipe.dq))
-    batch = cu_seqlens_k.shape[0] - 1 if packed else k.shape[0]
-    fp8 = saves and recipe.dv == FP8
-    return (
-        empty_like_rows(q, v.shape[-1]),
-        q.new_empty(_token_shape(q, packed), dtype=_accumulator(q)),
-        *q_saved,
-        *k_saved,
-        q.new_empty(_token_shape(q, packed) if fp8 else (0,), dtype=torch.float32),
-        k.new_empty((batch, k.shape[1], k.shape[-1]), dtype=_accumulator(k)),
-        q.new_empty((0,) if sinks is None else _token_shape(q, packed), dtype=_accumulator(q)),
-    )
+def k_mean_of(
+    workspace: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_k: Tensor | None,
+    recipe: str, impl: str,
+) -> Tensor:  # fmt: skip
+    """K's mean, of the workspace that the operator returned."""
+    dims = q.shape[-1], v.shape[-1]
+    choice = _chosen_in_a_trace(recipe, impl, dims, q, None)
+    sequences = None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
+    return pieces_of(choice, dims, q, k, sequences, sinks is not None)[0]["k_mean"].of(workspace)
 
 
 @torch.library.register_fake("sagebwd::attention", lib=_LIBRARY)
@@ -191,8 +148,14 @@ def _(
     q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
-    choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
-    return _attention_shapes(q, k, v, sinks, cu_seqlens_k, choice)
+    dims = q.shape[-1], v.shape[-1]
+    choice = _chosen_in_a_trace(recipe, impl, dims, q, mask)
+    packed = cu_seqlens_k is not None
+    sequences = cu_seqlens_k.shape[0] - 1 if packed else None
+    _, size = pieces_of(choice, dims, q, k, sequences, sinks is not None)
+    tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
 
 
 @_operator
@@ -204,19 +167,15 @@ def attention_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    q_int8: Tensor,
-    q_scale: Tensor,
-    k_int8: Tensor,
-    k_scale: Tensor,
-    row_max: Tensor,
-    k_mean: Tensor,
-    sinks_weight: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
     key_mask: Tensor | None,
     mask: Tensor | None,
     mask_tiles: Tensor | None,
     mask_blocks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    head_dim: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
     is_causal: bool,
@@ -229,41 +188,30 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and of sinks, where there are any, in lse's dtype.
 
-    q and k are given where `keeps_inputs` says so.
+    q and k are given where `keeps_inputs` says so; of sinks none is read.
     """
-    dims = k_mean.shape[-1], v.shape[-1]
-    choice = _chosen(recipe, impl, dims, v, mask)
-    if o.numel() == 0 or v.numel() == 0:
-        return *(x.zero_() for x in empty_gradients(choice.recipe, dims[0], o, v)), _dsinks(sinks_weight).zero_()
-    call = Call.of(
-        o, v, dims, key_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-        window_right, scale, choice.recipe, deterministic or torch.are_deterministic_algorithms_enabled(),
-        _mask(mask, mask_tiles, mask_blocks, key_mask),
-    )  # fmt: skip
-    there = (x if x.numel() else None for x in (q_int8, q_scale, k_int8, k_scale, row_max))
-    saved = Saved(o, lse, *there, k_mean)
-    with torch.autocast(v.device.type, enabled=False), _device_of(v):
-        dq, dk, dv = dispatch.backward(choice, call, saved, do, dlse, q, k, v)
-        dsinks = lse.new_empty(0)
-        if sinks_weight.numel():
-            mean = k_mean if choice.recipe.smooth_k else None
-            dsinks = epilogue.gradient(do, dlse, o, sinks_weight, dq, mean, scale, cu_seqlens_q, max_seqlen_q)
-        return dq, dk, dv, dsinks
-
-
-def _dsinks(weight: Tensor) -> Tensor:
-    """Uninitialised gradients of sinks, of whose weights (B, H, N) or (H, total) are; none where there are none."""
-    return weight.new_empty(weight.shape[-2] if weight.dim() > 1 else 0)
+    tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k
+    settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
+    key = "backward", *map(_layout, tensors), head_dim, sinks is None, *settings
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = _plan_of(o, v, (head_dim, v.shape[-1]), v, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
+        PLANS.put(key, plan)
+    masks = key_mask, _mask(mask, mask_tiles, mask_blocks, key_mask), cu_seqlens_q, cu_seqlens_k
+    with torch.autocast(v.device.type, enabled=False), device_of(v):
+        *gradients, dsinks = plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks)
+        return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
 def _(
-    do, dlse, q, k, v, o, lse, q_int8, q_scale, k_int8, k_scale, row_max, k_mean, sinks_weight, key_mask,
-    mask, *settings
+    do, dlse, q, k, v, o, lse, workspace, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k,
+    head_dim, *settings
 ):  # fmt: skip
     recipe, impl, _ = settings[-3:]
-    choice = _chosen_in_a_trace(recipe, impl, (k_mean.shape[-1], v.shape[-1]), v, mask)
-    return *empty_gradients(choice.recipe, k_mean.shape[-1], o, v), _dsinks(sinks_weight)
+    choice = _chosen_in_a_trace(recipe, impl, (head_dim, v.shape[-1]), v, mask)
+    dsinks = lse.new_empty(0) if sinks is None else lse.new_empty(sinks.shape)
+    return *empty_gradients(choice.recipe, head_dim, o, v), dsinks
 
 
 class _Attention(torch.autograd.Function):
@@ -273,50 +221,29 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, keyset, *arguments):
         q, k, v, sinks = arguments[:4]
         masks, settings = arguments[4:10], arguments[10:]
-        output = o, lse, *saved = _below_autograd(keyset, *arguments)
+        o, lse, workspace = _below_autograd(keyset, *arguments)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved)
-        ctx.settings, ctx.sinks_dtype = settings, None if sinks is None else sinks.dtype
+        ctx.mark_non_differentiable(workspace)
+        ctx.settings = q.shape[-1], *settings
         recipe, impl, _ = settings[-3:]
-        _, mask, *_ = masks
-        choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+        choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
         keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
-        ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, *saved, *masks)
-        return output
+        ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, workspace, sinks, *masks)
+        return o, lse, workspace
 
     @staticmethod
-    def backward(ctx, do, dlse, *_):
-        q, k, v, o, lse, *rest = ctx.saved_tensors
+    def backward(ctx, do, dlse, _):
+        q, k, v, o, lse, workspace, sinks, *masks = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * 20
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
-            *gradients, dsinks = attention_backward(do, dlse, q, k, v, o, lse, *rest, *ctx.settings)
-        if ctx.needs_input_grad[4]:
-            gradients.append(dsinks.to(ctx.sinks_dtype))
+            gradients = attention_backward(do, dlse, q, k, v, o, lse, workspace, sinks, *masks, *ctx.settings)
+            *gradients, dsinks = gradients
+        gradients.append(dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None)
         if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
-            gradients = once_differentiable(o, *gradients)
-        return None, *gradients, *(None,) * (19 - len(gradients))
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as they are; who differentiates them again is told."""
-
-    @staticmethod
-    def forward(ctx, o, *gradients):
-        return tuple(gradient.clone() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
-            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
-
-
-def once_differentiable(o: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """Gradients that raise NotImplementedError where they are differentiated again; o, which needs gradients."""
-    return _OnceDifferentiable.apply(o, *gradients)
+            gradients = once_differentiable(o, gradients)
+        return None, *gradients, *(None,) * 15
 
 
 def _below_autograd(keyset, *arguments):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -55,6 +57,31 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
     assert found[:3] == ("token", "reference", "reference")
+
+
+def test_an_argument_that_there_is_not_is_named():
+    """Regression: the error named a function that nobody had called."""
+    q = torch.empty(1, 2, 4, 8)
+    with pytest.raises(TypeError, match=r"explain: got an unexpected .* 'causal'; accepted: query, key, value, "):
+        sagebwd.explain(q, q, q, causal=True)
+    with pytest.raises(TypeError, match=r"explain: multiple values for argument 'attn_mask'"):
+        sagebwd.explain(q, q, q, None, attn_mask=None)
+    with pytest.raises(TypeError, match=r"explain_varlen: missing a required .* 'cu_seqlens_q'; accepted: query"):
+        sagebwd.explain_varlen(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("explain", "attention", "internal"),
+    [
+        (sagebwd.explain, sage_attention, asked.choice_of),
+        (sagebwd.explain_varlen, sagebwd.sage_attention_varlen, asked.packed_choice_of),
+    ],
+)
+def test_arguments_are_those_of_the_function_that_is_explained(explain, attention, internal):
+    of_function, of_internal = (inspect.signature(function).parameters for function in (attention, internal))
+    assert [(x.name, x.kind, x.default) for x in of_function.values()] == [
+        (x.name, x.kind, x.default) for x in of_internal.values()
+    ]
 
 
 def test_the_summary_counts_calls_by_what_ran(monkeypatch):

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
-from sagebwd import dispatch, eager, replace_sdpa, sage_attention, sage_attention_varlen, switches
+from sagebwd import dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import asked, counts, torch_attention
 from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask
 from sagebwd.meaning.metrics import relative_l2
+from sagebwd.plan import spec_of
 
 CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -226,7 +227,7 @@ def test_the_patch_of_torchs_function_does_not_come_back(handed):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, enable_gqa=True), out)
 
 
-def test_whether_a_call_trains_makes_another_kind(monkeypatch):
+def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
     """Of a call of "auto" alone."""
     asks = []
     monkeypatch.setattr(dispatch, "hands_over", lambda ask, of: asks.append(ask.training) or True)
@@ -236,10 +237,11 @@ def test_whether_a_call_trains_makes_another_kind(monkeypatch):
         with torch.no_grad():
             sage_attention(q, k, v, enable_gqa=True)
     assert asks == [True, False]
-    kinds = {eager.kind_of((q, k, v, *(None,) * 3), recipe, None) for recipe in ("auto", "token")}
+    given = (q, k, v, *(None,) * 4), None
+    specs = {spec_of(*given, recipe, None) for recipe in ("auto", "token")}
     with torch.no_grad():
-        kinds |= {eager.kind_of((q, k, v, *(None,) * 3), recipe, None) for recipe in ("auto", "token")}
-    assert len(kinds) == 3
+        specs |= {spec_of(*given, recipe, None) for recipe in ("auto", "token")}
+    assert len(specs) == 3
 
 
 def test_autocast_casts_what_is_handed_over(handed):

@@ -13,13 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
-from sagebwd import dispatch
 from sagebwd.benchmarks import breakdown, plot
 from sagebwd.benchmarks import training as bench
 from sagebwd.benchmarks import training_tables as tables
 from sagebwd.benchmarks.results import save
 from sagebwd.benchmarks.training import Step
 from sagebwd.commands import main as cli
+from sagebwd.plan import Plan
 from sagebwd.training.config import FULL_PRECISION, Config
 from sagebwd.training.model import build
 from tests.training.runs import command, finish
@@ -301,8 +301,8 @@ def test_a_whole_model_for_cuda_graphs_is_one_graph(graphs):
 @pytest.mark.parametrize("compiled", ["layers", "no"])
 def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs):
     torch._dynamo.utils.counters.clear()
-    seen, real = [], dispatch.forward
-    monkeypatch.setattr(dispatch, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
+    seen, real = [], Plan.forward
+    monkeypatch.setattr(Plan, "forward", lambda *arguments: (seen.append(1), real(*arguments))[1])
     forwards = {}
     for kept in (False, True):
         seen.clear()

@@ -159,6 +159,13 @@ def test_nested_tensors_run_on_the_original():
     assert sdpa.counts == {"replaced": 0, "kept": {"a nested tensor": 1}}
 
 
+def test_sparse_tensors_are_torchs_own_matter():
+    x = torch.randn(1, 2, 4, 8).to_sparse()
+    with replace_sdpa() as sdpa, pytest.raises(RuntimeError, match="Sparse"):
+        F.scaled_dot_product_attention(x, x, x)
+    assert sdpa.counts == {"replaced": 0, "kept": {"layout sparse_coo": 1}}
+
+
 BIASES = {
     "upper-left": (causal_upper_left, 9, 14),
     "lower-right": (causal_lower_right, 9, 14),

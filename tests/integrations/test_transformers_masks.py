@@ -30,7 +30,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read
+from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read, read_attention_mask
 from sagebwd.meaning.metrics import relative_l2
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -147,6 +147,20 @@ def test_a_prompt_in_parts_is_sdpas(name):
 def test_padding_is_sdpas(name, side):
     ids, attention_mask = padded(side)
     assert_same(pair(DECODERS[name]()), attention_mask, input_ids=ids)
+
+
+def test_a_loss_reads_padding_before_a_real_token():
+    """As docs/integrations/transformers-masks.md says, and how to leave that out."""
+    ids, attention_mask = tokens(2, 6), torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]])
+    models = pair(DECODERS["llama"]())
+    labels = ids.masked_fill(attention_mask == 0, -100)
+    after, beginning = labels.clone(), torch.tensor([[0, 0, 0, 0, 1, 0], [0] * 6]).bool()
+    after[beginning] = -100
+    exact, ours = ([model(ids, attention_mask, labels=x) for x in (labels, after)] for model in models)
+    differs = (exact[0].logits - ours[0].logits).abs().amax(-1) > 1e-3
+    assert differs.tolist() == [[False, False, True, True, False, False], [False] * 6]
+    assert abs(exact[0].loss - ours[0].loss) > 1e-4
+    torch.testing.assert_close(exact[1].loss, ours[1].loss)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama"])
@@ -301,10 +315,31 @@ def test_a_block_mask_is_read_once_for_all_layers():
     model = pair(DECODERS["llama"]())[1]
     made = create_block_mask(causal, None, None, 6, 6, device="cpu")
     asked.clear()
-    for _ in range(2):
-        model(input_ids=tokens(2, 6), attention_mask=made)
+    once = read_attention_mask(made)
+    outcomes = [model(input_ids=tokens(2, 6), attention_mask=once).logits for _ in range(2)]
     assert len(model.model.layers) > 1
     assert len(asked) == 1
+    made.mask_mod = lambda b, h, q, k: q >= 0 * k
+    assert torch.equal(outcomes[0], model(input_ids=tokens(2, 6), attention_mask=once).logits)
+    assert not torch.equal(outcomes[0], model(input_ids=tokens(2, 6), attention_mask=made).logits)
+
+
+@pytest.mark.parametrize("change", ["copy_", "data"])
+def test_a_mask_of_the_callers_is_read_in_every_forward(change):
+    exact, model = pair(DECODERS["llama"]())
+    made = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    model(input_ids=tokens(2, 6), attention_mask=made)
+    (made.data if change == "data" else made).copy_(torch.ones(6, 6, dtype=torch.bool).tril().triu(-2))
+    expected = exact(input_ids=tokens(2, 6), attention_mask=made).logits
+    assert relative_l2(model(input_ids=tokens(2, 6), attention_mask=made).logits, expected) < 1e-5
+
+
+def test_layers_share_what_is_read_of_a_mask_until_somebody_has_it():
+    made = mask(1, 6, 6, mask_function=lambda b, h, q, k: (q >= k) | (k < 2))
+    first = made.argument(torch.device("cpu"))["block_mask"]
+    assert made.argument(torch.device("cpu"))["block_mask"] is first
+    made.dense.fill_(True)
+    assert made.argument(torch.device("cpu"))["attn_mask"].all()
 
 
 def test_a_model_that_leaves_our_masks_out_is_refused():

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
-from sagebwd import dispatch
 from sagebwd.auto.counts import counts
 from sagebwd.checkpointing import keep_attention
+from sagebwd.plan import Plan
 
 LAYERS, VOCABULARY = 2, 64
 LENGTHS = (20, 33, 11, 48, 7, 25, 40, 16)
@@ -138,8 +138,8 @@ def test_wrapped_packing_tells_a_model_nothing(trainer):
 def test_checkpointing_keeps_attention_by_our_policy_alone(trainer, kept, runs, monkeypatch):
     """TRL's own looks for operators of torch and flash-attn, so that sagebwd's forward runs again."""
     trainer = trainer(gradient_checkpointing=True, gradient_checkpointing_kwargs=kept, max_steps=2)
-    real, seen = dispatch.forward, []
-    monkeypatch.setattr(dispatch, "forward", lambda *arguments: seen.append(1) or real(*arguments))
+    real, seen = Plan.forward, []
+    monkeypatch.setattr(Plan, "forward", lambda *arguments: seen.append(1) or real(*arguments))
     trainer.train()
     assert len(seen) == LAYERS * 2 * runs
 

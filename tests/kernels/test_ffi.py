@@ -1,4 +1,4 @@
-"""Functions of TVM-FFI's C interface, compiled from C: what they are given, and that they are replayed."""
+"""Functions of TVM-FFI's C interface, compiled from C: what they are given, and that programs launch them."""
 
 import shutil
 import subprocess
@@ -7,8 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from sagebwd.cache import PLANS
+
 ffi = pytest.importorskip("sagebwd.kernels.host.ffi")
-from sagebwd.kernels.host import replay  # noqa: E402
+from sagebwd.kernels.host import program  # noqa: E402
 
 # out[i, j] = factor * x[i, j] by their own strides, and the sums of shapes and strides in told; fails for factor 0
 SOURCE = """
@@ -56,18 +58,18 @@ def test_a_failure_raises(scale):
         scale[()](torch.ones(1, 1), torch.ones(1, 1), None, 0.0, torch.ones(7), 5)
 
 
-def test_launches_are_replayed(scale):
+def test_programs_launch_functions(scale):
     """Inputs, outputs, a view of one and scratch of another type."""
 
     def call(x):
         torch.empty(5)
         told, both = torch.empty(8, dtype=torch.int32), torch.empty(2, 4, 3)
-        replay.launch(scale, (), x, both[1].t(), None, 3.0, told[1:], 5)
+        program.launch(scale, (), x, both[1].t(), None, 3.0, told[1:], 5)
         return both[1], both[1].t()
 
     for _ in range(4):
         x = torch.randn(3, 4)
-        out, transposed = replay.repeat(call, x)
+        out, transposed = program.run(call, x)
         torch.testing.assert_close(out, 3 * x.t())
         torch.testing.assert_close(transposed, 3 * x)
-    assert isinstance(*replay._calls.values(), replay.Recording)
+    assert len(PLANS) == 1

@@ -1,29 +1,18 @@
 """Bytes of a forward and backward at their peak, counted from what the Hopper host makes: no kernel runs."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.host import device, replay
+from sagebwd.kernels.host import device, program
 from sagebwd.kernels.sm90.backward.launch import backward
 from sagebwd.recipe import Recipe
 
 META = torch.device("meta")
-
-
-class Made(TorchDispatchMode):
-    """Adds up the bytes of tensors that are made, not viewed: a call made again makes them all at once."""
-
-    total = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket.__name__.removeprefix("new_").startswith(("empty", "zeros")):
-            self.total += result.untyped_storage().nbytes()
-        return result
 
 
 def peak(heads: int, kv_heads: int, head_dim: int, tokens: int, layout: str) -> int:
@@ -44,9 +33,9 @@ def peak(heads: int, kv_heads: int, head_dim: int, tokens: int, layout: str) -> 
     lse, q_scale, row_max = (call.queries.per_token(META) for _ in range(3))
     k_mean = torch.empty(call.keys.batch, kv_heads, head_dim, device=META)
     saved = Saved(empty_like_rows(q), lse, codes[0], q_scale, codes[1], call.keys.per_token(META), row_max, k_mean)
-    with Made() as made:
-        backward(call, saved, q, None, None, None, k)
-    return sum(x.nbytes for x in saved if x is not None) + made.total
+    made = program.Program.of(backward, (call, saved, q, None, None, None, k))
+    outputs = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in made.memory)
+    return sum(x.nbytes for x in saved if x is not None) + outputs + made.scratch_bytes
 
 
 def flash_attention_4(heads: int, kv_heads: int, head_dim: int, tokens: int) -> int:
@@ -61,5 +50,5 @@ def flash_attention_4(heads: int, kv_heads: int, head_dim: int, tokens: int) -> 
 )
 def test_peak_is_within_a_quarter_of_flash_attention_4_s(shape, layout, monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda device: 132)
-    monkeypatch.setattr(replay, "_start", lambda *arguments, **options: None)
+    monkeypatch.setattr(program, "compiled", lambda *_: None)
     assert peak(*shape, layout) <= 1.25 * flash_attention_4(*shape)

@@ -74,7 +74,7 @@ def test_lists_that_programs_share(name, head_dim, value_dim, least, monkeypatch
     inputs = call.inputs()
     lists = prepare("backward", call.call(*inputs[:2])).lists
     assert (lists.shares[:, 5] > 1).any()
-    shared = [call.run("hopper", inputs) for _ in range(4)]  # launched, watched and replayed
+    shared = [call.run("hopper", inputs) for _ in range(4)]  # which add in other orders
     alone = dataclasses.replace(call, deterministic=True).run("hopper", inputs)
     for gradient in ("dk", "dv"):
         size = alone[gradient].float().norm()

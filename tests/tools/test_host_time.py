@@ -1,4 +1,4 @@
-"""The command that times the host, and with Triton's own launchers that calls made again do not ask its binder."""
+"""The command that times the host, and with Triton's own launchers that a call asks its binder once a launch."""
 
 import os
 import shutil
@@ -12,6 +12,7 @@ import pytest
 compile_ = pytest.importorskip("sagebwd.kernels.sm90.forward.compile")
 HEADERS = Path(sysconfig.get_paths()["include"]) / "Python.h"
 CODE = """
+import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,9 @@ from pathlib import Path
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
-from sagebwd.kernels.host import replay
+from sagebwd.cache import PLANS
+from sagebwd.kernels.host import launchers
+from sagebwd.plan import Plan
 from tools import host_time
 
 run, bound = JITFunction.run, []
@@ -30,19 +33,19 @@ def counted(self, *args, **kwargs):
     return run(self, *args, **kwargs)
 
 
-def handed_on(relaunch, owners):
+def handed_on(launcher, addresses):
     # what Triton's own launcher is handed for the same memory, and what ours is
-    compiled, calls = relaunch.compiled, []
+    compiled, calls = launcher.compiled, []
     signature, described = dict(enumerate(compiled.src.signature.values())), compiled.metadata.tensordesc_meta
     theirs = wrap_handle_tensordesc(lambda *args: calls.append(args), signature, described)
     ours = lambda *args: calls.append(args)
-    whole = relaunch.run.launch, relaunch.encoded.run.launch
-    relaunch.run.launch, relaunch.encoded.run.launch = theirs, ours
-    relaunch.start(owners, 0)
-    encoded, relaunch.encoded = relaunch.encoded, None
-    relaunch.start(owners, 0)
-    relaunch.encoded = encoded
-    relaunch.run.launch, relaunch.encoded.run.launch = whole
+    launch, launcher.run.launch = launcher.run.launch, ours
+    launcher.start(addresses, [], 0)
+    launcher.run.launch = launch
+    whole = copy.copy(compiled.run)
+    whole.launch = theirs
+    filled = launchers._filler(launcher.arguments)(addresses)
+    whole(*launcher.grid[:3], 0, compiled.function, compiled.packed_metadata, None, None, None, *filled)
     return calls
 
 
@@ -59,18 +62,20 @@ with tempfile.TemporaryDirectory() as folder:
     host_time.take_driver(Path(folder))
     host_time.take_runtime(Path(folder))
     times = host_time.measure(recipe, rounds=1, calls=1)
-assert len(bound) == 2 * (len(set(bound)) + repeated), bound  # the first two calls
+assert len(bound) == 2 * (len(set(bound)) + repeated), bound  # by the operators' programs and by the plan's
 assert len(times) == 5, times
 assert all(0 < time < 1e6 for time in times.values()), times
 described = 0
-for recording in replay._calls.values():
-    for relaunch in recording.launches:
-        signature = relaunch.compiled.src.signature.values() if hasattr(relaunch, "encoded") else ()
+found = [plan.programs.values() if isinstance(plan, Plan) else [plan] for plan in PLANS.values()]
+programs = [program for some in found for program in some]
+for program in programs:
+    for launcher in program.launches:
+        signature = launcher.compiled.src.signature.values() if isinstance(launcher, launchers.TritonLauncher) else ()
         if any(str(kind).startswith("tensordesc") for kind in signature):
             described += 1
-            assert relaunch.encoded is not None
+            assert not launcher.encodes, "it has encoded"
             for base in (1 << 20, 1 << 21, 1 << 20):
-                ours, theirs = handed_on(relaunch, [base + 4096 * n for n in range(40)])
+                ours, theirs = handed_on(launcher, [base + 4096 * n for n in range(40)])
                 assert plain(ours) == plain(theirs), (ours, theirs)
 assert described
 """
@@ -78,8 +83,8 @@ assert described
 
 @pytest.mark.skipif(not (shutil.which("cc") and HEADERS.exists()), reason="needs a C compiler and Python's headers")
 @pytest.mark.parametrize(("recipe", "repeated"), [("mixed", 0)])
-def test_two_calls_are_bound(recipe, repeated):
-    """And later ones hand Triton's launchers what Triton's own hand them."""
+def test_a_description_is_bound(recipe, repeated):
+    """And calls hand Triton's launchers what Triton's own hand them."""
     if recipe == "mixed" and compile_.unavailable():
         pytest.skip(compile_.unavailable())
     # in a process of its own, which compiles and has a GPU to all appearances

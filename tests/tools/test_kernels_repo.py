@@ -34,6 +34,7 @@ for path in folder.rglob("*.py"):
         name = ".".join((own, *path.relative_to(folder).with_suffix("").parts))
         importlib.import_module(name.removesuffix(".__init__"))
 assert sys.modules[f"{{own}}.auto.crossings"].of_card("NVIDIA H200", "of no version")
+assert sys.modules[f"{{own}}.dispatch"].runtime().program is sys.modules[f"{{own}}.kernels.host.program"]
 assert not [name for name in sys.modules if name.partition(".")[0] == "sagebwd"]
 
 from sagebwd.integrations.flash_attn import flash_attn_func
@@ -89,14 +90,17 @@ def test_does_not_write_over_a_folder(folder, capsys):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from sagebwd import dispatch, eager\n", "from ... import dispatch, eager\n"),
+        ("from sagebwd import dispatch, ops\n", "from ... import dispatch, ops\n"),
         ("    from sagebwd.call import Ask\n", None),
         ("def f():\n    from sagebwd.call import Ask\n", "def f():\n    from ...call import Ask\n"),
         ('"""from sagebwd.call import Ask"""\n', '"""from sagebwd.call import Ask"""\n'),
         ('f("sagebwd.meaning.reference")\n', 'f("own.meaning.reference")\n'),
+        ('f(f"sagebwd.{name}", f"sagebwd.kernels.{name}")\n', 'f(f"own.{name}", f"own.kernels.{name}")\n'),
+        ('f(f"sagebwd: {name}", "sagebwd")\n', 'f(f"sagebwd: {name}", "sagebwd")\n'),
         ('L("sagebwd::attention")\ntorch.ops.sagebwd.x\n', 'L("own::attention")\ntorch.ops.own.x\n'),
         ("import sagebwd.call\n", None),
         ("f('sagebwd.meaning.reference')\n", None),
+        ("f(f'sagebwd.{name}')\n", None),
     ],
 )
 def test_names_are_renamed_or_refused(source, expected):

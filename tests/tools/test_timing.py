@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sagebwd import sage_attention
-from sagebwd.kernels.host import replay
+from sagebwd.cache import PLANS
+from sagebwd.kernels.host import program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
 from tools import beside, passes, timing
@@ -71,7 +72,7 @@ def test_launches_are_matched_with_what_ran():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_a_call_is_noted_launch_by_launch():
-    replay._calls.clear()
+    PLANS.clear()
     x = torch.randn(1, 2, 40, 32, dtype=torch.bfloat16)
     with passes.noted() as launches:
         sage_attention(x, x, x, impl="triton", recipe="token")
@@ -79,7 +80,7 @@ def test_a_call_is_noted_launch_by_launch():
     assert names[-1] == "forward_kernel"
     assert names.count("quantize_kernel") == 3  # Q, K and V
     assert all(launch.moved >= x.numel() for launch in launches if launch.kernel == "quantize_kernel")
-    assert replay._start.__module__ == replay.__name__
+    assert program.compiled.__module__ == program.__name__
 
 
 def test_a_step_has_every_gradient():

@@ -17,7 +17,7 @@ from tools.matrix.forms import Cell
 
 TENSORS = ("o", "lse", "dq", "dk", "dv")
 CALLS = 4
-"""The first, one that is watched and recorded, one that replays its forward, one that replays backward too."""
+"""The first, which describes its launches, and some that run what was described, with other numbers."""
 EMULATED = (0, 1, 3)
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 ARGUMENTS = re.compile(r"\b(query|key|value|attn_mask|block_mask|recipe|impl|head_dim|window|is_causal)\b")

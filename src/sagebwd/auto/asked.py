@@ -62,6 +62,7 @@ class Asked(NamedTuple):
     key: Tensor
     value: Tensor
     elements: Tensor | None
+    is_causal: bool
     scale: float
     window: tuple[int, int]
     ask: Ask
@@ -96,7 +97,7 @@ def asked_of(
     elif only_torch is not None:
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
-    return Asked(query, key, value, elements, scale, window, ask, size, way)
+    return Asked(query, key, value, elements, is_causal, scale, window, ask, size, way)
 
 
 def asked_of_packed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,14 +50,25 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **opt
     A call counts as one of training where an input requires a gradient and gradients are enabled. Raises what
     `sage_attention` raises for the arguments.
     """
+    _check("explain", choice_of, query, key, value, *arguments, **options)
     choice, asked = choice_of(query, key, value, *arguments, **options)
     return explained(choice, asked.ask, asked.size, options.get("recipe", AUTO))
 
 
 def explain_varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
     """The same of `sage_attention_varlen`."""
-    choice, ask, size = packed_choice_of(query, key, value, *arguments, **options)[:3]
+    _check("explain_varlen", packed_choice_of, query, key, value, *arguments, **options)
+    choice, ask, size = packed_choice_of(query, key, value, *arguments, **options)
     return explained(choice, ask, size, options.get("recipe", AUTO))
+
+
+def _check(name: str, function: Callable, *arguments: object, **options: object) -> None:
+    """Raises TypeError for arguments that one of the public functions does not take, whose ``function`` has."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}; accepted: {', '.join(signature.parameters)}") from None
 
 
 def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object) -> Explanation:

@@ -82,7 +82,11 @@ def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """A band as a mask, with what another hides."""
-    visible = band.mask(*(torch.arange(x.shape[2], device=query.device) for x in (query, key)))
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    if band.upper is not None:
+        visible.tril_(band.upper)
+    if band.lower is not None:
+        visible.triu_(band.lower)
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
@@ -91,15 +95,14 @@ def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tens
 def settled(way: Way, query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Callable[..., Tensor]:
     """`dense` of (query, key, value, mask) for calls that are equal to one in all but what tensors hold.
 
-    A window's mask is made once, unless a CUDA graph is being captured, whose memory is the graph's.
+    A window's mask is made in each call: one that was kept could be freed under a CUDA graph that reads it.
     """
-    if way.keys is not None or (way.band is not None and mask is not None):
+    if way.keys is not None or way.band is not None:
         return lambda query, key, value, mask: dense(way, query, key, value, mask, scale)
-    made = None if way.band is None else _banded(way.band, query, key, None)
     grouped, is_plain = query.shape[1] != key.shape[1], mask is None or mask.dtype in (torch.bool, query.dtype)
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        mask = made if mask is None else mask if is_plain else mask.to(query.dtype)
+        mask = mask if is_plain else mask.to(query.dtype)
         return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
 
     return run

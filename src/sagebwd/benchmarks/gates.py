@@ -98,9 +98,9 @@ def emulated(
     o, lse, k_mean = emulator.forward()
     if sinks is None:
         return (o, *emulator.backward(do, o, lse))
-    weight = epilogue.weigh(o, lse, q, k_mean, sinks[-q.shape[1] :], scale, None, shape.tokens)
+    weight = epilogue.weigh(o, lse, q, k_mean, sinks[-q.shape[1] :], scale, None)
     dq, dk, dv = emulator.backward(do, o, lse)
-    epilogue.gradient(do, None, o, weight, dq, k_mean, scale, None, shape.tokens)
+    epilogue.gradient(do, None, o, weight, dq, k_mean, scale, None)
     return o, dq, dk, dv
 
 

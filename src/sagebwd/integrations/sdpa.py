@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -27,10 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sagebwd import checks, dispatch, eager
+from sagebwd import checks, dispatch
 from sagebwd.attention import sage_attention
 from sagebwd.auto.asked import autocast, choice_of
+from sagebwd.cache import Cache
 from sagebwd.kernels import table
+from sagebwd.plan import spec_of
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class SdpaReplacement:
         self._function = _function_of(self)
         self._replaced = 0
         self._kept: Counter[str] = Counter()
-        self._reasons: dict[Hashable, str | None] = {}  # `_reason_in_implementation` of kinds of call
+        self._reasons = Cache()  # `_reason_in_implementation` in a tuple, by a call's specification
         self._count_lock = threading.Lock()
 
     @property
@@ -303,6 +305,8 @@ def _reason_in_kind(*tensors: Tensor) -> str | None:
             return f"a {type(tensor).__name__}"
         if tensor.is_nested:
             return "a nested tensor"
+        if tensor.layout is not torch.strided:
+            return f"layout {str(tensor.layout).removeprefix('torch.')}"
     if torch.compiler.is_compiling():
         return None
     # the operators have no rules for these, and forward-mode would lose its tangents without a word
@@ -375,15 +379,14 @@ def _reason_of_kind(
 ) -> str | None:
     """`_reason_in_implementation`, worked out once for calls that differ in what tensors hold alone."""
     attn_mask, *numbers = options
-    kind = eager.kind_of((*tensors, attn_mask, None, None), settings.recipe, window, *numbers)
-    if kind is None:  # a trace must not look at what is remembered: dynamo would compile anew whenever there is more
+    kind = spec_of((*tensors, attn_mask, None, None, None), None, settings.recipe, window, *numbers)
+    if kind is None:  # a trace must not look at what is cached: dynamo would compile anew whenever there is more
         return _reason_in_implementation(tensors, options, window, settings)
-    reasons = settings._reasons
-    if kind not in reasons:
-        if len(reasons) >= eager.MOST_KINDS:
-            reasons.clear()
-        reasons[kind] = _reason_in_implementation(tensors, options, window, settings)
-    return reasons[kind]
+    found = settings._reasons.get(kind)
+    if found is None:
+        found = (_reason_in_implementation(tensors, options, window, settings),)
+        settings._reasons.put(kind, found)
+    return found[0]
 
 
 def _reason_in_implementation(

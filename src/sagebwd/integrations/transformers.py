@@ -35,13 +35,20 @@ from transformers.utils.import_utils import is_tracing
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
 from sagebwd.auto.asked import autocast_dtype
-from sagebwd.integrations.transformers_masks import USE_INSTEAD, Mask, Visible, has_values, mask
+from sagebwd.integrations.transformers_masks import (
+    USE_INSTEAD,
+    Mask,
+    Visible,
+    has_values,
+    mask,
+    read_attention_mask,
+)  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 
-__all__ = ["add_qk_norm", "attention", "register"]
+__all__ = ["add_qk_norm", "attention", "read_attention_mask", "register"]
 
 _UNSUPPORTED = {
     "softcap": ("soft-capped logits", "'eager' or 'flex_attention'"),  # which 'sdpa' leaves out
@@ -129,7 +136,7 @@ def attention(
     chosen = settings(config, layer)
     wide = is_wide(module, query, value, **chosen)  # which torch alone takes, and not packed
     if isinstance(mask.visible, str):
-        return _carried(query, key, value, mask.dense, {"scale": scaling, "sinks": s_aux, **chosen}), None
+        return _carried(query, key, value, mask, {"scale": scaling, "sinks": s_aux, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
         raise NotImplementedError(
@@ -246,20 +253,16 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _carried(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | BlockMask, shared: dict[str, object]
-) -> Tensor:
+def _carried(query: Tensor, key: Tensor, value: Tensor, mask: Mask, shared: dict[str, object]) -> Tensor:
     """A mask that is no band of distances, by the kernels that take any."""
-    # a copy of a BlockMask would be read anew
-    if isinstance(visible, Tensor) or visible.kv_num_blocks.device != query.device:
-        visible = visible.to(query.device)
-    if isinstance(visible, Tensor) and visible.requires_grad and torch.is_grad_enabled():
+    argument = mask.argument(query.device)
+    visible = argument.get("attn_mask")
+    if visible is not None and visible.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "an attention_mask that needs a gradient, such as a learned bias, is not supported by "
             f"attn_implementation='sagebwd'; {USE_INSTEAD}"
         )
-    name = "attn_mask" if isinstance(visible, Tensor) else "block_mask"
-    out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **{name: visible}, **shared)
+    out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **argument, **shared)
     return out.transpose(1, 2).contiguous()
 
 

@@ -26,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from sagebwd.mask_argument import read_block_mask, read_mask
+from sagebwd.masks import mask as masks
+
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 
 
@@ -253,7 +256,8 @@ class Mask(BlockMask):
 
     Args: shape (batch, 1, tokens, kv_tokens); visible, or why it could not be read, and then there must be dense;
     padding (batch, kv_tokens) bool, True where a token counts, None where all do; dense, the boolean mask in
-    ``shape``, or what makes it; continues, whether the queries continue a KV cache.
+    ``shape``, or what makes it; continues, whether the queries continue a KV cache; is_own, whether dense was made
+    for this forward, and not by the model's caller; elements, what was read of a mask.
     """
 
     def __init__(
@@ -263,9 +267,12 @@ class Mask(BlockMask):
         padding: Tensor | None = None,
         dense: Tensor | Callable[[], Tensor] | None = None,
         continues: bool = False,
+        is_own: bool = False,
+        elements: masks.Mask | None = None,
     ) -> None:
         self._shape, self.visible, self.padding, self._dense = shape, visible, padding, dense
-        self.is_left_out, self.continues = False, continues
+        self.is_left_out, self.continues, self._is_own = False, continues, is_own
+        self._elements = elements
         self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
 
     @property
@@ -275,10 +282,28 @@ class Mask(BlockMask):
 
     @property
     def dense(self) -> Tensor:
-        """The mask that SDPA would be given."""
+        """The mask that SDPA would be given. Who has it may write to it."""
         if not isinstance(self._dense, Tensor) and callable(self._dense):
             self._dense = self._dense()
+        if self._is_own:
+            self._is_own, self._elements = False, None
         return self._dense
+
+    def argument(self, device: torch.device) -> dict[str, Tensor | BlockMask | masks.Mask]:
+        """The argument of `sage_attention` that stands for a mask that could not be read, on a device.
+
+        Layers share one `sagebwd.read_mask` as long as nobody else has the tensor.
+        """
+        if self._elements is None:
+            dense = self._dense.to(device)
+            if not isinstance(dense, Tensor):
+                return {"block_mask": dense}
+            if not self._is_own or not has_values(dense):
+                return {"attn_mask": dense}
+            self._elements = read_mask(dense)
+        elif self._elements.elements.device != device:
+            self._elements = self._elements.to(device)
+        return {"block_mask": self._elements}
 
     @cached_property
     def real(self) -> tuple[Tensor, Tensor]:
@@ -344,6 +369,25 @@ class Mask(BlockMask):
         return func(*tree_map(_as_tensor, args), **tree_map(_as_tensor, kwargs))
 
 
+def read_attention_mask(attention_mask: Tensor | BlockMask) -> Mask:
+    """A mask for ``model(attention_mask=...)``, read once for all layers and all calls that it is given to.
+
+    A tensor or a BlockMask that a model is given is read in every layer, which of a BlockMask takes milliseconds.
+    Written to, or given another mask_mod, afterwards, the result shows what it showed.
+
+    Args: attention_mask, (batch or 1, heads or 1, tokens, kv_tokens), boolean, True where a query sees a key, or
+    added to the scores; or a BlockMask.
+
+    Raises TypeError and ValueError for anything else.
+    """
+    if isinstance(attention_mask, BlockMask):
+        elements = read_block_mask(attention_mask)
+    else:
+        elements = read_mask(attention_mask)
+        attention_mask = elements.elements
+    return Mask(tuple(attention_mask.shape), "a caller's", dense=attention_mask, is_own=True, elements=elements)
+
+
 def _as_tensor(x: object) -> object:
     return x.dense if isinstance(x, Mask) else x
 
@@ -400,9 +444,9 @@ def mask(
     )  # fmt: skip
     everything = isinstance(visible, Visible) and not visible.is_banded
     if not everything and not _start_together(q_offset, kv_offset):
-        return Mask(shape, visible, dense=dense(), continues=True)
+        return Mask(shape, visible, dense=dense(), continues=True, is_own=True)
     if isinstance(visible, str):
-        return Mask(shape, visible, dense=dense())
+        return Mask(shape, visible, dense=dense(), is_own=True)
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
     if attention_mask is not None and attention_mask.shape[0] != 1 and attention_mask.shape[0] != batch_size:

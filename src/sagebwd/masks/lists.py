@@ -15,9 +15,6 @@ from torch import Tensor
 
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE, Mask
-from sagebwd.masks.remember import Memory
-
-_memory = Memory()
 
 
 class Listed(NamedTuple):
@@ -42,14 +39,14 @@ def listed(
     mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], by_key: bool,
     first_apart: bool,
 ) -> Listed:  # fmt: skip
-    """A mask for a kernel of these tiles, remembered; arguments as of `lists_of`."""
+    """A mask for a kernel of these tiles; arguments as of `lists_of`."""
     settings = tokens, tile, band, by_key, first_apart
-    objects = mask.blocks, key_mask
-    lists = _memory.get(objects, settings, lambda: lists_of(mask.blocks, mask.tiles, key_mask, *settings))
+    batch = len(key_mask)
+    lists = mask.made(("lists", batch, *settings), lambda: lists_of(mask.blocks, mask.tiles, key_mask, *settings))
     even = all(n % size == 0 for n, size in zip(tokens, tile))
     first = None
     if first_apart:
-        first = _memory.get(objects, "first", lambda: _first_elements(mask, key_mask, tokens[0]))
+        first = mask.made(("first", batch, tokens[0]), lambda: _first_elements(mask, key_mask, tokens[0]))
     return Listed(mask.elements, lists, tile[by_key], mask.tiles is not None, even, first)
 
 

@@ -6,17 +6,21 @@ An additive one hides where it is -inf, or so low that it stands for that (`HIDD
 Of torch's BlockMask only the tiles that it shows in part are stored, so that memory does not grow with queries x keys.
 
 Beside the elements goes a map of blocks of `BLOCK` queries and keys: what hides all is skipped, what shows all (a
-bias of zeros) needs no elements. It is made once a mask (`sagebwd.masks.remember`).
+bias of zeros) needs no elements.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.masks.parts import Parts
+
+T = TypeVar("T")
 # Queries and keys of a block of the map: what every tile of the kernels is a multiple of.
 BLOCK = 32
 # Queries and keys of a stored tile: a multiple of every tile of the kernels.
@@ -38,12 +42,32 @@ class Mask(NamedTuple):
     tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the elements' tiles is there; None without a BlockMask.
     blocks: (B or 1, H or 1, N / BLOCK or 1, M / BLOCK or 1) uint8: SKIP, MASKED or WHOLE.
     keys: (B or 1, M or 1) bool, which keys any query of any head sees.
+    parts: what kernels read, made of these and kept with them; None: made in each call.
     """
 
     elements: Tensor
     tiles: Tensor | None
     blocks: Tensor
     keys: Tensor
+    parts: Parts | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """All but the parts."""
+        return self[:4]
+
+    def made(self, settings: Hashable, make: Callable[[], T]) -> T:
+        """The part of the mask that ``make()`` gives for some settings."""
+        return make() if self.parts is None else self.parts.get(settings, make)
+
+    def taken(self, settings: Hashable, make: Callable[[], T]) -> T:
+        """`made`, of what one direction of a call reads once."""
+        return make() if self.parts is None else self.parts.take(settings, make)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is an object of the user's, whose tensors nobody writes to."""
+        return type(self.parts) is Parts
 
     @property
     def is_bias(self) -> bool:
@@ -52,7 +76,19 @@ class Mask(NamedTuple):
 
     def to(self, device: torch.device | str) -> Mask:
         """The same on another device."""
-        return Mask(*(None if x is None else x.to(device) for x in self))
+        moved = Mask(*(None if x is None else x.to(device) for x in self.tensors))
+        return moved if self.parts is None else moved.kept()
+
+    def kept(self) -> Mask:
+        """The same with parts, for tensors that nobody writes to."""
+        parts = Parts()
+        parts.keep("mask", self.tensors)
+        return self._replace(parts=parts)
+
+    def arrive(self) -> None:
+        """Order the current stream behind the making of a mask that was `kept`."""
+        if self.parts is not None:
+            self.parts.arrive()
 
     def part(self, rows: slice, keys: slice) -> Tensor:
         """The elements of some queries and keys, (B or 1, H or 1, rows or 1, keys or 1); 0 beyond the last."""

@@ -1,10 +1,15 @@
-"""One pass over a mask's elements on a GPU: the map of its blocks, or its bits, a program for each tile.
+"""One pass over a mask's elements on a GPU: the map of its blocks, which keys are seen, and bits, a program a tile.
 
-What they write is what the functions of the same names in `sagebwd.masks.mask` and `sagebwd.masks.walks` compute with
-torch, which is how a CPU does it.
+What it writes is what `sagebwd.masks.mask.blocks_of` and `sagebwd.masks.walks.words_of` compute with torch, which is
+how a CPU does it.
 """
 
 from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,116 +20,153 @@ from sagebwd.masks import mask as masks
 
 TILE, BLOCK = tl.constexpr(masks.TILE), tl.constexpr(masks.BLOCK)
 SIDE = tl.constexpr(masks.TILE // masks.BLOCK)
-MASKED, WHOLE = tl.constexpr(masks.MASKED), tl.constexpr(masks.WHOLE)
+SKIP, MASKED, WHOLE = tl.constexpr(masks.SKIP), tl.constexpr(masks.MASKED), tl.constexpr(masks.WHOLE)
 DTYPES = torch.bool, torch.float16, torch.bfloat16, torch.float32
 
 
+class Pass(NamedTuple):
+    """What a pass writes; None where it was not asked for.
+
+    blocks: of `sagebwd.masks.mask.Mask`. keys: (batch, M) bool, which keys any query of any head sees. words: bits of
+    rows of queries, and words_by_key of rows of keys, (tiles, TILE, 4) int32, as `sagebwd.masks.walks.pack` has them.
+    tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
+    """
+
+    blocks: Tensor | None
+    keys: Tensor | None
+    words: Tensor | None
+    words_by_key: Tensor | None
+    tiles: Tensor | None
+
+
+@cache
+def program() -> ModuleType:
+    """What describes launches once and repeats them."""
+    return importlib.import_module("sagebwd.kernels.host.program")
+
+
 def takes(elements: Tensor) -> bool:
-    """Whether the passes run on a mask's elements."""
+    """Whether the pass runs on a mask's elements."""
     return elements.is_cuda and elements.dtype in DTYPES and elements.numel() > 0
 
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`sagebwd.masks.mask.blocks_of` a tensor in four dimensions."""
-    batch, heads, *tokens = elements.shape
-    sizes = [-(-n // masks.BLOCK) for n in tokens]
-    blocks = torch.empty(batch, heads, *sizes, dtype=torch.uint8, device=elements.device)
-    keys = torch.zeros(batch, tokens[1], dtype=torch.bool, device=elements.device)
-    grid, arguments, options = _launch(elements)
+    found = read(elements, elements.shape[0])
+    return found.blocks, found.keys
+
+
+def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
+    """`sagebwd.masks.walks.words_of` a tensor in four dimensions."""
+    found = read(elements, blocks=False, words=not by_key, words_by_key=by_key)
+    return found.words_by_key if by_key else found.words, found.tiles
+
+
+def read(
+    elements: Tensor, batch: int = 1, *, blocks: bool = True, words: bool = False, words_by_key: bool = False
+) -> Pass:
+    """What is asked for of a tensor in four dimensions; batch: the keys', elements' or any where that is 1."""
     with torch.cuda.device_of(elements):
-        _blocks_kernel[grid](*arguments, blocks, keys.view(torch.uint8), **options)
-    return blocks, keys
+        return Pass(*program().run(_read, elements, batch, blocks, words, words_by_key))
 
 
-def words_of(elements: Tensor, by_key: bool) -> Tensor:
-    """Bits of all tiles of a tensor in four dimensions, as `sagebwd.masks.walks.pack` has them: (tiles, TILE, 4)."""
-    grid, arguments, options = _launch(elements)
-    words = torch.empty(*grid, masks.TILE, 4, dtype=torch.int32, device=elements.device)
-    with torch.cuda.device_of(elements):
-        _words_kernel[grid](*arguments, words, BY_KEY=by_key, **options)
-    return words
-
-
-def _launch(elements: Tensor) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, object]]:
-    """The grid, the arguments that both kernels begin with, and what they are compiled for."""
-    batch, heads, *tokens = elements.shape
-    tiles_q, tiles_k = (-(-n // masks.TILE) for n in tokens)
+def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key: bool) -> Pass:
+    (given, heads, *tokens), device = elements.shape, elements.device
+    map_of, grid = ([-(-n // size) for n in tokens] for size in (masks.BLOCK, masks.TILE))
+    count = given * heads * grid[0] * grid[1]
+    found = Pass(
+        torch.empty(given, heads, *map_of, dtype=torch.uint8, device=device) if blocks else None,
+        program().zeros((batch, tokens[1]), torch.bool, device) if blocks else None,
+        *(
+            torch.empty(count, masks.TILE, 4, dtype=torch.int32, device=device) if wanted else None
+            for wanted in (words, words_by_key)
+        ),
+        torch.empty(given, heads, *grid, dtype=torch.int32, device=device) if words or words_by_key else None,
+    )
     is_bias = elements.dtype != torch.bool
     # as torch compares: with the number in the elements' precision
     hidden = torch.tensor(masks.hidden(elements.dtype), dtype=elements.dtype).item() if is_bias else 0.0
-    at = elements if is_bias else elements.view(torch.uint8)
-    arguments = at, *elements.stride(), heads, tiles_q, tiles_k, *tokens
-    return (batch * heads * tiles_q * tiles_k,), arguments, {"HIDDEN": hidden, "IS_BIAS": is_bias, "num_warps": 8}
+    program().launch(
+        _pass_kernel,
+        (count,),
+        elements if is_bias else elements.view(torch.uint8),
+        *elements.stride(),
+        heads,
+        *grid,
+        *tokens,
+        batch // given,
+        found.blocks,
+        found.keys.view(torch.uint8) if blocks else None,
+        *found[2:],
+        HIDDEN=hidden,
+        IS_BIAS=is_bias,
+        num_warps=8,
+    )
+    return found
 
 
 @triton.jit
-def _read(
-    elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k,
-    HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr,
+def _pass_kernel(
+    elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies,
+    blocks, keys, words, words_by_key, tiles, HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What a program's tile shows, where it shows all without a bias, which of it is there, and where it lies."""
+    """copies: batch elements of ``keys`` for each of the mask's."""
     number = tl.program_id(0)
     head, batch = number // (tiles_q * tiles_k) % heads, number // (tiles_q * tiles_k) // heads
-    along = tl.arange(0, TILE)
-    q, k = number // tiles_k % tiles_q * TILE + along, number % tiles_k * TILE + along
+    along, word = tl.arange(0, TILE), tl.arange(0, 4)
+    first_q, first_k = number // tiles_k % tiles_q * TILE, number % tiles_k * TILE
+    q, k = first_q + along, first_k + along
     there = (q < tokens_q)[:, None] & (k < tokens_k)[None, :]
     start = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     at = start + q.to(tl.int64)[:, None] * stride_q + k.to(tl.int64)[None, :] * stride_k
     x = tl.load(elements + at, mask=there, other=0)
+    # cut: what keeps a block from being whole
     if IS_BIAS:
         x = x.to(tl.float32)
-        shown, plain = (x > HIDDEN) | (x != x), x == 0
+        shown, cut = ((x > HIDDEN) | (x != x)) & there, x != 0
     else:
-        shown, plain = x != 0, x != 0
-    return shown & there, plain, there, batch, head, q, k
+        shown, cut = x != 0, (x == 0) & there
+    at_words = number.to(tl.int64) * (TILE * 4) + along[:, None] * 4 + word[None, :]
+    if blocks is not None or words is not None:
+        packed = _packed(shown)
+        if words is not None:
+            tl.store(words + at_words, packed)
+    if words_by_key is not None:
+        tl.store(words_by_key + at_words, _packed(tl.trans(shown)))
+    if blocks is not None:
+        some = tl.reduce(tl.reshape(packed, [SIDE, BLOCK, 4]), 1, _either)
+        # a block's columns are a byte of each word
+        side = tl.arange(0, SIDE)
+        shows = (tl.reduce(some, 1, _either)[:, None] >> side[None, :] * 8) & 255
+        state = tl.where(shows == 0, SKIP, tl.where(_any_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
+        row, column = first_q // BLOCK + side, first_k // BLOCK + side
+        rows, columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
+        at_blocks = ((batch * heads + head).to(tl.int64) * rows + row)[:, None] * columns + column[None, :]
+        tl.store(blocks + at_blocks, state, mask=(row < rows)[:, None] & (column < columns)[None, :])
+        # all that write to a key write the same
+        bit = tl.arange(0, TILE // 8)[:, None, None] * 2 + tl.arange(0, 2)[None, None, :]
+        seen = tl.reshape((tl.reduce(some, 0, _either)[None, :, None] >> bit) & 1, [TILE])
+        for copy in range(copies):
+            row_of_keys = keys + (batch * copies + copy).to(tl.int64) * tokens_k
+            tl.store(row_of_keys + k, seen.to(tl.uint8), mask=seen != 0)
+    if tiles is not None:
+        tl.store(tiles + number, number)
 
 
 @triton.jit
-def _blocks_kernel(
-    elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, blocks, keys,
-    HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr,
-):  # fmt: skip
-    shown, plain, there, batch, head, q, k = _read(
-        elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, HIDDEN,
-        IS_BIAS,
-    )  # fmt: skip
-    # what lies beyond the tokens does not keep a block from being whole
-    some, all_of = _of_blocks(shown) > 0, _of_blocks(plain | (there == 0)) == BLOCK * BLOCK
-    state = tl.where(some, tl.where(all_of, WHOLE, MASKED), 0).to(tl.uint8)
-    along = tl.arange(0, SIDE)
-    row, column = tl.min(q) // BLOCK + along, tl.min(k) // BLOCK + along
-    rows, columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
-    at = ((batch * heads + head).to(tl.int64) * rows + row)[:, None] * columns + column[None, :]
-    tl.store(blocks + at, state, mask=(row < rows)[:, None] & (column < columns)[None, :])
-    # all that write to a key write the same
-    seen = tl.max(shown.to(tl.int32), 0)
-    tl.store(keys + batch.to(tl.int64) * tokens_k + k, seen.to(tl.uint8), mask=seen != 0)
+def _packed(x):
+    """Words of a tile's rows."""
+    x = tl.permute(tl.reshape(x.to(tl.int32), [TILE, TILE // 8, 4, 2]), [0, 2, 1, 3])
+    return tl.sum(tl.reshape(x, [TILE, 4, TILE // 4]) << tl.arange(0, TILE // 4)[None, None, :], 2)
 
 
 @triton.jit
-def _of_blocks(x):
-    """How many pairs of each block are True."""
-    counts = tl.sum(tl.reshape(x.to(tl.int32), [SIDE, BLOCK, SIDE, BLOCK]), 3)
-    return tl.sum(counts, 1)
+def _any_of_blocks(x):
+    """1 for each block that has any True, else 0."""
+    x = tl.permute(tl.reshape(x.to(tl.int32), [SIDE, BLOCK, SIDE, BLOCK]), [0, 2, 1, 3])
+    return tl.max(tl.reshape(x, [SIDE, SIDE, BLOCK * BLOCK]), 2)
 
 
 @triton.jit
-def _words_kernel(
-    elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, words,
-    BY_KEY: tl.constexpr, HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr,
-):  # fmt: skip
-    shown, _, _, _, _, _, _ = _read(
-        elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, HIDDEN,
-        IS_BIAS,
-    )  # fmt: skip
-    along, word = tl.arange(0, TILE), tl.arange(0, 4)
-    bit = along // 8 * 2 + along % 2
-    at = words + tl.program_id(0).to(tl.int64) * (TILE * 4)
-    if BY_KEY:
-        x = shown.to(tl.int32) << bit[:, None]
-        packed = tl.sum(tl.sum(tl.reshape(x, [TILE // 8, 4, 2, TILE]), 2), 0)
-        tl.store(at + along[None, :] * 4 + word[:, None], packed)
-    else:
-        x = shown.to(tl.int32) << bit[None, :]
-        packed = tl.sum(tl.sum(tl.reshape(x, [TILE, TILE // 8, 4, 2]), 3), 1)
-        tl.store(at + along[:, None] * 4 + word[None, :], packed)
+def _either(x, y):
+    return x | y

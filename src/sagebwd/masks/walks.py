@@ -15,13 +15,14 @@ from torch import Tensor
 
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
-from sagebwd.masks.mask import ROWS, TILE, Mask, shown
-from sagebwd.masks.remember import Memory
+from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
+from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.shares import shares_of
 
 # Where a listed block of queries has its head, of those that share a key head.
 HEAD_BIT = 20
-_memory = Memory()
+# The backward's lists are multiples of so many numbers: strides of whole 16 numbers are one kernel's.
+LENGTHS = 16
 
 
 class Walk(NamedTuple):
@@ -46,17 +47,24 @@ class Walk(NamedTuple):
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Walk:
     """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.masks.lists.order_of`."""
-    settings = tokens, tile, band
-
-    def make() -> Tensor:
-        order = order_of(mask.blocks, key_mask, *settings)
-        in_part, whole = _counts(order)
-        # the kernel's first step is one with masks, whose bits say that the block is whole, or that nothing is seen
-        missing = (in_part == 0).int()
-        return torch.cat([in_part + missing, (whole - missing).clamp(min=0), _in_part_first(order).int()], -1)
-
-    lists = _memory.get((mask.blocks, key_mask), ("queries", *settings), make)
+    settings = tokens, band, tile
+    lists = mask.made(("queries", len(key_mask), *settings), lambda: query_lists(mask.blocks, key_mask, *settings))
     return Walk(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
+
+
+def query_lists(
+    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
+) -> Tensor:
+    """The lists of `of_queries`; blocks, of the mask."""
+    if blocks.is_cuda:
+        from sagebwd.masks import list_kernels
+
+        return list_kernels.of_queries(blocks, key_mask, tokens, band, tile)
+    order = order_of(blocks, key_mask, tokens, tile, band)
+    in_part, whole = _counts(order)
+    # the kernel's first step is one with masks, whose bits say that the block is whole, or that nothing is seen
+    missing = (in_part == 0).int()
+    return torch.cat([in_part + missing, (whole - missing).clamp(min=0), _in_part_first(order).int()], -1)
 
 
 def of_keys(
@@ -66,31 +74,37 @@ def of_keys(
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
     programs then come ``by_turns`` or not (`sagebwd.masks.shares.shares_of`)."""
     words, tiles = _bits(mask, tokens, True)
-    settings = tokens, tile, band
-
-    def make() -> Tensor:
-        order = order_of(mask.blocks, key_mask, *settings)
-        q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
-        seen = (order > 0).int()
-        rank = seen.flip(-1).cumsum(-1).flip(-1) - seen
-        number = torch.arange(order.shape[2], device=order.device)[:, None]
-        order, of_tile, rank = (
-            _by_key(x, group) for x in torch.broadcast_tensors(order, tiles[:, :, q[:, None], k], rank)
-        )
-        entry = number + (torch.arange(group, device=order.device) << HEAD_BIT)[:, None, None]
-        entry = entry.expand(group, len(number), order.shape[2]).flatten(0, 1).mT.expand_as(order)
-        found = torch.stack([entry, of_tile, rank, torch.zeros_like(rank)], -1)
-        found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
-        lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
-        # strides of whole 16 numbers are one kernel's
-        return F.pad(lists, (0, -lists.shape[-1] % 16))
-
-    made_of = mask.blocks, key_mask
-    lists, shares = _memory.get(made_of, ("keys", group, *settings), make), None
-    if heads:
-        cut = "shares", group, heads, by_turns, *settings
-        shares = _memory.get(made_of, cut, lambda: shares_of(lists, len(key_mask), heads, by_turns))
+    settings = tokens, band, tile, group, heads, by_turns
+    lists, shares = mask.made(
+        ("keys", len(key_mask), *settings), lambda: key_lists(mask.blocks, tiles, key_mask, *settings)
+    )
     return Walk(lists, words, tiles, _bias(mask, tokens[1]), shares)
+
+
+def key_lists(
+    blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
+    group: int, heads: int = 0, by_turns: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The lists of `of_keys`, and their shares if they have heads; blocks, of the mask; tiles, of the words."""
+    if blocks.is_cuda:
+        from sagebwd.masks import list_kernels
+
+        return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, by_turns)
+    order = order_of(blocks, key_mask, tokens, tile, band)
+    q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
+    seen = (order > 0).int()
+    rank = seen.flip(-1).cumsum(-1).flip(-1) - seen
+    number = torch.arange(order.shape[2], device=order.device)[:, None]
+    order, of_tile, rank = (
+        _by_key(x, group) for x in torch.broadcast_tensors(order, tiles[:, :, q[:, None], k], rank)
+    )
+    entry = number + (torch.arange(group, device=order.device) << HEAD_BIT)[:, None, None]
+    entry = entry.expand(group, len(number), order.shape[2]).flatten(0, 1).mT.expand_as(order)
+    found = torch.stack([entry, of_tile, rank, torch.zeros_like(rank)], -1)
+    found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
+    lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
+    lists = F.pad(lists, (0, -lists.shape[-1] % LENGTHS))
+    return lists, shares_of(lists, len(key_mask), heads, by_turns) if heads else None
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +126,7 @@ def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
             narrow = elements.float() if elements.dtype == torch.float64 else elements
             return narrow.expand(-1, -1, -1, tokens_k).contiguous()
 
-        return _memory.get((elements,), ("bias", tokens_k), make)
+        return mask.made(("bias", tokens_k), make)
     return elements
 
 
@@ -123,22 +137,40 @@ def _by_key(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group)).flatten(2, 3).mT.contiguous()
 
 
+def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: bool, by_key: bool) -> Mask:
+    """The mask of a call's elements in four dimensions: on a GPU by one pass, with the bits that will be read.
+
+    by_query, by_key: whether kernels will read bits of rows of queries, and of keys.
+    """
+    from sagebwd.masks import passes
+
+    if not passes.takes(elements):
+        return Mask(elements, None, *blocks_of(elements), PartsOfCall())
+    found = passes.read(elements.expand(-1, -1, *tokens), batch, words=by_query, words_by_key=by_key)
+    parts = PartsOfCall()
+    for by_key, words in enumerate((found.words, found.words_by_key)):
+        if words is not None:
+            parts.keep(("bits", tokens, bool(by_key)), (words, found.tiles))
+    return Mask(elements, None, found.blocks, found.keys, parts)
+
+
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     """Words and tiles of a mask."""
-    made_of = (mask.elements,) if mask.tiles is None else (mask.elements, mask.tiles)
-    return _memory.get(made_of, ("bits", tokens, by_key), lambda: _packed(mask, tokens, by_key))
+    found = mask.made if by_key else mask.taken  # no later direction reads those of queries
+    return found(("bits", tokens, by_key), lambda: _packed(mask, tokens, by_key))
 
 
 def _packed(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     if mask.tiles is not None:
-        return words_of(mask.elements[:, None], by_key), mask.tiles
-    words = words_of(mask.elements.expand(-1, -1, *tokens), by_key)
-    tiles = torch.arange(len(words), dtype=torch.int32, device=words.device)
-    return words, tiles.view(*mask.elements.shape[:2], *(-(-n // TILE) for n in tokens))
+        return words_of(mask.elements[:, None], by_key)[0], mask.tiles
+    return words_of(mask.elements.expand(-1, -1, *tokens), by_key)
 
 
-def words_of(elements: Tensor, by_key: bool) -> Tensor:
-    """Bits of all tiles of a tensor in four dimensions, (tiles, TILE, 4) int32; by_key, of rows of keys."""
+def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
+    """Bits of all tiles of a tensor in four dimensions, (tiles, TILE, 4) int32; by_key, of rows of keys.
+
+    And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
+    """
     if elements.is_cuda:
         from sagebwd.masks import passes
 
@@ -149,7 +181,9 @@ def words_of(elements: Tensor, by_key: bool) -> Tensor:
         x = F.pad(shown(rows), (0, -rows.shape[3] % TILE, 0, -rows.shape[2] % TILE))
         x = x.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE)).transpose(3, 4)
         words.append(pack(x.mT if by_key else x))
-    return torch.cat(words, 2).flatten(0, 3)
+    words = torch.cat(words, 2)
+    shape, words = words.shape[:4], words.flatten(0, 3)
+    return words, torch.arange(len(words), dtype=torch.int32, device=words.device).view(shape)
 
 
 def pack(tiles: Tensor) -> Tensor:

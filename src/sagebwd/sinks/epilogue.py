@@ -14,15 +14,12 @@ A query that sees no key has w = 1 and O' = 0. Its lse stays -inf for backward, 
 
 Shapes, dense: o (B, Hq, N, Dv), q and dq (B, Hq, N, D), lse (B, Hq, N), k_mean (B, Hkv, D). Packed: o (total, Hq, Dv),
 q and dq (total, Hq, D), lse (Hq, total), k_mean (sequences, Hkv, D). sinks (Hq,), of any floating-point dtype. k_mean
-is None where K is not smoothed; offsets are cu_seqlens of packed queries, and longest is their longest sequence.
+is None where K is not smoothed; offsets are cu_seqlens of packed queries.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -32,12 +29,9 @@ FARTHEST = 60.0
 
 
 def weigh(
-    o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None,
-    longest: int,
-) -> Tensor:  # fmt: skip
+    o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None
+) -> Tensor:
     """Overwrite o, and lse of the smoothed scores, by what they are beside sinks; returns w, shaped as lse."""
-    if o.is_cuda and o.itemsize == 2:
-        return _kernels().weigh(o, lse, q, k_mean, sinks, scale, offsets, longest)
     above = _by_head(sinks, lse) - lse
     if k_mean is not None:
         above -= mean_scores(q, k_mean, offsets, lse.dtype) * scale
@@ -51,11 +45,9 @@ def weigh(
 
 def gradient(
     do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
-    offsets: Tensor | None, longest: int,
+    offsets: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The gradient of sinks, (Hq,) in lse's dtype, of what `weigh` left; adds to dq what it lacks."""
-    if o.is_cuda and o.itemsize == 2:
-        return _kernels().gradient(do, dlse, o, weight, dq, k_mean, scale, offsets, longest)
     products = (do.to(weight.dtype) * o.to(weight.dtype)).sum(-1)
     products = products if offsets is None else products.T
     change = weight * (-products if dlse is None else dlse - products)
@@ -91,8 +83,3 @@ def _means(q: Tensor, k_mean: Tensor, offsets: Tensor | None) -> Tensor:
 
 def _by_head(sinks: Tensor, lse: Tensor) -> Tensor:
     return sinks.to(lse.dtype)[:, None]
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("sagebwd.sinks.kernels")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.host.alignment import aligned_rows, contiguous
-from sagebwd.kernels.host.replay import launch, repeat
+from sagebwd.kernels.host.program import launch, zeros
 from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import LN_2, LOG2_E, block_and_head, load_rows, whose
+from sagebwd.kernels.operands.tile import LN_2, LOG2_E, block_and_head, load_rows, to_16bit, whose
 from sagebwd.sinks.epilogue import FARTHEST
 
 # Queries of a program.
@@ -68,7 +68,7 @@ def weigh_kernel(
     tile = load_rows(o_at, local, values, pitch_of(o), left, value_dim, False, value_dim == BLOCK_V)
     place = o_at + local[:, None] * pitch_of(o) + values[None, :]
     there = inside[:, None] & (values < value_dim)[None, :]
-    tl.store(place, (tile.to(tl.float32) * kept[:, None]).to(tile.dtype), mask=there)
+    tl.store(place, to_16bit(tile.to(tl.float32) * kept[:, None], tile.dtype), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "total", "grid"])
@@ -104,7 +104,7 @@ def gradient_kernel(
         mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         dq_at = row_of(dq, batch, head, start + first)
         tile = load_rows(dq_at, local, columns, pitch_of(dq), left, head_dim, False, head_dim == BLOCK_D)
-        added = (tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :]).to(tile.dtype)
+        added = to_16bit(tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :], tile.dtype)
         place = dq_at + local[:, None] * pitch_of(dq) + columns[None, :]
         tl.store(place, added, mask=inside[:, None] & (columns < head_dim)[None, :])
 
@@ -114,47 +114,39 @@ def weigh(
     longest: int,
 ) -> Tensor:  # fmt: skip
     """`sagebwd.sinks.epilogue.weigh`."""
-    given = o, lse, aligned_rows(q), k_mean, contiguous(sinks), contiguous(offsets)
-    return repeat(_weigh, *given, scale, longest)[0]
-
-
-def _weigh(
-    o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, offsets: Tensor | None, scale: float,
-    longest: int,
-) -> tuple[Tensor]:  # fmt: skip
+    q, sinks = aligned_rows(q), contiguous(sinks)
     packing = Packing.of(q, offsets, longest)
     weight = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     _launch(
         weigh_kernel, packing, k_mean, (q.shape[-1], o.shape[-1]),
         Strided.of(o, packing), lse, weight, Strided.of(q, packing), k_mean, sinks, offsets, scale,
     )  # fmt: skip
-    return (weight,)
+    return weight
 
 
-def gradient(
+def gradient_by_block(
     do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
     offsets: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.sinks.epilogue.gradient`."""
-    given = aligned_rows(do), contiguous(dlse), o, weight, dq, k_mean, contiguous(offsets)
-    shares = repeat(_shares, *given, scale, longest)[0]
-    return shares.view(-1, o.shape[1], shares.shape[1]).sum((0, 2))
-
-
-def _shares(
-    do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None,
-    offsets: Tensor | None, scale: float, longest: int,
-) -> tuple[Tensor]:  # fmt: skip
+    """`sagebwd.sinks.epilogue.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
     packing = Packing.of(o, offsets, longest)
-    # blocks past a short sequence are no program's
-    make = torch.empty if offsets is None else torch.zeros
-    found = make(packing.batch * packing.heads, packing.grid(BLOCK), dtype=torch.float32, device=o.device)
-    do, o, added = (Strided.of(x, packing) for x in (do, o, dq))
+    shape = packing.batch * packing.heads, packing.grid(BLOCK)
+    if offsets is None:
+        found = torch.empty(shape, dtype=torch.float32, device=o.device)
+    else:  # blocks past a short sequence are no program's
+        found = zeros(shape, torch.float32, o.device)
+    rows = (Strided.of(x, packing) for x in (aligned_rows(do), o, dq))
+    do, of_o, added = rows
     _launch(
-        gradient_kernel, packing, k_mean, (dq.shape[-1], o.at.shape[-1]),
-        do, dlse, o, weight, added, k_mean, found, offsets, scale,
+        gradient_kernel, packing, k_mean, (dq.shape[-1], o.shape[-1]),
+        do, contiguous(dlse), of_o, weight, added, k_mean, found, offsets, scale,
     )  # fmt: skip
-    return (found,)
+    return found
+
+
+def sum_of_blocks(found: Tensor, heads: int) -> Tensor:
+    """The gradient of sinks, (Hq,), of what `gradient_by_block` wrote."""
+    return found.view(-1, heads, found.shape[1]).sum((0, 2))
 
 
 def _launch(kernel: Any, packing: Packing, k_mean: Tensor | None, dims: tuple[int, int], *given: Any) -> None:

@@ -1,1 +1,1 @@
-"""How a kernel is launched, whichever it is: alignment, recording and replaying, the device."""
+"""How a kernel is launched, whichever it is: the driver, alignment, programs and their launchers, the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagebwd.call import empty_like_rows
+from sagebwd.kernels.host.program import copy
 
 # Addresses and strides that TMA reads from are multiples of so many bytes.
 TMA_BYTES = 16
@@ -12,7 +13,7 @@ TMA_BYTES = 16
 
 def contiguous(x: Tensor | None) -> Tensor | None:
     """As kernels read masks and values of tokens."""
-    return None if x is None else x.contiguous()
+    return x if x is None or x.is_contiguous() else copy(x.new_empty(x.shape), x)
 
 
 def aligned_rows(x: Tensor | None) -> Tensor | None:
@@ -23,7 +24,7 @@ def aligned_rows(x: Tensor | None) -> Tensor | None:
     """
     if x is None or (x.stride(-1) == 1 and x.data_ptr() % TMA_BYTES == 0):
         return x
-    return empty_like_rows(x).copy_(x)
+    return copy(empty_like_rows(x), x)
 
 
 def fits_tma(x: Tensor) -> bool:

@@ -78,16 +78,17 @@ class Function:
     def run(self, *arguments: Any) -> Function:
         """Launch on the current stream."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        stream = current_stream(tensors[0].device) if tensors else 0
-        Packed(self, arguments).start([x.data_ptr() for x in tensors], stream)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        stream = current_stream(device)
+        Packed(self, arguments, device).start([x.data_ptr() for x in tensors], stream)
         return self
 
 
 class Packed:
     """Arguments of a call, laid out once; `start` fills in the tensors' addresses, in order, and calls."""
 
-    def __init__(self, function: Function, arguments: Sequence[Any]) -> None:
-        self.function, self.lock = function.function, Lock()
+    def __init__(self, function: Function, arguments: Sequence[Any], device: torch.device) -> None:
+        self.function, self.lock, self.device = function.function, Lock(), device
         self.values, self.result = (_Any * (len(arguments) + 1))(), _Any()
         self.tensors, self.sizes = [], []
         for value, x in zip(self.values, (*arguments, 0)):
@@ -104,7 +105,7 @@ class Packed:
         sizes = (ctypes.c_int64 * (2 * x.dim()))(*x.shape, *x.stride())
         shape = ctypes.addressof(sizes)
         made = _Tensor(
-            None, DEVICE_TYPES[x.device.type], x.device.index or 0, x.dim(), *DTYPES[x.dtype], 1, shape,
+            None, DEVICE_TYPES[self.device.type], self.device.index or 0, x.dim(), *DTYPES[x.dtype], 1, shape,
             shape + 8 * x.dim(), 0,
         )  # fmt: skip
         self.tensors.append(made)

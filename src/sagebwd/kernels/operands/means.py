@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch, zeros
 from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of
 from sagebwd.kernels.operands.tile import block_and_head, load_rows, psi_scale, sequence
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
@@ -216,7 +216,7 @@ def launch_statistics(
     shape = 2, packing.batch, packing.heads, head_dim
     first_key = first_key and key_mask is not None
     if not (smooth_k or smooth_v or v_scale or first_key):
-        return *torch.zeros(shape, dtype=torch.float32, device=device), None, None
+        return *zeros(shape, torch.float32, device), None, None
     mean = torch.empty(shape, dtype=torch.float32, device=device)
     scale = torch.empty_like(mean[1]) if v_scale else None
     first = torch.empty(packing.batch, dtype=torch.int32, device=device) if first_key else None

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.rotation import store_turned
 from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (

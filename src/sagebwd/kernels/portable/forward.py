@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.strided import ONE, Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LN_2,

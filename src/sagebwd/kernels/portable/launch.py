@@ -24,7 +24,7 @@ def prepare(direction: str, call: Call) -> Call:
     """The call with lists of its mask's blocks, where there is a mask."""
     if call.mask is None:
         return call
-    return call._replace(lists=(lists.of_forward if direction == "forward" else lists.of_backward)(call))
+    return call._replace(mask=None, lists=(lists.of_forward if direction == "forward" else lists.of_backward)(call))
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
@@ -107,15 +107,15 @@ def backward(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
     )
     shared = q_operand, k_operand, v, do, k_scale
-    tile_maxima = _tile_maxima(call)
+    tile_maxima = _tile_maxima(call, do)
     dq, dk, dv = empty_gradients(recipe, call.head_dim, o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima, dq)
     launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima, dk, dv)
     return dq, dk, dv
 
 
-def _tile_maxima(call: Call) -> Tensor | None:
+def _tile_maxima(call: Call, like: Tensor) -> Tensor | None:
     """Room for two maxima of every tile, which dQ's kernel finds and dK and dV's reads; None for its own."""
     if not shares_maxima(call):
         return None
-    return torch.empty(maxima_shape(call), dtype=torch.float32, device=call.device)
+    return torch.empty(maxima_shape(call), dtype=torch.float32, device=like.device)

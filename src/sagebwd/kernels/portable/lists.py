@@ -31,7 +31,9 @@ def _listed(call: Call, kernel: str, first_apart: bool = False) -> Listed:
     tokens = call.queries.tokens, call.keys.tokens
     tile, by_key = list_tile(kernel, call.head_dim, call.recipe, device.capability(call.device))
     band = Band.of(call.is_causal, call.window_left, call.window_right)
-    return listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_apart)
+    found = listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_apart)
+    # kernels go by the tile's number: how many there are is no part of a call's specification
+    return found._replace(elements=found.elements[:1]) if found.is_tiled else found
 
 
 class Masked(NamedTuple):

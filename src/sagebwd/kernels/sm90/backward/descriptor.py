@@ -10,7 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.host.alignment import TMA_BYTES
+from sagebwd.kernels.host.alignment import TMA_BYTES, contiguous
 from sagebwd.kernels.operands.strided import counted
 
 
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
             columns = head * (heads - 1) + head_dim
             if columns <= pitch:
                 return cls(x, rows, columns, pitch, batch // pitch, 0, head)
-        matrix = packing.view(x).contiguous()
+        matrix = contiguous(packing.view(x))
         # sequences of a pack are no batch: each says where its tokens begin
         batch = heads * tokens if packing.cu_seqlens is None else 0
         return cls(matrix, batches * heads * tokens, head_dim, head_dim, batch, tokens, 0)

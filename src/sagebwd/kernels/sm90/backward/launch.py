@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Shares, Sizes, Tensors, walk_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
@@ -44,7 +44,9 @@ def prepare(direction: str, call: Call) -> Call:
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     # shares of a list are added up in any order
     heads = 0 if call.deterministic else call.keys.heads
-    return call._replace(lists=of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.in_two))
+    walk = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.in_two)
+    # kernels go by the tile's number: how many there are is no part of a call's specification
+    return call._replace(mask=None, lists=walk._replace(words=walk.words[:1]))
 
 
 class Operands(NamedTuple):
@@ -67,7 +69,7 @@ class Operands(NamedTuple):
         return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
 
 
-def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor, Shares | None]:
+def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Shares | None]:
     """What is raised or counted up from 0, in one piece, for one launch to clear.
 
     Bits of the largest K of each key head; how many blocks of keys have added to each half of a block of
@@ -82,8 +84,7 @@ def _zeros(call: Call, block_q: int) -> tuple[Tensor, Tensor | None, Tensor, Sha
     cut = 0 if programs is None else min(MOST, heads * keys.grid(span))
     channels = call.head_dim + call.value_dim
     sizes = cut * span * channels, cut * COUNTERS.value, heads, counts, heads * call.columns[1]
-    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=call.device)
-    sums, arrived, largest, added, v_maxima = zeros.split(sizes)
+    sums, arrived, largest, added, v_maxima = zeros((sum(sizes),), torch.int32, like.device).split(sizes)
     return (
         largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1]),
         None if programs is None else Shares(programs, sums.view(torch.float32), arrived),
@@ -102,7 +103,7 @@ def backward(
     width = widths.width(call.head_dim, call.value_dim)
     tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
-    largest, added, v_maxima, shares = _zeros(call, block_q)
+    largest, added, v_maxima, shares = _zeros(call, block_q, v)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
     # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
@@ -119,9 +120,9 @@ def backward(
     factors = Factors(call.scale, dq_sum_scale(call))
     turns, heads_at_once = 1, 1
     if deterministic:
-        heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(do.device))
+        heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(call.device))
     elif tile.in_turn and shares is None:
-        turns = backward_turns(call, span, block_q, device.num_sms(do.device))
+        turns = backward_turns(call, span, block_q, device.num_sms(call.device))
     if tile.in_two:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
         launch_in_two(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.host.alignment import fits_tma
+from sagebwd.kernels.host.alignment import contiguous, fits_tma
 from sagebwd.kernels.host.device import num_sms
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
@@ -31,7 +31,9 @@ def prepare(direction: str, call: Call) -> Call:
     tile = widths.width(call.head_dim, call.value_dim).forward_of(True)
     tokens = call.queries.tokens, call.keys.tokens
     band = Band.of(call.is_causal, call.window_left, call.window_right)
-    return call._replace(lists=of_queries(call.mask, call.key_mask, tokens, band, (tile.queries, tile.keys)))
+    walk = of_queries(call.mask, call.key_mask, tokens, band, (tile.queries, tile.keys))
+    # kernels go by the tile's number: how many there are is no part of a call's specification
+    return call._replace(mask=None, lists=walk._replace(words=walk.words[:1]))
 
 
 class Written(NamedTuple):
@@ -53,9 +55,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     # an expanded V too: TMA takes no stride of 0
-    v = v if fits_tma(v) and 0 not in v.stride() else v.contiguous()
+    v = v if fits_tma(v) and 0 not in v.stride() else contiguous(v)
     o = empty_like_rows(q, v.shape[-1])
-    q = q if fits_tma(q) else q.contiguous()
+    q = q if fits_tma(q) else contiguous(q)
     written = launch_forward(call, q, codes, v, o, with_row_max=call.recipe.dv == FP8)
     return Saved(o, written.lse, written.q, written.q_scale, codes.k, codes.k_scale, written.row_max, codes.k_mean)
 
@@ -98,7 +100,7 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
         tiles_taken=codes.tiles_taken,
-        programs=num_sms(device),
+        programs=num_sms(call.device),
         longest=queries.tokens,
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,

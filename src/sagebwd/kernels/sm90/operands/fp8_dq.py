@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_factors, turned
 from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose

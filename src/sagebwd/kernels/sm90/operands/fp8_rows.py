@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, padded_head_dim
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.rotation import floats, load_pieces, turned_codes
 from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import (

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.replay import launch
+from sagebwd.kernels.host.program import launch
 from sagebwd.kernels.operands.rotation import (
     PIECE,
     ROUNDING,

@@ -1,4 +1,4 @@
-"""Calls made again: the same launches, on the same pieces of memory, whatever addresses tensors have by then."""
+"""Programs: described once, the same launches on the same pieces of memory whatever addresses tensors have."""
 
 import ctypes
 import weakref
@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-replay = pytest.importorskip("sagebwd.kernels.host.replay")
-relaunch = pytest.importorskip("sagebwd.kernels.host.relaunch")
+program = pytest.importorskip("sagebwd.kernels.host.program")
+launchers = pytest.importorskip("sagebwd.kernels.host.launchers")
+from sagebwd.cache import PLANS, Cache  # noqa: E402
 
 
 class Kernel:
-    """A stand-in for out = x + scale * y + 1 on float32, which counts what Triton itself launched."""
+    """A stand-in for out = x + scale * y + 1 on float32, which counts what it was compiled for."""
 
     arg_names = ("x", "y", "out", "tokens", "scale", "BLOCK")
 
@@ -23,9 +24,7 @@ class Kernel:
 
     def __getitem__(self, grid):
         def start(*arguments, num_warps, **options):
-            self.bound += 1
             self.run(*arguments, *(options[name] for name in self.arg_names[len(arguments) :]))
-            return None if self.interpreted else Compiled(self)
 
         return start
 
@@ -43,6 +42,17 @@ class Compiled:
     def __getitem__(self, grid):
         assert len(grid) >= 3
         return self.kernel.run
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch):
+    """What compiles the stand-ins."""
+
+    def compiled(kernel, grid, arguments, options):
+        kernel.bound += 1
+        return None if kernel.interpreted else Compiled(kernel)
+
+    monkeypatch.setattr(program, "compiled", compiled)
 
 
 class Descriptor:
@@ -63,14 +73,14 @@ def call_of(kernel: Kernel):
     def call(x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor, Tensor]:
         tokens, scale = len(x), -1.0 if negative else 1.0
         _, between = torch.empty(2, tokens).unbind()
-        zeros, _ = torch.zeros(2 * tokens).split((tokens, tokens))
+        zeros, _ = program.zeros((2 * tokens,), torch.float32, x.device).split((tokens, tokens))
         both = torch.empty(2, tokens)
         out = torch.empty_like(x)
-        replay.launch(kernel, (3,), x, y, between, tokens, BLOCK=16, scale=scale, num_warps=4)
-        replay.launch(
+        program.launch(kernel, (3,), x, y, between, tokens, BLOCK=16, scale=scale, num_warps=4)
+        program.launch(
             kernel, (3, 2), Descriptor(between, (tokens,)), zeros, both[1], tokens, BLOCK=32, scale=1.0, num_warps=4
         )
-        replay.launch(kernel, (1,), both[1], y.view(-1), out, tokens, BLOCK=64, scale=0.0, num_warps=4)
+        program.launch(kernel, (1,), both[1], y.view(-1), out, tokens, BLOCK=64, scale=0.0, num_warps=4)
         return out, both[1], x.new_empty(0)
 
     return call
@@ -82,7 +92,7 @@ def expected(x: Tensor, y: Tensor, negative: bool) -> tuple[Tensor, Tensor]:
 
 
 def check(call, x: Tensor, y: Tensor, negative: bool = False) -> None:
-    out, middle, nothing = replay.repeat(call, x, y, negative)
+    out, middle, nothing = program.run(call, x, y, negative)
     for actual, wanted in zip((out, middle), expected(x, y, negative)):
         torch.testing.assert_close(actual, wanted)
     assert nothing.shape == (0,)
@@ -93,9 +103,9 @@ def test_a_call_alike_repeats_its_launches():
     call = call_of(kernel)
     for _ in range(4):
         check(call, torch.randn(64), torch.randn(64))
-    assert kernel.bound == 2 * 3
+    assert kernel.bound == 3
     assert kernel.blocks == [16, 32, 64] * 4
-    assert isinstance(*replay._calls.values(), replay.Recording)
+    assert len(PLANS) == 1
 
 
 class Scaled(NamedTuple):
@@ -117,64 +127,54 @@ def test_tensors_in_tuples_are_found():
     def call(x: Tensor, y: Tensor) -> tuple[Tensor]:
         between, out = torch.empty(2, 64).unbind()
         nothing = Scaled(None, 1.0)
-        replay.launch(kernel, (1,), x, Scaled(y, 2.0), nothing, between, 64, BLOCK=16, num_warps=4)
+        program.launch(kernel, (1,), x, Scaled(y, 2.0), nothing, between, 64, BLOCK=16, num_warps=4)
         described = Descriptor(between, (64,))
-        replay.launch(kernel, (1,), described, Scaled(y.view(-1), -1.0), nothing, out, 64, BLOCK=32, num_warps=4)
+        program.launch(kernel, (1,), described, Scaled(y.view(-1), -1.0), nothing, out, 64, BLOCK=32, num_warps=4)
         return (out,)
 
     kernel = OfTuples()
     for _ in range(4):
         x, y = torch.randn(64), torch.randn(64)
         kept = weakref.ref(y)
-        torch.testing.assert_close(replay.repeat(call, x, y)[0], x + y + 2)
+        torch.testing.assert_close(program.run(call, x, y)[0], x + y + 2)
         del y
         assert kept() is None
-    assert kernel.bound == 2 * 2
+    assert kernel.bound == 2
     assert kernel.blocks == [16, 32] * 4
 
 
 def test_what_is_no_tensor_in_a_tuple_stands_as_it_is():
-    given = [(relaunch.Location(0, 8), None, (3, 4), 0.5), Scaled(None, 1.0), 7]
-    assert relaunch._filler(given)([100]) == [(108, None, (3, 4), 0.5), Scaled(None, 1.0), 7]
-
-
-@pytest.mark.parametrize("interpreted", [False, True])
-def test_the_first_call_that_compiles_says_so_once(interpreted, monkeypatch, caplog):
-    monkeypatch.setattr(replay, "_told", set())
-    monkeypatch.setattr(replay, "COMPILING_SECONDS", 0)
-    call = call_of(Kernel(interpreted))
-    for tokens in (64, 64, 65):
-        check(call, torch.randn(tokens), torch.randn(tokens))
-    told = [record.getMessage() for record in caplog.records if record.name == "sagebwd"]
-    assert len(told) == (0 if interpreted else 1)
-    assert all("Triton's compiler runs" in message for message in told)
+    place = launchers.Place(0, 8, torch.float32, (2,), (1,))
+    given = [(place, None, (3, 4), 0.5), Scaled(None, 1.0), 7]
+    assert launchers._filler(given)([100]) == [(108, None, (3, 4), 0.5), Scaled(None, 1.0), 7]
 
 
 def test_another_compiler_is_announced_too(monkeypatch, caplog):
-    monkeypatch.setattr(replay, "_told", {"Triton's"})
+    monkeypatch.setattr(program, "_told", {"Triton's"})
     for whose in ("Triton's", "CuTe DSL's", "CuTe DSL's"):
-        replay.say_what_takes_long(whose, "a folder")
+        program.say_what_takes_long(whose, "a folder")
     (record,) = caplog.records
     assert "CuTe DSL's compiler runs" in record.getMessage()
     assert record.getMessage().endswith("a folder")
 
 
-def test_launches_are_noted_in_the_thread_that_is_watched_alone():
-    """As backward runs in a thread of its own: what another launches meanwhile is not this call's."""
+def test_launches_are_noted_in_the_thread_that_describes_alone():
+    """What another launches meanwhile is not this call's."""
     other = Kernel()
 
     def call(x: Tensor) -> tuple[Tensor]:
         out = torch.empty(8)
-        replay.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        program.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(replay.launch, other, (1,), x, x, x, 8, BLOCK=16, scale=0.0, num_warps=4).result()
+            y = torch.zeros(8)
+            pool.submit(program.launch, other, (1,), y, y, y, 8, BLOCK=16, scale=0.0, num_warps=4).result()
         return (out,)
 
     kernel = Kernel()
     for _ in range(4):
-        replay.repeat(call, torch.zeros(8))
+        program.run(call, torch.zeros(8))
     assert len(kernel.blocks) == 4
-    assert len(other.blocks) == 2
+    assert len(other.blocks) == 1, "once, when the call was described"
 
 
 def test_outputs_are_tensors_of_their_own():
@@ -182,7 +182,7 @@ def test_outputs_are_tensors_of_their_own():
     results = []
     for _ in range(5):
         x, y = torch.randn(64), torch.randn(64)
-        results.append((replay.repeat(call, x, y, True), expected(x, y, True)))
+        results.append((program.run(call, x, y, True), expected(x, y, True)))
     for (out, middle, _), wanted in results:
         torch.testing.assert_close((out, middle), wanted)
 
@@ -201,20 +201,20 @@ def test_outputs_are_tensors_of_their_own():
 def test_another_tensor_is_another_call(other):
     def call(x: Tensor) -> tuple[Tensor]:
         out = torch.empty(8)
-        replay.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        program.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
         return (out,)
 
     kernel = Kernel()
     for x in [torch.ones(64)] * 3 + [other] * 3:
-        replay.repeat(call, x)
-    assert kernel.bound == 4
+        program.run(call, x)
+    assert kernel.bound == 2
 
 
 def test_no_tensor_is_kept():
     call = call_of(Kernel())
     for _ in range(3):
         x, y = torch.randn(64), torch.randn(64)
-        kept = [weakref.ref(t) for t in (x, y, *replay.repeat(call, x, y, True))]
+        kept = [weakref.ref(t) for t in (x, y, *program.run(call, x, y, True))]
         del x, y
         assert [t() for t in kept] == [None] * 5
 
@@ -225,77 +225,99 @@ def test_another_setting_is_another_call():
     x, y = torch.randn(64), torch.randn(64)
     for negative in (False, True) * 3:
         check(call, x, y, negative)
-    assert kernel.bound == 12
+    assert kernel.bound == 6
 
 
 def test_two_tensors_that_are_one():
-    """As offsets of sequences are, where queries and keys have the same: repeated, but not for two that are two."""
+    """As offsets of sequences are, where queries and keys have the same: whose they are is no part of a program."""
     kernel = Kernel()
     call = call_of(kernel)
     for _ in range(4):
         x = torch.randn(64)
         check(call, x, x)
         check(call, torch.randn(64), torch.randn(64))
-    assert kernel.bound == 2 * 2 * 3
+    assert kernel.bound == 3
 
 
-def test_what_is_interpreted_stays_so():
+def test_what_is_interpreted_is_handed_tensors():
     kernel = Kernel(interpreted=True)
     call = call_of(kernel)
     for _ in range(3):
         check(call, torch.randn(64), torch.randn(64))
-    assert kernel.bound == 9
+    assert kernel.blocks == [16, 32, 64] * 3
 
 
-@pytest.mark.parametrize(
-    "deed",
-    [
-        lambda x: x.clone(),
-        lambda x: x + 1,
-        lambda x: x.mul_(2),
-        lambda x: torch.empty(8).copy_(x),
-        lambda x: x[0].item(),
-    ],
-    ids=["copy", "arithmetic", "write", "into its own", "read"],
-)
-def test_a_call_that_does_more_is_run_anew(deed):
-    done = []
+def test_copies_are_made_in_their_turn():
+    """Of a tensor that launches have written, to one that they read."""
 
     def call(x: Tensor) -> tuple[Tensor]:
-        done.append(deed(x))
-        out = torch.empty(8)
-        replay.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
-        return (out,)
+        first, last = torch.empty(4, 2), torch.empty(8)
+        program.launch(kernel, (1,), x, x, first, 8, BLOCK=16, scale=1.0, num_warps=4)
+        turned = program.copy(torch.empty(2, 4), first.t())
+        program.launch(kernel, (1,), turned, x, last, 8, BLOCK=16, scale=0.0, num_warps=4)
+        return (last,)
 
     kernel = Kernel()
     for _ in range(3):
-        replay.repeat(call, torch.ones(8))
-    assert len(done) == kernel.bound == 3
+        x = torch.randn(8)
+        (found,) = program.run(call, x)
+        torch.testing.assert_close(found, (2 * x + 1).view(4, 2).t().reshape(8) + 1)
 
 
-def test_a_tensor_from_elsewhere_is_not_remembered():
-    """It may be gone by the next call."""
-    elsewhere = [torch.full((8,), value) for value in (1.0, 2.0, 3.0)]
+def test_a_tensor_that_begins_at_an_odd_element_is_copied():
+    kernel, addresses = Kernel(), []
+    call, run = call_of(kernel), kernel.run
 
-    def call(x: Tensor) -> tuple[Tensor]:
-        out = torch.empty(8)
-        replay.launch(Kernel(), (1,), x, elsewhere.pop(), out, 8, BLOCK=16, scale=1.0, num_warps=4)
-        return (out,)
+    def noted(x, *rest):
+        addresses.append(x if isinstance(x, int) else getattr(x, "base", x))
+        run(x, *rest)
 
-    assert [replay.repeat(call, torch.zeros(8))[0][0].item() for _ in range(3)] == [4.0, 3.0, 2.0]
-
-
-def test_calls_that_never_come_again_are_forgotten(monkeypatch):
-    monkeypatch.setattr(replay, "MOST_CALLS", 10)
-    call = call_of(Kernel())
-    for length in range(1, 40):
-        check(call, torch.zeros(length), torch.zeros(length))
-        assert len(replay._calls) <= 10
+    kernel.run = noted
+    for _ in range(3):
+        check(call, torch.randn(65)[1:], torch.randn(65)[1:])
+    assert all(address % 16 == 0 for address in addresses)
 
 
-def test_the_first_of_its_kind_is_not_watched(monkeypatch):
-    """Lengths may never repeat."""
-    monkeypatch.setattr(replay, "_watched", None)
-    call = call_of(Kernel())
-    for length in range(1, 40):
-        check(call, torch.zeros(length), torch.zeros(length))
+def test_outputs_that_a_workspace_keeps():
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, kept = torch.empty(8), torch.empty(8)
+        program.launch(kernel, (1,), x, x, kept, 8, BLOCK=16, scale=1.0, num_warps=4)
+        program.launch(kernel, (1,), kept, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
+        return out, kept
+
+    kernel = Kernel()
+    made = program.Program.of(call, (torch.ones(8),), {1: (512, 32)})
+    for _ in range(2):
+        x, workspace = torch.randn(8), torch.empty(1024, dtype=torch.uint8)
+        out, kept = made.run([x], workspace)
+        assert kept is None
+        torch.testing.assert_close(workspace[512:544].view(torch.float32), 2 * x + 1)
+        torch.testing.assert_close(out, 2 * x + 2)
+
+
+def test_a_cache_drops_what_was_used_longest_ago():
+    cache = Cache(3)
+    for key in "abc":
+        cache.put(key, key)
+    assert cache.get("a") == "a"
+    cache.put("d", "d")
+    assert [cache.get(key) for key in "abcd"] == ["a", None, "c", "d"]
+    assert len(cache) == 3
+
+
+def test_threads_share_a_cache():
+    cache = Cache(8)
+
+    def work(seed: int) -> None:
+        for number in range(2000):
+            key = number * seed % 23
+            found = cache.get(key)
+            assert found in (None, (key,))
+            cache.put(key, (key,))
+            if number % 97 == 0:
+                cache.clear()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, seed) for seed in (1, 2, 3, 5)]:
+            done.result()
+    assert len(cache) <= 8

@@ -1,0 +1,54 @@
+"""One least-recently-used cache for all that follows from a call's specification: plans and programs.
+
+A specification has shapes, strides, dtypes, devices, alignment and settings; never a value, never the identity of a
+user's tensor. Entries keep no tensor. `ENTRIES` bounds them: an entry takes some tens of kilobytes of the host's
+memory, and none of a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from threading import Lock
+from typing import Any
+
+ENTRIES = 2048
+
+
+class Cache:
+    """A least-recently-used cache that threads share."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self.entries, self._found, self._lock = entries, OrderedDict(), Lock()
+
+    def get(self, key: Hashable) -> Any:
+        """The entry, or None. Raises TypeError for a key that cannot be hashed."""
+        with self._lock:
+            found = self._found.get(key)
+            if found is not None:
+                self._found.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep an entry, and drop those that were used longest ago beyond the bound."""
+        with self._lock:
+            self._found[key] = value
+            self._found.move_to_end(key)
+            while len(self._found) > self.entries:
+                self._found.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drop all."""
+        with self._lock:
+            self._found.clear()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def values(self) -> list[Any]:
+        """Entries, the one that was used last at the end."""
+        with self._lock:
+            return list(self._found.values())
+
+
+PLANS = Cache()

@@ -1,0 +1,325 @@
+"""Programs: the launches of one direction of a call, described once on tensors without memory and run on any others.
+
+A family's ``forward`` or ``backward`` is called once for each specification of its tensors (dtypes, shapes, strides,
+alignment) and settings, with tensors of the device meta. `launch` then compiles the kernel and notes it with the
+places of its tensors, and `copy` and `zeros` note their work; nothing runs. `Program.run` allocates and launches. So
+the first call takes the way of the thousandth, and nothing in a program depends on a tensor's values or on its
+identity. Programs keep no memory of a GPU. Outside of a description the same functions run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from sagebwd.cache import PLANS
+from sagebwd.kernels.host.device import clear, current_stream
+from sagebwd.kernels.host.ffi import Function
+from sagebwd.kernels.host.launchers import Descriptor, Launcher, Place, launcher_of
+
+# A launch that takes longer than this on the host is one that compiles.
+COMPILING_SECONDS = 0.5
+# Pieces of one allocation begin at multiples of so many bytes, as PyTorch's own do; kernels read from multiples of 16.
+ALIGNMENT, TAKEN = 512, 16
+# Compilers that were announced.
+_told: set[str] = set()
+_local = threading.local()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """``kernel[grid](*arguments, **options)``: noted in a description, else started at once."""
+    builder = getattr(_local, "builder", None)
+    if builder is None:
+        _start(kernel, grid, *arguments, **options)
+    else:
+        builder.launch(kernel, grid, arguments, options)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is zero when the first of the launches begins."""
+    builder = getattr(_local, "builder", None)
+    return torch.zeros(shape, dtype=dtype, device=device) if builder is None else builder.zeros(shape, dtype)
+
+
+def copy(to: Tensor, x: Tensor) -> Tensor:
+    """``to.copy_(x)``, in its turn among the launches."""
+    builder = getattr(_local, "builder", None)
+    if builder is None:
+        return to.copy_(x)
+    builder.steps.append((to, x))
+    return to
+
+
+def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """Start a kernel at once."""
+    return kernel[grid](*arguments, **options)
+
+
+def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+    """The kernel compiled for arguments like these; None where it is interpreted."""
+    if isinstance(kernel, Function):
+        return kernel
+    if not isinstance(kernel, JITFunction):
+        return None
+    began = time.perf_counter()
+    found = kernel.run(*arguments, grid=grid, warmup=True, **options)
+    found.run  # noqa: B018 (loads it, which raises OutOfResources where it does not fit)
+    if time.perf_counter() - began > COMPILING_SECONDS:
+        say_what_takes_long("Triton's", "~/.triton/cache (TRITON_CACHE_DIR)")
+    return found
+
+
+def say_what_takes_long(whose: str, folder: str) -> None:
+    """Warn, once for each compiler, that kernels are compiled, and where later processes find them."""
+    if whose not in _told:
+        _told.add(whose)
+        logging.getLogger("sagebwd").warning(
+            f"sagebwd: {whose} compiler runs; the first call of each kind takes seconds, later processes find its "
+            f"kernels in {folder}"
+        )
+
+
+def run(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> tuple[Tensor | None, ...]:
+    """``function(*given)`` by its program.
+
+    Args:
+        function: allocates by torch.empty and its kin, or `zeros`, works by `launch` and `copy` alone, and returns new
+            tensors, or None in their place.
+        given: tensors, named tuples of such, and whatever else can be hashed.
+    """
+    leaves = list(leaves_of(given))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    key = function, *(layout_of(x) if isinstance(x, Tensor) else x for x in leaves)
+    program = PLANS.get(key)
+    if program is None:
+        program = Program.of(function, given)
+        PLANS.put(key, program)
+    return program.run(tensors)
+
+
+def leaves_of(given: tuple) -> Iterator[Any]:
+    """Fields of named tuples in named tuples, in their order, and the rest as it is."""
+    for x in given:
+        if hasattr(x, "_fields"):
+            yield from leaves_of(x)
+        else:
+            yield x
+
+
+def layout_of(x: Tensor) -> Hashable:
+    """A tensor's part of a specification."""
+    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % TAKEN == 0
+
+
+class Builder:
+    """A description under way: steps in their order, and which storages are zero."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple] = []
+        self.zeroed: set[int] = set()
+        self.kept: list[Tensor] = []  # lest a storage's address names another
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+        """Note a launch. Raises what compiling raises, `OutOfResources` for one."""
+        self.steps.append((compiled(kernel, grid, arguments, options), kernel, grid, arguments, options))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Note memory that has to be cleared."""
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        self.zeroed.add(_storage(x))
+        self.kept.append(x)
+        return x
+
+
+@contextmanager
+def _describing(builder: Builder) -> Iterator[None]:
+    """Inside, launches are noted by a builder."""
+    before, _local.builder = getattr(_local, "builder", None), builder
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _local.builder = before
+
+
+class _Memory(NamedTuple):
+    """An output's allocation: of that shape and stride, or some bytes of which outputs are views."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Program:
+    """Launches and copies on memory by owner: the inputs, the outputs' allocations, a workspace, then scratch."""
+
+    def __init__(
+        self, builder: Builder, inputs: list[Tensor], outputs: tuple[Tensor | None, ...], device: torch.device,
+        rooms: dict[int, tuple[int, int]],
+    ) -> None:  # fmt: skip
+        self.device, self.memory = device, []
+        self.outputs: list[tuple[int | None, tuple | None]] = []  # allocation and view of each; None: no tensor here
+        self.owners = {_storage(x): (owner, 0) for owner, x in enumerate(inputs)}
+        self.scratch_bytes = zero_bytes = 0
+        self.cleared: list[tuple[int, int, int]] = []  # owner, offset, bytes
+        count, sharing = len(inputs), [_storage(x) for n, x in enumerate(outputs) if x is not None and n not in rooms]
+        workspace = count + len(dict.fromkeys(sharing))
+        self.scratch, self.has_workspace = workspace + bool(rooms), bool(rooms)
+        for number, x in enumerate(outputs):
+            if x is None:
+                self.outputs.append((None, None))
+                continue
+            storage, size = _storage(x), x.untyped_storage().nbytes()
+            if number in rooms:
+                offset, room = rooms[number]
+                assert x.is_contiguous(), "a workspace keeps outputs that lie alone"
+                assert x.storage_offset() == 0, "a workspace keeps outputs that lie alone"
+                assert storage not in self.owners, "a workspace keeps outputs that lie alone"
+                assert size <= room, "a workspace has too little room"
+                self.owners[storage] = workspace, offset
+                self.outputs.append((None, None))
+            else:
+                if storage not in self.owners:
+                    whole = sharing.count(storage) == 1 and size == x.nbytes
+                    made = _Memory(x.shape, x.stride(), x.dtype) if whole else _Memory((size,), (1,), torch.uint8)
+                    self.owners[storage] = count + len(self.memory), 0
+                    self.memory.append(made)
+                owner = self.owners[storage][0] - count
+                assert owner >= 0, "an output is an input"
+                alone = self.memory[owner].dtype == x.dtype and self.memory[owner].shape == x.shape
+                offset = x.storage_offset()
+                self.outputs.append((owner, None if alone else (x.dtype, x.shape, x.stride(), offset)))
+            if storage in builder.zeroed:
+                self.cleared.append((*self.owners[storage], size))
+        used = [x for step in builder.steps for x in _tensors_of(step)]
+        for zeroed in (False, True):  # zeros lie side by side, to be cleared at once
+            begin = self.scratch_bytes
+            for x in used:
+                storage = _storage(x)
+                if storage not in self.owners and (storage in builder.zeroed) == zeroed:
+                    self.owners[storage] = self.scratch, self.scratch_bytes
+                    self.scratch_bytes += rounded(x.untyped_storage().nbytes())
+            zero_bytes = self.scratch_bytes - begin
+        if zero_bytes:
+            self.cleared.append((self.scratch, self.scratch_bytes - zero_bytes, zero_bytes))
+        self.launches: list[Launcher] = [self._launcher(*step) for step in builder.steps]
+        self.owners = {}  # of tensors that are gone
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., tuple[Tensor | None, ...]], given: tuple,
+        rooms: dict[int, tuple[int, int]] | None = None,
+    ) -> Program:  # fmt: skip
+        """Describe ``function(*given)``; rooms: of outputs that a workspace keeps, offset and bytes there."""
+        inputs: list[Tensor] = []
+        builder, device = Builder(), next(x.device for x in leaves_of(given) if isinstance(x, Tensor))
+        with _describing(builder):
+            outputs = function(*_described(given, inputs, builder))
+        rooms = {n: room for n, room in (rooms or {}).items() if outputs[n] is not None}
+        return cls(builder, inputs, outputs, device, rooms)
+
+    @classmethod
+    def alone(cls, function: Callable[[], None], device: torch.device) -> Program:
+        """Launches of a function on memory that nobody has written, to be timed."""
+        builder = Builder()
+        with _describing(builder):
+            function()
+        return cls(builder, [], (), device, {})
+
+    def run(self, tensors: list[Tensor], workspace: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """The outputs for inputs and a workspace; None in place of those that the workspace has."""
+        device = self.device
+        own = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.memory]
+        tensors += own
+        if self.has_workspace:
+            tensors.append(workspace)
+        if self.scratch_bytes:
+            tensors.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
+        addresses = [x.data_ptr() for x in tensors]
+        stream = current_stream(device)
+        for owner, offset, size in self.cleared:
+            clear(addresses[owner] + offset, size, device, stream)
+        for one in self.launches:
+            one.start(addresses, tensors, stream)
+        return tuple([
+            None if owner is None else own[owner] if view is None else own[owner].view(view[0]).as_strided(*view[1:])
+            for owner, view in self.outputs
+        ])  # fmt: skip
+
+    def _launcher(self, *step: Any) -> Launcher:
+        if len(step) == 2:
+            return Copy(*map(self._placed, step))
+        made, kernel, grid, arguments, options = step
+        return launcher_of(made, kernel, grid, arguments, [*map(self._placed, arguments)], options, self.device)
+
+    def _placed(self, x: Any) -> Any:
+        """An argument with places for its tensors."""
+        if isinstance(x, Tensor):
+            if not x.numel():
+                return torch.empty(x.shape, dtype=x.dtype, device=self.device)
+            owner, offset = self.owners[_storage(x)]
+            return Place(owner, offset + x.storage_offset() * x.itemsize, x.dtype, x.shape, x.stride())
+        if isinstance(x, tuple) and any(isinstance(field, (Tensor, tuple)) for field in x):
+            fields = map(self._placed, x)
+            return type(x)(*fields) if hasattr(x, "_fields") else tuple(fields)
+        if isinstance(getattr(x, "base", None), Tensor):
+            return Descriptor(x, self._placed(x.base))
+        return x
+
+
+class Copy:
+    """A copy between tensors of given places."""
+
+    def __init__(self, to: Place, x: Place) -> None:
+        self.to, self.x = to, x
+
+    def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
+        """Copy on the current stream."""
+        self.to.of(tensors).copy_(self.x.of(tensors))
+
+
+def _described(given: Any, inputs: list[Tensor], builder: Builder) -> Any:
+    """The same with tensors of the device meta, copied first where an address is no multiple of 16."""
+    if isinstance(given, Tensor):
+        described = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+        inputs.append(described)
+        return described if given.data_ptr() % TAKEN == 0 else dense(described)
+    if isinstance(given, tuple) and (hasattr(given, "_fields") or type(given) is tuple):
+        fields = [_described(x, inputs, builder) for x in given]
+        return type(given)(*fields) if hasattr(given, "_fields") else tuple(fields)
+    return given
+
+
+def dense(x: Tensor) -> Tensor:
+    """A copy in memory of its own, with dimensions that are expanded expanded still."""
+    once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+    return copy(torch.empty_like(once), once).expand(x.shape)
+
+
+def rounded(size: int) -> int:
+    """Bytes of a piece of an allocation."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _tensors_of(x: Any) -> Iterator[Tensor]:
+    """Tensors in tuples, in lists and in TMA descriptors."""
+    if isinstance(x, Tensor):
+        if x.numel():
+            yield x
+    elif isinstance(x, (tuple, list)):
+        for field in x:
+            yield from _tensors_of(field)
+    elif isinstance(getattr(x, "base", None), Tensor):
+        yield from _tensors_of(x.base)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

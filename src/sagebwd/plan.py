@@ -1,0 +1,414 @@
+"""Plans: all that follows from a call's specification, computed once.
+
+A specification has shapes, strides, dtypes, devices, alignment and settings (`spec_of`); never a value, never the
+identity of a user's tensor. A plan says who runs the call, where in its workspace forward leaves what backward reads,
+and has the program of each direction (`sagebwd.kernels.host.program`). It keeps no tensor. Calls outside of
+torch.compile and the operators of `sagebwd.ops` run the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sagebwd import checks, dispatch, mask_argument, switches
+from sagebwd.auto import flops
+from sagebwd.auto.counts import TORCH, answer
+from sagebwd.cache import Cache
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.dispatch import Choice
+from sagebwd.kernels.table import BACKWARD, FORWARD
+from sagebwd.masks.mask import Mask
+from sagebwd.recipe import AUTO, FP8, INT8, Recipe
+from sagebwd.sinks import epilogue
+
+PLAIN = (Tensor, torch.nn.Parameter)
+# Addresses that kernels take as they are are multiples of so many bytes; pieces of a workspace begin at multiples too.
+TAKEN, ALIGNMENT = 16, 512
+# Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.
+MOST_PROGRAMS = 32
+
+
+def spec_of(
+    tensors: tuple[Tensor | None, ...], mask: Mask | None, recipe: str | Recipe, window: tuple[int, int] | None,
+    *settings: Hashable,
+) -> Hashable | None:  # fmt: skip
+    """A call's specification; None where it must take the operators: modes, subclasses, transforms, tracing.
+
+    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks; mask, of a block_mask; settings, all else
+    that a call is given.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        flops.register()  # for a mode that counts them
+        return None
+    q, k, v, attn_mask, _, _, sinks = tensors
+    if (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or checks.is_divided()
+        or (recipe.__class__ is not str and recipe.__class__ is not Recipe)
+        or (window is not None and window.__class__ is not tuple)
+    ):
+        return None
+    switched, grad = switches.current, torch.is_grad_enabled()
+    spec = [recipe, window, settings, *map(type, settings), switched.disabled, switched.backward_16bit]
+    spec.append(switched.deterministic)
+    if window is not None:
+        spec += map(type, window)
+    for x in tensors:
+        if x is None:
+            spec.append(None)
+        elif (
+            x.__class__ not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg()
+            or x._is_zerotensor()
+        ):  # fmt: skip
+            return None
+        else:
+            spec += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
+    if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
+        spec.append(grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)))
+    spec.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
+    if mask is not None:
+        elements, tiles, blocks, keys = mask.tensors
+        first = elements if tiles is None else tiles
+        spec += tiles is None, first.shape, first.stride(), elements.dtype, elements.device, blocks.shape, keys.shape
+    return tuple(spec)
+
+
+class Piece(NamedTuple):
+    """A tensor of a workspace: where it begins, its bytes there, its dtype and shape."""
+
+    offset: int
+    room: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, workspace: Tensor) -> Tensor:
+        """The tensor."""
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size = size * n
+        return workspace[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+def pieces_of(
+    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool
+) -> tuple[dict[str, Piece], int]:
+    """What a workspace holds of `sagebwd.call.Saved`, and ``weight`` where there are sinks; and its bytes.
+
+    Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed.
+    """
+    recipe, kernels = choice.recipe, choice.forward.impl != "reference"
+    rows_q, rows_k = tuple(q.shape[:-1]), tuple(k.shape[:-1])
+    packed = sequences is not None
+    tokens_q, tokens_k = (rows[::-1] if packed else rows for rows in (rows_q, rows_k))
+    (width, _), _ = choice.forms(*dims)
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wanted: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
+    if kernels and INT8 in (recipe.s, recipe.dk):
+        wanted += ("q_int8", torch.int8, (*rows_q, width), 1), ("q_scale", torch.float32, tokens_q, 1)
+    if kernels and INT8 in (recipe.s, recipe.dq):
+        wanted += ("k_int8", torch.int8, (*rows_k, width), 1), ("k_scale", torch.float32, tokens_k, 1)
+    if kernels and recipe.dv == FP8:
+        wanted.append(("row_max", torch.float32, tokens_q, 1))
+    # the portable kernels write V's mean behind K's
+    means = 2 if choice.forward.impl == "triton" else 1
+    batch = sequences if packed else k.shape[0]
+    wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), means))
+    if sinks:
+        wanted.append(("weight", accumulator, tokens_q, 1))
+    pieces, end = {}, 0
+    for name, dtype, shape, times in wanted:
+        size = dtype.itemsize * times
+        for n in shape:
+            size = size * n
+        pieces[name] = Piece(end, size, dtype, shape)
+        end = end + (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return pieces, end
+
+
+class _Read(NamedTuple):
+    """What kernels read of a mask: fields of a `Call`, their tensors in order, and how these lie where that varies."""
+
+    fields: dict[str, object]
+    tensors: tuple[Tensor, ...]
+    layouts: Hashable
+
+
+_NOTHING = _Read({}, (), None)
+
+
+class SdpaCall:
+    """The plan of a call that torch's own attention runs: a function of q, k, v and the mask."""
+
+    answer = TORCH
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.run = run
+
+
+class Plan:
+    """The plan of a call that kernels, or the reference, run."""
+
+    def __init__(
+        self, choice: Choice, call: Call, q: Tensor, k: Tensor, *, sinks: bool, padding: Tensor | None = None
+    ) -> None:
+        """Of q and k, or of tensors that lie like them; call, of which no tensor is kept; padding, the keys' view."""
+        self.choice, self.packed = choice, call.packed
+        self.answer = answer(str(choice.recipe), choice.name)
+        queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
+        self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None)
+        self.keeps = keeps_inputs(call.recipe, choice.backward.impl)
+        self.pieces, self.bytes = pieces_of(
+            choice, (call.head_dim, call.value_dim), q, k, queries.batch if call.packed else None, sinks
+        )
+        self.is_empty = q.numel() == 0 or k.numel() == 0
+        self.padding = None if padding is None else (padding.shape, padding.stride())
+        self.programs = Cache(MOST_PROGRAMS)
+
+    def masks_of(
+        self, attn_mask: Tensor | None, mask: Mask | None, q: Tensor, k: Tensor, *, trains: bool
+    ) -> tuple[Tensor | None, Mask | None]:
+        """The keys that count, or None for the mask's own, and the mask where there is more to it, as they are now."""
+        if attn_mask is None:
+            return None, mask
+        if self.padding is not None and mask is None:
+            return attn_mask.as_strided(*self.padding), None
+        elements = mask_argument.elements_of(attn_mask, q, k)
+        return mask_argument.read(attn_mask, elements, mask, q, k, by_key=trains, choice=self.choice)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """O, lse of the smoothed scores, and the workspace."""
+        if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
+            checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
+            checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
+        workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
+        if self.is_empty or self.choice.forward.impl == "reference":
+            call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
+        read = self._read(FORWARD, mask, key_mask, False)
+        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None]
+        tensors += q, k, v
+        if sinks is not None:
+            tensors.append(sinks)
+        program = self.programs.get(read.layouts)
+        if program is None:
+            call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields)
+            program = self._keep(read.layouts, self._forward_program(call, q, k, v, sinks))
+        o, lse, *_ = program.run(tensors, workspace)
+        return o, lse, workspace
+
+    def backward(
+        self, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
+        workspace: Tensor, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """dq, dk, dv, and where there are sinks their gradient in lse's dtype; q and k where they are kept."""
+        deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
+        do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
+        if self.is_empty or self.choice.backward.impl == "reference":
+            call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
+        read = self._read(BACKWARD, mask, key_mask, deterministic)
+        given = [x for x in (workspace, o, lse, do, dlse, q, k, v) if x is not None]
+        key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in given])
+        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None] + given
+        program = self.programs.get(key)
+        if program is None:
+            call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
+            call = call._replace(deterministic=deterministic, **read.fields)
+            program = self._keep(key, self._backward_program(call, workspace, o, lse, do, dlse, q, k, v))
+        dq, dk, dv, by_block = program.run(tensors)
+        if by_block is not None:
+            by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
+        return dq, dk, dv, by_block
+
+    def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
+        """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
+        if mask is None:
+            return _NOTHING if key_mask is None else _Read({"key_mask": key_mask}, (key_mask,), None)
+
+        def make() -> _Read:
+            call = self._call(key_mask, mask, None, None)._replace(deterministic=deterministic)
+            call = dispatch.prepared(direction, self.choice, call)
+            tensors = (call.key_mask, *_tensors_in(call.lists))
+            layouts = tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() % TAKEN) for x in tensors])
+            return _Read({"key_mask": call.key_mask, "lists": call.lists}, tensors, layouts)
+
+        found = mask.taken if direction == FORWARD else mask.made  # which no backward reads
+        return found((self, direction, deterministic), make)
+
+    def _keep(self, key: Hashable, program: object) -> object:
+        self.programs.put(key, program)
+        return program
+
+    def _call(
+        self, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    ) -> Call:
+        """The call with its tensors."""
+        call = self.call
+        if mask is not None:
+            mask.arrive()
+            if key_mask is None:
+                key_mask = mask_argument.keys_of(mask, call.queries.batch, call.keys.tokens)
+        queries, keys = call.queries, call.keys
+        if self.packed:
+            queries, keys = queries._replace(cu_seqlens=cu_seqlens_q), keys._replace(cu_seqlens=cu_seqlens_k)
+        return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
+
+    def _forward_program(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> object:
+        module, form = dispatch.family(FORWARD, self.choice, call)
+        names = (*Saved._fields, "weight")
+        rooms = {names.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
+        runtime = dispatch.runtime()
+        return runtime.program.Program.of(runtime.driver.forward, (module, form, call, q, k, v, sinks), rooms)
+
+    def _backward_program(self, call: Call, workspace: Tensor, *tensors: Tensor | None) -> object:
+        module, form = dispatch.family(BACKWARD, self.choice, call)
+
+        def described(call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple:
+            saved, weight = self._saved(o, lse, workspace)
+            return dispatch.runtime().driver.backward(module, form, call, saved, *rest, weight)
+
+        return dispatch.runtime().program.Program.of(described, (call, workspace, *tensors))
+
+    def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> tuple[Saved, Tensor | None]:
+        """What forward left, and sinks' weight."""
+        there = {name: piece.of(workspace) for name, piece in self.pieces.items()}
+        return Saved(o, lse, *(there.get(name) for name in Saved._fields[2:])), there.get("weight")
+
+    def k_mean(self, workspace: Tensor) -> Tensor:
+        """K's mean, (B, Hkv, D) or (sequences, Hkv, D)."""
+        return self.pieces["k_mean"].of(workspace)
+
+    def _forward_in_torch(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, workspace: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """O and lse by the reference, or of no tokens."""
+        if self.is_empty:
+            tokens = q.shape[:-1][::-1] if self.packed else q.shape[:-1]
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            workspace.zero_()
+            if sinks is not None:
+                self.pieces["weight"].of(workspace).fill_(1)
+            o = empty_like_rows(q, v.shape[-1]).zero_()
+            return o, torch.full(tokens, float("-inf"), dtype=dtype, device=q.device)
+        with _without_autocast(q.device):
+            saved = dispatch.forward(self.choice, call, q, k, v)
+        mean = saved.k_mean if self.call.recipe.smooth_k else None
+        self.k_mean(workspace).copy_(saved.k_mean)
+        if sinks is not None:
+            weight = epilogue.weigh(saved.o, saved.lse, q, mean, sinks, self.call.scale, call.queries.cu_seqlens)
+            self.pieces["weight"].of(workspace).copy_(weight)
+        return saved.o, saved.lse
+
+    def _backward_in_torch(
+        self, call: Call, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor,
+        lse: Tensor, workspace: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """The gradients by the reference, or of no tokens."""
+        saved, weight = self._saved(o, lse, workspace)
+        if self.is_empty:
+            gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
+            return *gradients, None if weight is None else weight.new_zeros(call.queries.heads)
+        with _without_autocast(v.device):
+            dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)
+        if weight is None:
+            return dq, dk, dv, None
+        mean = saved.k_mean if call.recipe.smooth_k else None
+        dsinks = epilogue.gradient(do, dlse, o, weight, dq, mean, call.scale, call.queries.cu_seqlens)
+        return dq, dk, dv, dsinks
+
+
+def _in_memory(x: Tensor | None, like: Tensor) -> Tensor | None:
+    """A tensor's gradient with memory of its own, which torch's zeros lack, and with the sign that stands there."""
+    return torch.empty_like(like).copy_(x) if x is not None and (x._is_zerotensor() or x.is_neg()) else x
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    """Where torch's products are computed as they are asked for."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """Where kernels launch: on x's GPU, whichever is the current one."""
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _tensors_in(x: object) -> list[Tensor]:
+    """The tensors of named tuples in named tuples, in their order."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [tensor for field in x for tensor in _tensors_in(field)] if hasattr(x, "_fields") else []
+
+
+class Attention(torch.autograd.Function):
+    """A plan and its derivative."""
+
+    @staticmethod
+    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k):
+        """`Plan.forward`."""
+        with device_of(q):
+            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+        keep_q, keep_k = plan.keeps
+        ctx.plan, ctx.sinks_dtype = plan, None if sinks is None else sinks.dtype
+        # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
+        ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(workspace)
+        elements = None if mask is None or mask.is_kept else mask.elements
+        kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
+        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements)
+        return o, lse, workspace
+
+    @staticmethod
+    def backward(ctx, do, dlse, _):
+        """`Plan.backward`."""
+        nothing = (None,) * 3
+        if do is None and dlse is None:
+            return (*nothing, *nothing, *nothing)
+        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements = ctx.saved_tensors
+        mask = ctx.mask if elements is None else ctx.mask._replace(elements=elements)
+        do = torch.zeros_like(o) if do is None else do
+        with torch.no_grad(), device_of(v):
+            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
+            *gradients, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks)
+        gradients.append(dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = once_differentiable(o, gradients)
+        return None, None, *gradients, *nothing
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are; who differentiates them again is told."""
+
+    @staticmethod
+    def forward(ctx, o, *gradients):
+        return tuple(gradient.clone() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+def once_differentiable(o: Tensor, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that raise NotImplementedError where they are differentiated again; o, which needs gradients."""
+    found = iter(_OnceDifferentiable.apply(o, *(x for x in gradients if x is not None)))
+    return [None if x is None else next(found) for x in gradients]

@@ -1,0 +1,57 @@
+"""The kernels that read masks and list their blocks, compiled for sm_90. Needs no GPU.
+
+`python -m tests.mask_compilations` prints a JSON line a kernel: its name, registers, local memory and shared memory.
+It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+import json
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from sagebwd.masks import list_kernels, passes, shares
+from sagebwd.masks.band import Band
+from sagebwd.masks.mask import BLOCK, TILE
+from tools.cross_compile import Launch, count, registers, sass
+
+# heads of a mask and of keys, tokens, band: so that strides, counts and bounds are 1, multiples of 16, and neither
+CASES = [
+    (1, 1, (1, 1), Band()),
+    (1, 2, (300, 500), Band(upper=0)),
+    (4, 2, (2048, 2048), Band(lower=-70, upper=1)),
+]
+
+
+known = set()
+
+
+def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
+    """In place of a launch."""
+    launch = Launch.of(fn, 90, *args, **kwargs)
+    key = launch.source.hash(), launch.options.hash()
+    if key in known:
+        return
+    known.add(key)
+    kernel = launch.compiled()
+    found = count(sass(kernel))
+    row = {"kernel": fn.__name__, "registers": registers(kernel), "spills": found["STL"] + found["LDL"]}
+    print(json.dumps(row | {"shared_bytes": kernel.metadata.shared}), flush=True)
+
+
+if __name__ == "__main__":
+    JITFunction.run = record
+    on = {"device": "meta"}
+    for dtype in (torch.bool, torch.bfloat16):
+        for shape in ((1, 1, 300, 500), (2, 4, 2048, 2048)):
+            passes._read(torch.empty(shape, dtype=dtype, **on), 2, True, True, True)
+    passes._read(torch.empty(1, 1, 1, 500, dtype=torch.float32, **on), 2, True, False, False)
+    passes._read(torch.empty(9, 1, TILE, TILE, dtype=torch.bool, **on), 9, False, False, True)
+    for heads, kv_heads, tokens, band in CASES:
+        blocks = torch.empty(1, heads, *(-(-n // BLOCK) for n in tokens), dtype=torch.uint8, **on)
+        tiles = torch.empty(1, heads, *(-(-n // TILE) for n in tokens), dtype=torch.int32, **on)
+        key_mask = torch.empty(2, tokens[1], dtype=torch.bool, **on)
+        list_kernels._query_lists(blocks, key_mask, tokens, band, (192, 96))
+        limits = shares.MOST, shares.LEAST
+        for heads_cut, by_turns in ((0, False), (kv_heads, True)):
+            given = (64, 128), 4 // kv_heads, heads_cut, by_turns, limits
+            list_kernels._key_lists(blocks, tiles, key_mask, tokens, band, *given)

@@ -1,0 +1,119 @@
+"""Triton's lists of blocks, interpreted where there is no GPU, against torch's; and compiled for sm_90."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagebwd.masks import list_kernels, shares, walks
+from sagebwd.masks.band import Band
+from sagebwd.masks.mask import Mask
+from tests.masks import drawn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# folders of other tritons, and None for the installed one
+TRITONS = None, *map(str, sorted(Path(sys.prefix).glob("triton-*")))
+gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
+CAUSAL, WINDOW, ONE_SIDED = Band(upper=0), Band(lower=-70, upper=5), Band(lower=-40)
+# kind of mask, (batch, heads, queries, keys), band, tile of the forward, query heads of a key head
+CASES = {
+    "matrix": ("bool-matrix", (2, 4, 300, 500), Band(), (192, 96), 2),
+    "all": ("bool-all", (2, 2, 257, 130), CAUSAL, (128, 128), 1),
+    "heads": ("bool-heads", (1, 4, 130, 257), WINDOW, (192, 128), 4),
+    "batch": ("bias-batch", (2, 2, 200, 300), ONE_SIDED, (128, 96), 2),
+    "rows": ("bias-rows", (2, 4, 260, 300), CAUSAL, (192, 128), 2),
+    "columns": ("bool-columns", (2, 2, 300, 200), Band(), (128, 96), 2),
+    "none": ("bool-none", (2, 2, 300, 200), WINDOW, (192, 128), 1),
+    "one-token": ("bool-none", (1, 1, 1, 1), Band(), (128, 96), 1),
+    "even": ("bool-matrix", (1, 2, 256, 384), CAUSAL, (128, 128), 2),
+    "prefix": ("prefix", (2, 2, 300, 300), Band(), (192, 128), 2),
+    "sinks": ("sinks", (1, 2, 300, 260), CAUSAL, (128, 128), 1),
+}
+
+
+def case(name: str) -> tuple[Mask, Tensor, tuple[int, int], Band, tuple[int, int], int, int]:
+    """A mask, the keys that count, of some batch elements not all, tokens, band, tile, and heads."""
+    kind, shape, band, tile, group = CASES[name]
+    mask = drawn(kind, shape, torch.bfloat16, 3, "cpu")
+    key_mask = mask.keys.expand(shape[0], shape[3]).clone()
+    key_mask[-1, shape[3] // 2 :] &= shape[3] == 1
+    return mask, key_mask, shape[2:], band, tile, group, shape[1] // group
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(DEVICE) for x in tensors]
+
+
+def check_queries(name: str) -> None:
+    mask, key_mask, *settings, _, _ = case(name)
+    found = list_kernels.of_queries(*on_device(mask.blocks, key_mask), *settings)
+    assert torch.equal(found.cpu(), walks.query_lists(mask.blocks, key_mask, *settings))
+
+
+def check_keys(name: str, queries: int, by_turns: bool) -> None:
+    mask, key_mask, tokens, band, _, group, heads = case(name)
+    tiles = walks._packed(mask, tokens, True)[1]
+    settings = tokens, band, (queries, 128), group, heads, by_turns
+    lists, programs = walks.key_lists(mask.blocks, tiles, key_mask, *settings)
+    ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
+    assert torch.equal(ours.cpu(), lists)
+    there = programs[:, 1] < lists.shape[2]  # of what comes behind nothing else is read
+    assert torch.equal(our_programs.cpu()[there], programs[there])
+    assert torch.equal(our_programs[:, 1].cpu(), programs[:, 1])
+    alone, nothing = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings[:-2], 0, by_turns)
+    assert torch.equal(alone.cpu(), lists)
+    assert nothing is None
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
+def test_lists_of_queries_are_torchs(name):
+    check_queries(name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
+def test_lists_of_keys_are_torchs(name):
+    check_keys(name, queries=64 if name != "even" else 128, by_turns=len(name) % 2 == 0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in ("matrix", "sinks")])
+def test_lists_longer_than_a_chunk(name, monkeypatch):
+    monkeypatch.setattr(list_kernels, "CHUNK", 2)
+    check_queries(name)
+    check_keys(name, 64, False)
+
+
+@pytest.mark.parametrize("by_turns", [pytest.param(x, marks=gpu) for x in (False, True)])
+@pytest.mark.parametrize(("most", "least"), [(264, 1), (5, 2), (40, 3)])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_shares_are_torchs(heads, most, least, by_turns, monkeypatch):
+    """Of lists of any lengths, more of them than are looked at together."""
+    monkeypatch.setattr(list_kernels, "LISTS", 8)
+    monkeypatch.setattr(shares, "MOST", most)
+    monkeypatch.setattr(shares, "LEAST", least)
+    lengths = torch.randint(0, 9, (2, heads, 7, 16), generator=torch.Generator().manual_seed(heads), dtype=torch.int32)
+    lengths[0, 0, 3, 1] = 60
+    expected = shares.shares_of(lengths, 2, 3, by_turns)
+    found = list_kernels._shares(lengths.to(DEVICE), 3, by_turns, most, least).cpu()
+    there = expected[:, 1] < 7
+    assert torch.equal(found[there], expected[there])
+    assert torch.equal(found[:, 1], expected[:, 1])
+
+
+@pytest.mark.parametrize("folder", TRITONS, ids=["installed", *(Path(x).name for x in TRITONS[1:])])
+def test_they_compile_for_hopper(folder):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in [folder, *sys.path] if path)
+    command = [sys.executable, "-m", "tests.mask_compilations"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    names = "pass", "query_lists", "codes", "key_lists", "places", "shares"
+    assert {row["kernel"] for row in rows} == {f"_{name}_kernel" for name in names}
+    for row in rows:
+        assert row["spills"] == 0, row
+        assert row["shared_bytes"] <= 48 << 10, row
