@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TIMED_TRITON := 3.6.0
 SOURCES := src tests tools examples
 
-.PHONY: demo test test-rounding test-gpu gpu-suite matrix fuzz-gpu sanitize-gpu package docs bench lint format clean
+.PHONY: demo test test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,13 +39,17 @@ docs: $(INSTALLED)
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-# The same in several processes, then the short matrix; the record goes to benchmarks/results.
+# The same in several processes, then sequences of calls and the short matrix; the record goes to benchmarks/results.
 gpu-suite:
 	PYTHONPATH=src $(PYTHON) -m tools.gpu_suite
 
 # Widths, forms and recipes against FP32 and the emulator: what fits nine minutes of 16 cores; --every has all rows
 matrix:
 	PYTHONPATH=src $(PYTHON) -m tools.matrix --resume
+
+# Random sequences of calls on streams, in threads and in graphs, under rewritten masks, compared with fresh processes
+sequences-gpu:
+	PYTHONPATH=src $(PYTHON) -m tools.call_sequences
 
 fuzz-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.fuzz --cases 1000

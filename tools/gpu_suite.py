@@ -1,8 +1,9 @@
 """Every test of a GPU and the matrix, run and recorded: `python -m tools.gpu_suite` (make gpu-suite).
 
 Tests marked gpu run in several pytest processes, spread over the machine's GPUs, those of `ALONE` after them one by
-one, and then `tools.matrix`. What came of each test is kept in runs/gpu_suite.jsonl as it comes: after ``--seconds``,
-or a stop, the same command goes on, and leaves out what passed with the same code. The record is
+one, then `tools.call_sequences`, and then `tools.matrix`. What came of each test is kept in runs/gpu_suite.jsonl as
+it comes, and what came of the sequences beside it: after ``--seconds``, or a stop, the same command goes on, and
+leaves out what passed with the same code. The record is
 benchmarks/results/gpu-suite_<gpu>_<date>_<commit>.json, with the hash of the tree src/sagebwd/kernels.
 
 Exit code 1 where anything failed, 3 where something is left. pytest loads this file too, as a plugin.
@@ -40,6 +41,8 @@ LEFT_OUT = ("tests/tools/test_matrix.py::",)
 # pytest's exit codes: all passed, some failed, none to run; and None, out of time.
 FINE = (0, 1, 5, None)
 SAID_EVERY = 10
+# Seconds that `tools.call_sequences` takes for its last round, and to write the record.
+LAST_ROUND = 20
 SLOWEST = 20
 # By which a pytest process learns what it is to run: "alone" or "beside"; the file of outcomes; the code they are of.
 WHICH, FILE, CODE = "GPU_SUITE_WHICH", "GPU_SUITE_FILE", "GPU_SUITE_CODE"
@@ -157,6 +160,29 @@ def _wait(command: list[str], until: float, say=None, env: dict[str, str] | None
             process.wait()
 
 
+def run_sequences(steps: int, device: str, output: Path, code: str, until: float) -> dict[str, object]:
+    """The record of `tools.call_sequences`, and whether steps are left; the one of a whole run of this code stands."""
+    path = output.with_suffix(".sequences.json")
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if known.get("code") == code and known["asked"] == known["steps"] == steps and not known["differ"]:
+        return known
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tools.call_sequences", "--steps", str(steps), "--device", device]
+    command += ["--output", str(path)]
+    seconds = until - time.monotonic()
+    if seconds < float("inf"):
+        command += ["--seconds", str(max(1.0, seconds - LAST_ROUND))]
+    status = _wait(command, until)
+    found = {"asked": steps, "steps": 0, "differ": 0, "differences": [], "failed": "", "code": code}
+    if path.exists():
+        found |= json.loads(path.read_text(encoding="utf-8"))
+    elif status is not None:
+        found["failed"] = f"ended with status {status}"
+    found["left"] = found["steps"] < steps and not found["failed"]
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
 def run_matrix(size: str, commit: str | None, until: float) -> dict[str, object]:
     """Counts of the rows, whether some are left, and those that are wrong. "short" writes no results of its own."""
     from tools.matrix.__main__ import code as code_of_rows
@@ -181,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files or node ids; all, unless named")
     parser.add_argument("--matrix", choices=["short", "cover", "every", "none"], default="short")
+    parser.add_argument("--sequences", type=int, default=2000, help="steps of tools.call_sequences; 0 leaves them out")
     parser.add_argument("--processes", type=int, default=8, help="of pytest side by side")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
     parser.add_argument("--commit", help="to record outside a git checkout")
@@ -201,6 +228,9 @@ def main(arguments: list[str] | None = None) -> int:
         run_tests(which, workers, given.tests, given.output, code, until)
         for which, workers in (("beside", given.processes), ("alone", 0))
     ]
+    sequences = None
+    if given.sequences:
+        sequences = run_sequences(given.sequences, given.device, given.output, code, until)
     matrix = None
     if given.matrix != "none":
         matrix = run_matrix(given.matrix, given.commit, until)
@@ -210,17 +240,23 @@ def main(arguments: list[str] | None = None) -> int:
         {"test": "pytest", "message": f"ended with status {status}"} for status in statuses if status not in FINE
     ]
     slowest = sorted(known, key=lambda line: -line["seconds"])[:SLOWEST]
-    left = None in statuses or (matrix is not None and matrix["left"])
+    if sequences is not None and (sequences["differ"] or sequences["failed"]):
+        message = f"{sequences['differ']} of {sequences['steps']} steps differ; {sequences['failed']}"
+        failures.append({"test": "tools.call_sequences", "message": message.rstrip("; ")})
+    left = None in statuses or any(stage is not None and stage["left"] for stage in (sequences, matrix))
     facts |= {
         "kernels": kernels,
         "counts": dict(Counter(line["outcome"] for line in known)),
         "left": left,
         "slowest": [{name: line[name] for name in ("test", "seconds")} for line in slowest],
+        "sequences": sequences,
         "matrix": matrix,
     }
     for failure in failures:
         print(f"failed: {failure['test']}: {failure['message']}")
-    print(f"tests: {facts['counts']}; matrix: {matrix and matrix['counts']}{'; something is left' if left else ''}")
+    walked = sequences and f"{sequences['steps']} steps, {sequences['differ']} differ"
+    print(f"tests: {facts['counts']}; sequences: {walked}", end="; ")
+    print(f"matrix: {matrix and matrix['counts']}{'; something is left' if left else ''}")
     print(f"wrote {save_lines(failures, facts, given.results, 'gpu-suite')}")
     if failures or (matrix is not None and matrix["wrong"]):
         return 1
