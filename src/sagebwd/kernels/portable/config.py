@@ -95,11 +95,24 @@ _PORTABLE: dict[tuple[str, int, int], Config] = {
     ("dq", 128, 128): Config(64, 8, 1),
     ("dq", 256, 32): Config(32, 8, 1),
 }
+# sm_80 to sm_89, INT8 products of 64 queries and 128 keys, as `token` has them: by a sweep on an H100 that ran these
+# cards' instructions. 64 rows by 8 warps take layout {1, 8}, in which P and dS cross shared memory in every step.
+_AMPERE: dict[tuple[str, int, int], Config] = {
+    **_PORTABLE,
+    ("forward", 64, 128): Config(64, 4, 3),
+    ("forward", 128, 128): Config(32, 4, 3, registers=168),
+    ("dkdv", 64, 64): Config(64, 4, 3),
+    ("dkdv", 64, 128): _PORTABLE["dkdv", 64, 32],
+    ("dkdv", 128, 64): Config(32, 4, 3),
+    ("dkdv", 128, 128): _PORTABLE["dkdv", 128, 32],
+    ("dq", 64, 128): Config(64, 4, 3),
+    ("dq", 128, 128): Config(32, 4, 2),
+}
 
 
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Config:
     """The configuration of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``."""
-    table = _HOPPER if arch == 90 else _PORTABLE
+    table = _HOPPER if arch == 90 else _AMPERE if 80 <= arch < 90 and recipe.s == INT8 else _PORTABLE
     block = recipe.block_q if kernel.startswith("dkdv") else recipe.block_k
     width = max(64, padded_head_dim(head_dim))
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
