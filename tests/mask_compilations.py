@@ -51,6 +51,9 @@ if __name__ == "__main__":
         tiles = torch.empty(1, heads, *(-(-n // TILE) for n in tokens), dtype=torch.int32, **on)
         key_mask = torch.empty(2, tokens[1], dtype=torch.bool, **on)
         list_kernels._query_lists(blocks, key_mask, tokens, band, (192, 96))
+        first = torch.empty(2, dtype=torch.int64, **on)
+        for by_key, apart, stored in ((False, first, tiles), (True, None, None)):
+            list_kernels._lists(blocks, stored, key_mask, apart, tokens, (64, 128), band, by_key)
         limits = shares.MOST, shares.LEAST
         for heads_cut, by_turns in ((0, False), (kv_heads, True)):
             given = (64, 128), 4 // kv_heads, heads_cut, by_turns, limits

@@ -1,4 +1,5 @@
-"""Lists of a mask's blocks on a GPU, a program a list: what `sagebwd.masks.walks` and `shares` make with torch.
+"""Lists of a mask's blocks on a GPU, a program a list: what `sagebwd.masks` makes with torch in `lists`, `walks` and
+`shares`.
 
 Every number is theirs, those beyond a list's counts too: the backward looks at a list's first block before it knows
 that there is one. Blocks are put in their order by cumulative sums, `CHUNK` after `CHUNK`.
@@ -36,6 +37,29 @@ def of_keys(
     """The lists of `sagebwd.masks.walks.of_keys`, and their shares if they have heads; tiles, of the words."""
     limits = shares.MOST, shares.LEAST
     return program().run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, by_turns, limits)
+
+
+def lists_of(
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, first: Tensor | None, tokens: tuple[int, int],
+    tile: tuple[int, int], band: Band, by_key: bool,
+) -> Tensor:  # fmt: skip
+    """The lists of `sagebwd.masks.lists.lists_of`; first, (B,), the first key that counts, where it is apart."""
+    return program().run(_lists, blocks, tiles, key_mask, first, tokens, tile, band, by_key)[0]
+
+
+def _lists(
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, first: Tensor | None, tokens: tuple[int, int],
+    tile: tuple[int, int], band: Band, by_key: bool,
+) -> tuple[Tensor]:  # fmt: skip
+    batch, heads, sizes = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
+    of_lists, count = sizes[::-1] if by_key else sizes
+    length = 2 + count * (1 if tiles is None else 2)
+    lists = torch.empty(batch, heads, of_lists, length, dtype=torch.int32, device=blocks.device)
+    stored = (tiles, *(_strides(tiles, 4) if tiles is not None else (0,) * 4))
+    given = *_seen(blocks, key_mask, tokens, band), first, *stored, lists, heads, length
+    options = {"BY_KEY": by_key, "TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
+    program().launch(_lists_kernel, (batch * heads * of_lists,), *given, **options)
+    return (lists,)
 
 
 def _query_lists(
@@ -147,6 +171,69 @@ def _place_of(order, number, in_part, whole, part_before, whole_before):
     rest_at = in_part + whole + number - part_at - whole_at
     place = tl.where(order == 1, part_at, tl.where(order == 2, in_part + whole_at, rest_at))
     return place, part_before + tl.sum(is_part, 0), whole_before + tl.sum(is_whole, 0)
+
+
+@triton.jit
+def _lists_kernel(
+    blocks, stride_batch, stride_head, stride_row, stride_column, key_mask, stride_keys, stride_key, tokens_q,
+    tokens_k, lower, upper, first_keys, tiles, tile_batch, tile_head, tile_row, tile_column, lists, heads, length,
+    BY_KEY: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Lists of tiles of queries, or by key of keys: whole blocks, those in part, the rest, and then their tiles."""
+    number = tl.program_id(0)
+    rows, columns = tl.cdiv(tokens_q, TILE_Q), tl.cdiv(tokens_k, TILE_K)
+    if BY_KEY:
+        of_lists, count = columns, rows
+    else:
+        of_lists, count = rows, columns
+    own, of_head = number % of_lists, (number // of_lists).to(tl.int64)
+    batch, head = of_head // heads, of_head % heads
+    blocks += batch * stride_batch + head * stride_head
+    key_mask += batch * stride_keys
+    apart = -1
+    if first_keys is not None:
+        apart = tl.load(first_keys + batch) // TILE_K
+    at = lists + number.to(tl.int64) * length
+    whole, in_part = 0, 0
+    for first in range(0, count, CHUNK):
+        others = first + tl.arange(0, CHUNK)
+        row, column = _row_and_column(own, others, BY_KEY)
+        order = _order_of(
+            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, column,
+            TILE_Q, TILE_K,
+        )  # fmt: skip
+        is_whole = (order == 2) & (column != apart)
+        whole += tl.sum(is_whole.to(tl.int32), 0)
+        in_part += tl.sum(((order > 0) & (is_whole == 0)).to(tl.int32), 0)
+    tl.store(at, whole)
+    tl.store(at + 1, in_part)
+    whole_before, part_before = 0, 0
+    for first in range(0, count, CHUNK):
+        others = first + tl.arange(0, CHUNK)
+        row, column = _row_and_column(own, others, BY_KEY)
+        order = _order_of(
+            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, column,
+            TILE_Q, TILE_K,
+        )  # fmt: skip
+        # 1 for what comes first in the list, 2 for what comes next
+        turn = tl.where(order == 0, 0, tl.where((order == 2) & (column != apart), 1, 2))
+        place, whole_before, part_before = _place_of(turn, others, whole, in_part, whole_before, part_before)
+        tl.store(at + 2 + place, others, mask=others < count)
+        if tiles is not None:
+            at_tile = batch * tile_batch + head * tile_head
+            at_tile += row * TILE_Q // STORED * tile_row + column * TILE_K // STORED * tile_column
+            tile = tl.load(tiles + at_tile, mask=others < count, other=0)
+            tl.store(at + 2 + count + place, tile, mask=others < count)
+
+
+@triton.jit
+def _row_and_column(own, others, BY_KEY: tl.constexpr):
+    """Tiles of queries and of keys, of a list's own and the others that it names."""
+    if BY_KEY:
+        row, column = others, own + tl.zeros_like(others)
+    else:
+        row, column = own + tl.zeros_like(others), others
+    return row, column
 
 
 @triton.jit

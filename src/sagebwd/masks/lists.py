@@ -60,6 +60,11 @@ def lists_of(
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
     """
+    if blocks.is_cuda:
+        from sagebwd.masks import list_kernels
+
+        first = first_of(key_mask) if first_apart else None
+        return list_kernels.lists_of(blocks, tiles, key_mask, first, tokens, tile, band, by_key)
     order = order_of(blocks, key_mask, tokens, tile, band, first_apart)
     if tiles is not None:
         q, k = (torch.arange(n, device=blocks.device) * size // TILE for n, size in zip(order.shape[2:], tile))
@@ -98,13 +103,18 @@ def order_of(
     if tokens[0] % tile[0]:
         whole = whole & (q + tile[0] <= tokens[0])[:, None]
     if first_apart:
-        whole = whole & (key_mask.int().argmax(-1)[:, None, None, None] // tile[1] != k // tile[1])
+        whole = whole & (first_of(key_mask)[:, None, None, None] // tile[1] != k // tile[1])
     return visible.int() + (whole & visible).int()
+
+
+def first_of(key_mask: Tensor) -> Tensor:
+    """The first key that counts, (B,) int64; 0 where none does."""
+    return key_mask.view(torch.uint8).argmax(-1)
 
 
 def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int) -> Tensor:
     batch, heads = len(key_mask), (mask.elements if mask.tiles is None else mask.tiles).shape[1]
-    first, rows = key_mask.int().argmax(-1), torch.arange(tokens_q, device=key_mask.device)
+    first, rows = first_of(key_mask), torch.arange(tokens_q, device=key_mask.device)
     if mask.tiles is not None:
         tiles = mask.tiles.expand(batch, -1, -1, -1)[:, :, rows // TILE]
         tiles = tiles.gather(3, (first // TILE)[:, None, None, None].expand(-1, heads, tokens_q, 1))[..., 0]

@@ -126,26 +126,25 @@ def _pass_kernel(
         shown, cut = ((x > HIDDEN) | (x != x)) & there, x != 0
     else:
         shown, cut = x != 0, (x == 0) & there
-    at_words = number.to(tl.int64) * (TILE * 4) + along[:, None] * 4 + word[None, :]
-    if blocks is not None or words is not None:
-        packed = _packed(shown)
-        if words is not None:
-            tl.store(words + at_words, packed)
+    bit = along // 8 * 2 + along % 2
+    at_words = number.to(tl.int64) * (TILE * 4)
+    if words is not None:
+        packed = shown.to(tl.int32) << bit[None, :]
+        packed = tl.sum(tl.sum(tl.reshape(packed, [TILE, TILE // 8, 4, 2]), 3), 1)
+        tl.store(words + at_words + along[:, None] * 4 + word[None, :], packed)
     if words_by_key is not None:
-        tl.store(words_by_key + at_words, _packed(tl.trans(shown)))
+        packed = shown.to(tl.int32) << bit[:, None]
+        packed = tl.sum(tl.sum(tl.reshape(packed, [TILE // 8, 4, 2, TILE]), 2), 0)
+        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], packed)
     if blocks is not None:
-        some = tl.reduce(tl.reshape(packed, [SIDE, BLOCK, 4]), 1, _either)
-        # a block's columns are a byte of each word
+        state = tl.where(_of_blocks(shown) == 0, SKIP, tl.where(_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
         side = tl.arange(0, SIDE)
-        shows = (tl.reduce(some, 1, _either)[:, None] >> side[None, :] * 8) & 255
-        state = tl.where(shows == 0, SKIP, tl.where(_any_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
         row, column = first_q // BLOCK + side, first_k // BLOCK + side
         rows, columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
         at_blocks = ((batch * heads + head).to(tl.int64) * rows + row)[:, None] * columns + column[None, :]
         tl.store(blocks + at_blocks, state, mask=(row < rows)[:, None] & (column < columns)[None, :])
         # all that write to a key write the same
-        bit = tl.arange(0, TILE // 8)[:, None, None] * 2 + tl.arange(0, 2)[None, None, :]
-        seen = tl.reshape((tl.reduce(some, 0, _either)[None, :, None] >> bit) & 1, [TILE])
+        seen = tl.max(shown.to(tl.int32), 0)
         for copy in range(copies):
             row_of_keys = keys + (batch * copies + copy).to(tl.int64) * tokens_k
             tl.store(row_of_keys + k, seen.to(tl.uint8), mask=seen != 0)
@@ -154,19 +153,7 @@ def _pass_kernel(
 
 
 @triton.jit
-def _packed(x):
-    """Words of a tile's rows."""
-    x = tl.permute(tl.reshape(x.to(tl.int32), [TILE, TILE // 8, 4, 2]), [0, 2, 1, 3])
-    return tl.sum(tl.reshape(x, [TILE, 4, TILE // 4]) << tl.arange(0, TILE // 4)[None, None, :], 2)
-
-
-@triton.jit
-def _any_of_blocks(x):
-    """1 for each block that has any True, else 0."""
-    x = tl.permute(tl.reshape(x.to(tl.int32), [SIDE, BLOCK, SIDE, BLOCK]), [0, 2, 1, 3])
-    return tl.max(tl.reshape(x, [SIDE, SIDE, BLOCK * BLOCK]), 2)
-
-
-@triton.jit
-def _either(x, y):
-    return x | y
+def _of_blocks(x):
+    """How many pairs of each block are True."""
+    counts = tl.sum(tl.reshape(x.to(tl.int32), [SIDE, BLOCK, SIDE, BLOCK]), 3)
+    return tl.sum(counts, 1)
