@@ -13,19 +13,20 @@ NAME = re.compile(r"%?[A-Za-z_]\w*")
 # Reads of what others write, and of a program's own. A number that is taken by adding 1 comes once.
 OF_OTHERS = re.compile(r"^(ld\.(volatile|acquire|relaxed|mmio|cv)|atom)\b")
 OWN = re.compile(r"^ld\S*\.(shared|param|local|const)\b|^atom\S*\.shared\b|^atom\S*\.add\..*, 1$")
-# Of ptxas both are BPT.TRAP.
+# A register that has another number each round, and errors: of ptxas both are BPT.TRAP.
+COUNT = re.compile(r"^(?:add|sub)\S* (\S+), \1, -?\d+$")
 TRAP = re.compile(r"\b(trap|brkpt)$")
 
 
 class Loop(NamedTuple):
-    """What a loop does, and how it ends."""
+    """What a loop does, how it ends, and what comes after it before any other branch."""
 
     statements: list[str]
     guards: list[str]  # registers that branches out of it read
+    after: list[str]
 
-    @property
-    def polls(self) -> bool:
-        """Whether it ends by what it reads, each round anew, of memory that others write."""
+    def _ends_by(self) -> Iterator[tuple[str, bool]]:
+        """Statements that branches out of it depend on, and of each whether the loop writes what it reads."""
         writes = defaultdict(list)
         for parts in filter(None, map(STATEMENT.match, self.statements)):
             for name in NAME.findall(parts.group(3)):
@@ -33,19 +34,23 @@ class Loop(NamedTuple):
         left, seen = list(self.guards), set()
         while left:
             for parts in writes[left.pop()]:
-                guard, operation, _, sources = parts.groups()
+                guard, operation, to, sources = parts.groups()
                 names = NAME.findall(sources)
-                if _may_change(operation + sources, any(name in writes for name in names)):
-                    return True
+                yield f"{operation} {to}{sources}", any(name in writes for name in names)
                 if parts.string not in seen:
                     seen.add(parts.string)
                     left += [*names, guard] if guard else names
-        return False
 
     @property
-    def traps(self) -> bool:
-        """Whether it may end in an error."""
-        return any(map(TRAP.search, self.statements))
+    def polls(self) -> bool:
+        """Whether it ends by what it reads, each round anew, of memory that others write."""
+        return any(_may_change(statement, moves) for statement, moves in self._ends_by())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether it also ends by a count of its rounds, with an error."""
+        counts = any(COUNT.search(statement) for statement, _ in self._ends_by())
+        return counts and any(map(TRAP.search, self.after))
 
 
 def _may_change(read: str, moves: bool) -> bool:
@@ -118,6 +123,15 @@ def _leading_to(tail: int, head: int, before: dict[int, list[int]]) -> set[int]:
 
 def _loop(blocks: list[list[str]], following: list[list[int]], body: list[int]) -> Loop:
     """The loop of some blocks."""
-    ends = [blocks[number][-1] for number in body if not set(following[number]) <= set(body)]
-    guards = [branch.group(1) for branch in map(BRANCH.match, ends) if branch and branch.group(1)]
-    return Loop([x for number in body for x in blocks[number]], guards)
+    ends = [number for number in body if not set(following[number]) <= set(body)]
+    branches = [BRANCH.match(blocks[number][-1]) for number in ends]
+    after = {target for number in ends for target in following[number] if target not in body}
+    for number in list(after):
+        while len(following[number]) == 1 and following[number][0] not in {*after, *body}:
+            (number,) = following[number]
+            after.add(number)
+    return Loop(
+        [x for number in body for x in blocks[number]],
+        [x.group(1) for x in branches if x and x.group(1)],
+        [x for number in after for x in blocks[number]],
+    )
