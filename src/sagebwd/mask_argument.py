@@ -193,6 +193,11 @@ def checked(block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor) -> 
                 "block_mask: a BlockMask cannot be read under torch.compile; pass "
                 "sagebwd.read_block_mask(block_mask), made outside of what is compiled"
             )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "block_mask: a BlockMask cannot be read while a CUDA graph is captured, since that waits for the "
+                "device; pass sagebwd.read_block_mask(block_mask), made before the capture"
+            )
         tokens = tuple(block_mask.seq_lengths)
         if tokens != tuple(shape[2:]):
             raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")

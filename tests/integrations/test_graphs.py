@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sagebwd import sage_attention
+from sagebwd import read_block_mask, sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.switches import switches
 
@@ -61,17 +61,24 @@ def test_forward_and_backward_in_a_cuda_graph(recipe):
         check_captured(run)
 
 
+def same_document() -> BlockMask:
+    document = torch.arange(TOKENS, device="cuda") // 100
+    return create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, TOKENS, TOKENS, device="cuda")
+
+
+def test_a_block_mask_is_not_read_while_a_graph_is_captured():
+    q, mask = torch.randn(1, HEADS, TOKENS, 64, device="cuda", dtype=torch.bfloat16), same_document()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=side), pytest.raises(NotImplementedError, match=r"block_mask: .* captured"):
+        sage_attention(q, q, q, block_mask=mask, recipe="token")
+
+
 @pytest.mark.parametrize("form", ["boolean", "BlockMask", "sinks"])
 def test_masks_and_sinks_in_a_cuda_graph(form):
-    tokens = torch.arange(TOKENS, device="cuda")
-    document = tokens // 100
+    document = torch.arange(TOKENS, device="cuda") // 100
     masks = {
         "boolean": {"attn_mask": document[:, None] == document},
-        "BlockMask": {
-            "block_mask": create_block_mask(
-                lambda b, h, q, k: document[q] == document[k], None, None, TOKENS, TOKENS, device="cuda"
-            )
-        },
+        "BlockMask": {"block_mask": read_block_mask(same_document())},
         "sinks": {"sinks": torch.linspace(-1, 1, HEADS, device="cuda")},
     }[form]
 

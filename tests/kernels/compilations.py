@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
 from tests.kernels.calls import KernelCall
-from tools.cross_compile import binder
+from tools.cross_compile import Unstarted, binder
 
 
 def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list[int]) -> list[dict]:
@@ -30,12 +30,13 @@ def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list
     new: list[str] = []
     timed: list[object] = []
 
-    def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> None:
+    def record(fn: JITFunction, *args, grid, warmup, **kwargs) -> Unstarted:
         _, specialization, options = binder(fn, arch)(*args, **kwargs)
         key = fn.__name__, compute_cache_key({}, specialization, options)
         if key not in seen:
             seen.add(key)
             new.append(fn.__name__)
+        return Unstarted()
 
     def time(run, config) -> float:
         timed.append(config)
