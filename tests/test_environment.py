@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.training.config import Data
+from lab.training.data import _cache_folder
 from sagebwd import environment
-from sagebwd.training.config import Data
-from sagebwd.training.data import _cache_folder
 from tests import programs
 
 ROOT = Path(__file__).parent.parent

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lab.studies import sinks
 from sagebwd import sage_attention, sage_attention_varlen
-from sagebwd.analysis import sinks
 from sagebwd.masks.band import Band
 from sagebwd.meaning import reference
 from sagebwd.meaning.float8 import E4M3_MAX, RESTORED, _normalised, e4m3, queries_a_scale

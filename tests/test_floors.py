@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.peers import baselines
+from benchmarks.shapes import Shape
 from sagebwd import sage_attention
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.shapes import Shape
 from sagebwd.meaning.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 

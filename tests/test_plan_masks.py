@@ -29,7 +29,7 @@ from sagebwd.masks.parts import MOST
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.plan import spec_of
 from sagebwd.recipe import Recipe
-from tests.training.runs import begin, finish
+from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
 from sagebwd.kernels.host import device, program

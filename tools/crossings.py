@@ -1,8 +1,8 @@
 """Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
 
 Each file is of one card, whose rows of the file's kinds of mask at its widths it replaces: ``crossings_*.json``, which
-`sagebwd doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of `sagebwd bench`, of which
-`mixed` is compared with the faster of cuDNN and FlashAttention-2.
+`sagebwd doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of
+`python -m benchmarks attention`, of which `mixed` is compared with the faster of cuDNN and FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _place(row: dict) -> tuple[object, ...]:
 
 
 def _of_bench(rows: list[dict]) -> Iterator[dict]:
-    """Rows of `sagebwd bench` as those of `sagebwd.benchmarks.crossings`."""
+    """Rows of `python -m benchmarks attention` as those of `sagebwd.cli.measure`."""
     for row in rows:
         peers = [ms for ms in (row["cudnn_ms"], row["fa2_ms"]) if ms is not None]
         direction = _DIRECTIONS.get(row["direction"])

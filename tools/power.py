@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.peers import baselines
+from benchmarks.shapes import Shape
 from sagebwd import sage_attention
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.shapes import Shape
 from sagebwd.call import Call
 from sagebwd.kernels.sm90.forward.launch import launch_forward
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK

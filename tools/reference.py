@@ -18,7 +18,10 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 INTEGRATIONS = "sagebwd.integrations."
 # A page: its title, and its parts: a module, and which of its public names; None for all that the module defines.
 PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
-    "attention": ("Attention", [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))]),
+    "attention": (
+        "Attention",
+        [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))],
+    ),
     "recipes": ("Recipes", [("sagebwd", ("Recipe", "RECIPES"))]),
     "asking": (
         "What ran, and switches", [("sagebwd", ("explain", "explain_varlen", "summary", "switches", "__version__"))],
@@ -65,7 +68,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
         [
             ("sagebwd.checkpointing", ("keep_attention",)),
             ("sagebwd.meaning.metrics", ("relative_l2", "cosine")),
-            ("sagebwd.training.monitor", ("AttentionMonitor",)),
+            ("sagebwd.diagnostics.monitor", ("AttentionMonitor",)),
         ],
     ),
 }  # fmt: skip

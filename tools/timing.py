@@ -2,7 +2,7 @@
 
 `python -m tools.timing --recipe mixed --head-dim 64` prints a line a shape. `--replace backward_kernel=variant.py`
 runs another file's kernel of that name in place of Hopper's, `--set backward.64.stages=2` changes a row of
-`sagebwd.kernels.sm90.widths`; both may be repeated. Claims come from `sagebwd bench`.
+`sagebwd.kernels.sm90.widths`; both may be repeated. Claims come from `python -m benchmarks attention`.
 """
 
 from __future__ import annotations

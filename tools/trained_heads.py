@@ -26,10 +26,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sagebwd.analysis.capture import Captured, capture
-from sagebwd.analysis.models import load_model, text_windows
-from sagebwd.analysis.trace import OUTPUTS, emulate
-from sagebwd.benchmarks.results import environment
+from benchmarks.results import environment
+from sagebwd.diagnostics.capture import Captured, capture
+from sagebwd.diagnostics.models import load_model, text_windows
+from sagebwd.diagnostics.trace import OUTPUTS, emulate
 from sagebwd.masks.band import Band
 from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe

@@ -1,4 +1,4 @@
-"""sagebwd bench: shapes, peers, gates, and what is timed."""
+"""python -m benchmarks attention: shapes, peers, gates, and what is timed."""
 
 import csv
 import itertools
@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import attention as bench
+from benchmarks import peers, results
+from benchmarks.gates import emulated, gate, wrong_tensors
+from benchmarks.peers import baselines
+from benchmarks.plot import plot_attention
+from benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
 from sagebwd import Recipe, sage_attention
-from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import peers, results
-from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.plot import plot_attention
-from sagebwd.benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
+from sagebwd.cli import timer
 from sagebwd.switches import current
 from tests.scaled import scaled
 
@@ -162,7 +163,7 @@ def test_a_value_of_another_width():
 @pytest.mark.rounding
 def test_interleaving_takes_turns():
     order = []
-    bench.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
+    timer.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
     switches = sum(x != y for x, y in itertools.pairwise(order))
     assert switches >= 2 * 3 - 1
     assert set(order) == {"a", "b"}
@@ -171,10 +172,10 @@ def test_interleaving_takes_turns():
 @pytest.mark.rounding
 def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     runs = []
-    monkeypatch.setattr(bench, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
-    times = bench.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
-    timed = bench.ROUND_MS / 2.0
-    assert runs == [2, 2, *[timed * bench.LEAD_MS / bench.ROUND_MS, timed] * 2]
+    monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
+    times = timer.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
+    timed = timer.ROUND_MS / 2.0
+    assert runs == [2, 2, *[timed * timer.LEAD_MS / timer.ROUND_MS, timed] * 2]
     assert times == {"a": (2.0, 1.0)}
 
 

@@ -7,13 +7,13 @@ import types
 import pytest
 import torch
 
+from benchmarks import attention as bench
+from benchmarks import peers, results
+from benchmarks.gates import emulated, gate, wrong_tensors
+from benchmarks.packed import Packed, packed_shapes
+from benchmarks.plot import plot_attention
+from benchmarks.shapes import WIDTHS, Shape, on_grid
 from sagebwd import Recipe, sage_attention_varlen
-from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import peers, results
-from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
-from sagebwd.benchmarks.packed import Packed, packed_shapes
-from sagebwd.benchmarks.plot import plot_attention
-from sagebwd.benchmarks.shapes import WIDTHS, Shape, on_grid
 from sagebwd.hardware import flops
 from tests.scaled import scaled
 

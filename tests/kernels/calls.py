@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
-from sagebwd.analysis.gaussian import with_sinks
 from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice

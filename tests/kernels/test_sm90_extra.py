@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import torch
 import sagebwd
 from sagebwd import Recipe, dispatch
-from sagebwd.commands import doctor
+from sagebwd.cli import doctor
 from sagebwd.auto.asked import ask_of
 
 assert not {"cutlass", "tvm_ffi"} & set(sys.modules)

@@ -34,7 +34,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from sagebwd.benchmarks.results import environment, save_lines
+from benchmarks.results import environment, save_lines
 from sagebwd.hardware import check_device
 from tools.matrix import check, forms, large, sizes
 from tools.matrix.groups import groups_of

@@ -56,7 +56,7 @@ def widths_text(head_dim: int, value_dim: int) -> str:
 
 
 def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
-    """The crossings of the rows of a results file (`sagebwd.benchmarks.crossings.Timing`)."""
+    """The crossings of the rows of a results file (`sagebwd.cli.measure.Timing`)."""
     groups: dict[tuple, list[Mapping]] = {}
     for row in rows:
         size = row.get("size") or min(SIZES, key=lambda size: abs(math.log2(row["elements"] / size)))
