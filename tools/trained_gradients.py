@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.results import environment
 from lab.training.continued import tokens
+from lab.training.data import know_runs
 from sagebwd import sage_attention
 from sagebwd.diagnostics.models import load_model, text_windows, windows
 from sagebwd.hardware import check_device
@@ -175,6 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     check_device(given.device)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
+    know_runs()
     model = load_model(given.model, given.device, torch.float32)
     if given.weights is not None:
         with_weights(model, given.weights)

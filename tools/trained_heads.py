@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.results import environment
+from lab.training.data import know_runs
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.models import load_model, text_windows
 from sagebwd.diagnostics.trace import OUTPUTS, emulate
@@ -135,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layer", type=int, action="append", help="repeat for several; all unless named")
     given = parser.parse_args(arguments)
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
+    know_runs()
     model = load_model(given.model, dtype=torch.float32)
     chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
     rows = kept(given, measure(model, chosen, given.layer, recipes), environment("cpu"))
