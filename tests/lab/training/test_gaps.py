@@ -134,7 +134,7 @@ def test_what_is_no_comparison_says_so(tmp_path):
         gaps([])
     with pytest.raises(ValueError, match="margin=0 must be a number of nats above 0"):
         gaps([tmp_path], margin=0)
-    with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected the output folder"):
+    with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected an output of"):
         gaps([tmp_path / "nothing"])
     empty = comparison(tmp_path / "empty", {"full": 2.0})
     (empty / COMPARISON).write_text('{"outcomes": []}')

@@ -65,5 +65,5 @@ def test_seeds_of_one_folder_and_runs_that_do_not_count(tmp_path, monkeypatch):
 def test_a_folder_without_the_baseline_and_a_wrong_command_say_so(tmp_path):
     with pytest.raises(ValueError, match="has no run named 'full precision'; it has token"):
         loss_curves.draw({"one": [write_runs(tmp_path / "runs", "token")]}, tmp_path / "losses.png")
-    with pytest.raises(SystemExit, match="python -m sagebwd"):
+    with pytest.raises(SystemExit, match="python -m lab"):
         loss_curves.main(["losses.png"])

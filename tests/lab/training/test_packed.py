@@ -48,7 +48,7 @@ def test_curves_are_drawn_from_the_file(runs, tmp_path):
 def test_a_folder_without_runs_and_a_wrong_command_say_so(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         packed.pack(tmp_path, tmp_path)
-    with pytest.raises(SystemExit, match="python -m sagebwd"):
+    with pytest.raises(SystemExit, match="python -m lab"):
         packed.main(["pack"])
 
 
@@ -97,5 +97,5 @@ def test_a_line_an_evaluation_and_what_the_monitor_found(folder, capsys):
 
 
 def test_a_wrong_command_says_so():
-    with pytest.raises(SystemExit, match="python -m sagebwd"):
+    with pytest.raises(SystemExit, match="python -m lab"):
         packed.main(["evaluations"])

@@ -150,7 +150,7 @@ def test_a_step_that_does_not_divide_is_one_clear_line(config, forked, tmp_path)
     codes, printed = forked("pretrain", odd, tmp_path / "out")
     assert codes == [2, 2], printed
     (line,) = [line for line in printed.splitlines() if "is not a multiple of" in line]
-    assert line.startswith("sagebwd: optimisation.tokens_per_step=384 is not a multiple of data.context (32)")
+    assert line.startswith("lab: optimisation.tokens_per_step=384 is not a multiple of data.context (32)")
     assert "devices (2) = 256" in line
     assert not (tmp_path / "out").exists()
 
