@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.float8_casts import DelayedScales, from_float8, scalars, to_float8
 from benchmarks.shapes import Shape
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"

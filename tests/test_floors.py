@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.peers import baselines
 from benchmarks.shapes import Shape
 from sagebwd import sage_attention
-from sagebwd.meaning.metrics import cosine, relative_l2
+from sagebwd.reference.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 
 pytestmark = pytest.mark.rounding

@@ -25,7 +25,7 @@ STRANGERS = [
     *((part, ["tools", "tests"]) for part in ("sagebwd", "benchmarks", "lab")),
     *((f"sagebwd.{part}", ["sagebwd.cli"]) for part in ("integrations", "diagnostics", "auto", "attention")),
     ("sagebwd.integrations", ["sagebwd.diagnostics"]),
-    ("sagebwd.meaning", [KERNELS]),
+    ("sagebwd.reference", [KERNELS]),
     ("sagebwd.masks", [KERNELS]),
     (f"{KERNELS}.host", [f"{KERNELS}.portable", f"{KERNELS}.sm90", f"{KERNELS}.operands"]),
     (f"{KERNELS}.operands", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),

@@ -67,7 +67,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
         "In training: checkpointing, error measures, the monitor",
         [
             ("sagebwd.checkpointing", ("keep_attention",)),
-            ("sagebwd.meaning.metrics", ("relative_l2", "cosine")),
+            ("sagebwd.reference.metrics", ("relative_l2", "cosine")),
             ("sagebwd.diagnostics.monitor", ("AttentionMonitor",)),
         ],
     ),

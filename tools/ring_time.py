@@ -38,7 +38,7 @@ from benchmarks.shapes import Shape
 from lab.training import processes
 from sagebwd import sage_attention
 from sagebwd.integrations.context_parallel import ring_attention, shard
-from sagebwd.meaning.metrics import Comparison
+from sagebwd.reference.metrics import Comparison
 from tools import fa4_in_torch
 
 BACKENDS = {

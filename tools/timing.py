@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from sagebwd import sage_attention
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 TOTAL_TOKENS, MODEL_WIDTH = 16384, 2048
 

@@ -32,8 +32,8 @@ from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.models import load_model, text_windows
 from sagebwd.diagnostics.trace import OUTPUTS, emulate
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
 

@@ -33,7 +33,7 @@ from lab.steps.runner import Runner
 from lab.training import processes
 from lab.training.config import Config
 from sagebwd.hardware import peak_rates
-from sagebwd.meaning.metrics import Comparison
+from sagebwd.reference.metrics import Comparison
 
 TOKENS_AT_ONCE = 32768
 """Tokens of a micro-batch unless told."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from lab.studies.study_tables import table
 from sagebwd.diagnostics.trace import emulate
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 RECIPES = ("full", "paper", "token", "mixed")
 OPERANDS = ("q", "k", "v")

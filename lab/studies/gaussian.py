@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.attention import sage_attention
-from sagebwd.meaning.metrics import cosine, relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import cosine, relative_l2
 
 TENSORS = ("o", "dq", "dk", "dv")
 KINDS = ("plain", "bias-and-sink", "sink")

@@ -22,10 +22,10 @@ from lab.studies.gaussian import with_sinks
 from sagebwd.diagnostics.plots import save
 from sagebwd.diagnostics.trace import OUTPUTS, emulate, sources, without
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.meaning.quantize import pad_tokens
-from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.quantize import pad_tokens
 
 KINDS = ("first", "first and mean", "four", "delimiter")
 RECIPES = ("token", "token(first_key=int8)", "paper", "paper(first_key=16bit)", "mixed")

@@ -24,8 +24,8 @@ from lab.studies.study_tables import markdown
 from lab.studies.variants import Variant
 from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 TENSORS = gaussian.TENSORS
 _GAUSSIAN = {

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.masks.band import Band
-from sagebwd.meaning.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
-from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
 
 Psi = Callable[[Tensor, tuple[int, ...]], Tensor]
 """x and the dimensions that share a scale, to codes times scale."""

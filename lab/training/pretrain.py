@@ -50,8 +50,8 @@ from lab.training.run_dir import (
 )
 from sagebwd.cli.results import commit
 from sagebwd.diagnostics.monitor import PREFIX, AttentionMonitor
-from sagebwd.meaning.metrics import largest_logit
 from sagebwd.recipe import INT8, Recipe
+from sagebwd.reference.metrics import largest_logit
 from sagebwd.version import __version__
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sagebwd.auto.crossings import FULL, MASK
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
+from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists

@@ -15,8 +15,8 @@ from sagebwd.auto import asked, counts, torch_attention
 from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.plan import spec_of
+from sagebwd.reference.metrics import relative_l2
 
 CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16

@@ -12,7 +12,7 @@ from sagebwd.auto import crossings
 from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING
 from sagebwd.cli import crossings as command
 from sagebwd.cli import measure as bench
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 SMALL = bench.Case(CAUSAL, 16, 16, 1 << 17)
 

@@ -18,7 +18,7 @@ from sagebwd.diagnostics import capture as study
 from sagebwd.diagnostics.capture import capture
 from sagebwd.diagnostics.trace import Exact
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 FP32 = 2e-5  # two FP32 computations of one thing in another order, through two layers

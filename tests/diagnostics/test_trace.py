@@ -13,9 +13,9 @@ from sagebwd.cli import main as cli
 from sagebwd.diagnostics import layers, models
 from sagebwd.diagnostics import trace as study
 from sagebwd.diagnostics.capture import Captured, capture
-from sagebwd.meaning import reference
-from sagebwd.meaning.metrics import cosine, largest_logit, relative_l2, rms
 from sagebwd.recipe import Recipe
+from sagebwd.reference import emulator
+from sagebwd.reference.metrics import cosine, largest_logit, relative_l2, rms
 from tests.commands import runner
 from tests.diagnostics.test_capture import build, tokens
 from tests.traced import trace
@@ -64,7 +64,7 @@ def test_pieces_give_the_figures_of_whole_tensors(monkeypatch, recipe, settings)
     """Heads and query blocks in turn against `traced.trace`, which holds all of them at once."""
     whole = random_call(dtype=torch.float64, **settings)
     sides = trace(whole.q, whole.k, whole.v, whole.do, recipe, **settings)
-    monkeypatch.setattr(reference, "CHUNK_SCORES", 1)  # one block of queries at a time
+    monkeypatch.setattr(emulator, "CHUNK_SCORES", 1)  # one block of queries at a time
     for row in study.measure([whole], [recipe]):
         for name in study.TENSORS:
             if name in ("dk", "dv"):  # summed over the group there
@@ -93,7 +93,7 @@ def test_gradients_of_keys_and_values_are_compared_too():
 def test_memory_bound_changes_no_figure(monkeypatch, is_causal):
     whole = random_call(tokens=300, is_causal=is_causal, dtype=torch.float64)
     at_once = study.measure([whole], ["paper", "token"])
-    monkeypatch.setattr(reference, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(emulator, "CHUNK_SCORES", 1)
     sizes = []
     pairs = study.Exact.pairs
     monkeypatch.setattr(study.Exact, "pairs", lambda *a: sizes.append(pairs(*a)[1].shape[2]) or pairs(*a))

@@ -19,7 +19,7 @@ from transformers import (
 
 from lab.steps import flash_attention_4
 from lab.training import full_precision
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")

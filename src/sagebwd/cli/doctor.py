@@ -12,8 +12,8 @@ from sagebwd import dispatch
 from sagebwd.attention import sage_attention
 from sagebwd.auto.asked import ask_of
 from sagebwd.hardware import peak_rates
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.version import __version__
 
 

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from sagebwd.diagnostics.capture import Captured
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import Comparison, relative_l2
-from sagebwd.meaning.reference import Emulator, Observer
 from sagebwd.recipe import PRODUCTS, SIXTEEN_BIT, Recipe
+from sagebwd.reference.emulator import Emulator, Observer
+from sagebwd.reference.metrics import Comparison, relative_l2
 
 TENSORS = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
 OUTPUTS = ("o", "dq", "dk", "dv")
@@ -161,7 +161,7 @@ def emulate(
     band: Band,
     observe: Observer | None = None,
 ) -> dict[str, Tensor]:
-    """o, lse, delta, dq, dk and dv of a recipe; observe, as in `sagebwd.meaning.reference.Emulator`."""
+    """o, lse, delta, dq, dk and dv of a recipe; observe, as in `sagebwd.reference.emulator.Emulator`."""
     q, k, v, do = tensors
     emulator = Emulator(q, k, v, recipe, scale, band)
     o, lse, _ = emulator.forward()

@@ -8,8 +8,8 @@ import torch
 
 from lab.studies import causality
 from sagebwd import sage_attention
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 DOCS = Path(__file__).parents[3] / "docs"
 # through which operands O of the first half depends on the second

@@ -8,8 +8,8 @@ import torch
 
 from lab.studies import sinks
 from lab.studies.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measure, with_sinks
-from sagebwd.meaning.metrics import rms
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import rms
 
 pytestmark = pytest.mark.rounding
 

@@ -11,10 +11,10 @@ from lab.studies.ablations import Ablation
 from lab.studies.study_tables import markdown, ratios
 from sagebwd.diagnostics import capture
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.meaning.quantize import quantize
-from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.quantize import quantize
 from tests.diagnostics.test_trace import random_call
 
 pytestmark = pytest.mark.rounding

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagebwd.meaning.quantize import pad_tokens
+from sagebwd.reference.quantize import pad_tokens
 
 E4M3_MAX = 448.0
 LEAST_REST = 2.0**-10

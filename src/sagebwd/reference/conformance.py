@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sagebwd.meaning.metrics import rms
+from sagebwd.reference.metrics import rms
 
 
 def emulator_error(low: Tensor, high: Tensor) -> tuple[float, float]:

@@ -27,10 +27,10 @@ from torch import Tensor
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask, shown
-from sagebwd.meaning.float8 import Float8Operands
-from sagebwd.meaning.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
-from sagebwd.meaning.rotation import rotated
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
+from sagebwd.reference.float8 import Float8Operands
+from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.reference.rotation import rotated
 
 # Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
 CHUNK_SCORES = 1 << 19
