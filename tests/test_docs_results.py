@@ -133,14 +133,14 @@ def test_what_questions_say_of_an_h100_is_the_files():
     assert f"`mixed` is there {window:.1f} times as fast as torch under a window of 1024 keys" in questions
     assert f"and {large:.1f} to {middle:.1f} times as fast under a causal mask" in questions
     assert f"layers without a window, {small:.2f}, at half of the heads".replace("0.", ".") in questions
-    rows = {(row["elements"], row["tokens"]) for row in crossings("NVIDIA H100 80GB HBM3") if row["kind"] == "causal"}
+    rows = {(row["elements"], row["tokens"]) for row in thresholds("NVIDIA H100 80GB HBM3") if row["kind"] == "causal"}
     least = min(elements for elements, tokens in rows if tokens is not None and tokens <= 4096)
     assert f"width of {least / 1e6:.1f} million on" in questions
 
 
-def crossings(card):
+def thresholds(card):
     """Rows at 256 with gradients of the table that comes with the package."""
-    table = json.loads((ROOT / "src" / "sagebwd" / "auto" / "crossings.json").read_text(encoding="utf-8"))
+    table = json.loads((ROOT / "src" / "sagebwd" / "auto" / "thresholds.json").read_text(encoding="utf-8"))
     return [row for row in table[card] if (row["head_dim"], row["direction"]) == (256, "training")]
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sagebwd
 from sagebwd import dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import asked, counts, torch_attention
-from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.auto.thresholds import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask
 from sagebwd.plan import spec_of
@@ -252,9 +252,9 @@ def test_autocast_casts_what_is_handed_over(handed):
         assert sage_attention(q, k, v, enable_gqa=True).dtype == torch.float32
 
 
-def test_a_trace_compiles_once_a_side_of_the_crossing(monkeypatch):
+def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     """And branches on lengths alone."""
-    monkeypatch.setattr(dispatch, "_thresholds", crossing_of_100)
+    monkeypatch.setattr(dispatch, "_thresholds", threshold_of_100)
     monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -278,7 +278,7 @@ def never_faster(*asked):
 
 
 @asked_once
-def crossing_of_100(*asked):
+def threshold_of_100(*asked):
     assert Ask(*asked).device == CARD
     return ((0, 100),)
 

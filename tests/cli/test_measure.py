@@ -8,10 +8,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from sagebwd.auto import crossings
-from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING
-from sagebwd.cli import crossings as command
+from sagebwd.auto import thresholds
+from sagebwd.auto.thresholds import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING
 from sagebwd.cli import measure as bench
+from sagebwd.cli import thresholds as command
 from sagebwd.reference.metrics import relative_l2
 
 SMALL = bench.Case(CAUSAL, 16, 16, 1 << 17)
@@ -52,10 +52,10 @@ def measured(monkeypatch):
     return run
 
 
-def test_lengths_fall_until_both_directions_have_lost_and_then_meet_the_crossing(measured):
+def test_lengths_fall_until_both_directions_have_lost_and_then_meet_the_threshold(measured):
     rows = measured(clock(lambda tokens, direction: 0.9 if tokens >= (3000, 1100)[direction == TRAINING] else 1.1))
     assert [row.tokens for row in rows[::2]] == [8192, 4096, 2048, 1024, 512, 1536, 3072]
-    found = {x.direction: x for x in crossings.of_rows(map(asdict, rows), "here")}
+    found = {x.direction: x for x in thresholds.of_rows(map(asdict, rows), "here")}
     assert (found[FORWARD].tokens, found[TRAINING].tokens) == (3072, 1536)
     who, elements = ("token", "reference/reference"), min(row.elements for row in rows)
     assert found[FORWARD] == (16, 16, FORWARD, CAUSAL, elements, 3072, *who, "here")
@@ -64,20 +64,20 @@ def test_lengths_fall_until_both_directions_have_lost_and_then_meet_the_crossing
 def test_what_never_wins_and_what_always_does(measured):
     lost = measured(clock(lambda tokens, direction: 2.0))
     assert [row.tokens for row in lost[::2]] == [8192, 4096]
-    assert {x.tokens for x in crossings.of_rows(map(asdict, lost), "")} == {None}
+    assert {x.tokens for x in thresholds.of_rows(map(asdict, lost), "")} == {None}
     won = measured(clock(lambda tokens, direction: 0.5))
-    assert {x.tokens for x in crossings.of_rows(map(asdict, won), "")} == {256}
+    assert {x.tokens for x in thresholds.of_rows(map(asdict, won), "")} == {256}
 
 
 def test_a_gain_below_a_loss_does_not_count(measured):
     rows = measured(clock(lambda tokens, direction: 1.1 if tokens == 2048 else 0.9))
-    assert {x.tokens for x in crossings.of_rows(map(asdict, rows), "")} == {3072}
+    assert {x.tokens for x in thresholds.of_rows(map(asdict, rows), "")} == {3072}
 
 
 def test_what_does_not_run_loses_and_wins_where_torch_has_nothing():
-    assert not crossings.wins(None, 1.0)
-    assert not crossings.wins(None, None)
-    assert crossings.wins(1.0, None)
+    assert not thresholds.wins(None, 1.0)
+    assert not thresholds.wins(None, None)
+    assert thresholds.wins(1.0, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,14 +123,14 @@ def test_the_command_keeps_what_it_measures(monkeypatch, tmp_path, capsys):
     case = bench.Case(CAUSAL, 16, 16, 1 << 11)
     monkeypatch.setattr(bench, "LENGTHS", (64, 32))
     command.measure("cpu", [case], tmp_path / "results", "abc")
-    kept = json.loads(crossings.kept_at("cpu", torch.__version__).read_text())
-    (path,) = (tmp_path / "results").glob("crossings_cpu_*_abc.json")
+    kept = json.loads(thresholds.kept_at("cpu", torch.__version__).read_text())
+    (path,) = (tmp_path / "results").glob("thresholds_cpu_*_abc.json")
     assert json.loads(path.read_text())["rows"] == kept["rows"]
-    crossings.of_card.cache_clear()
-    found = crossings.of_card("cpu", torch.__version__)
-    crossings.of_card.cache_clear()
+    thresholds.of_card.cache_clear()
+    found = thresholds.of_card("cpu", torch.__version__)
+    thresholds.of_card.cache_clear()
     assert {(x.kind, x.head_dim, x.direction) for x in found} == {(CAUSAL, 16, FORWARD), (CAUSAL, 16, TRAINING)}
-    assert found[0].source == str(crossings.kept_at("cpu", torch.__version__))
+    assert found[0].source == str(thresholds.kept_at("cpu", torch.__version__))
     printed = " ".join(capsys.readouterr().out.split())
     assert "causal 16/16 2048 forward, token over torch: 32 " in printed
     assert "wrote" in printed
@@ -141,23 +141,23 @@ def test_the_command_keeps_what_others_it_had_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "LENGTHS", (64, 32))
     for kind, width in ((CAUSAL, 16), (CAUSAL, 8), (FULL, 16), (CAUSAL, 16)):
         command.measure("cpu", [bench.Case(kind, width, width, 1 << 11)], None, "abc")
-    rows = json.loads(crossings.kept_at("cpu", torch.__version__).read_text())["rows"]
+    rows = json.loads(thresholds.kept_at("cpu", torch.__version__).read_text())["rows"]
     assert {(row["kind"], row["head_dim"]) for row in rows} == {(CAUSAL, 16), (CAUSAL, 8), (FULL, 16)}
     places = [(row["kind"], row["head_dim"], row["direction"], row["tokens"]) for row in rows]
     assert len(places) == len(set(places)), "measured again, not twice"
 
 
 def test_the_command_writes_a_malformed_file_anew(monkeypatch, tmp_path, caplog):
-    """As `sagebwd.auto.crossings` advises where it finds one."""
+    """As `sagebwd.auto.thresholds` advises where it finds one."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(bench, "LENGTHS", (64, 32))
-    path = crossings.kept_at("cpu", torch.__version__)
+    path = thresholds.kept_at("cpu", torch.__version__)
     path.parent.mkdir()
     path.write_text('{"rows": [{"kind"')
     command.measure("cpu", [bench.Case(CAUSAL, 16, 16, 1 << 11)], None, "abc")
     (said,) = caplog.messages
     assert str(path) in said
-    assert {row["kind"] for row in crossings.rows_kept(path)} == {CAUSAL}
+    assert {row["kind"] for row in thresholds.rows_kept(path)} == {CAUSAL}
 
 
 def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):
@@ -165,7 +165,7 @@ def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(bench, "measure", lambda *given, **options: pytest.fail("timed"))
-    with pytest.raises(ValueError, match=r"file.crossings cannot be written \(NotADirectoryError: .*SAGEBWD_CACHE"):
+    with pytest.raises(ValueError, match=r"file.thresholds cannot be written \(NotADirectoryError: .*SAGEBWD_CACHE"):
         command.measure("cpu", [], None, "abc")
 
 
@@ -190,6 +190,6 @@ def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):
     for thread in threads:
         thread.join()
     assert not failed
-    path = crossings.kept_at("cpu", torch.__version__)
-    assert crossings.rows_kept(path)
+    path = thresholds.kept_at("cpu", torch.__version__)
+    assert thresholds.rows_kept(path)
     assert [x.name for x in path.parent.iterdir()] == [path.name]

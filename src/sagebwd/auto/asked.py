@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch, mask_argument, switches
 from sagebwd.auto import torch_attention
-from sagebwd.auto.crossings import FULL, MASK, PACKED, PADDING
+from sagebwd.auto.thresholds import FULL, MASK, PACKED, PADDING
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
@@ -142,7 +142,7 @@ def _trains(*tensors: Tensor | None) -> bool:
 def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None, kind: str = FULL) -> Ask:
     """What `sagebwd.dispatch.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
 
-    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.crossings.KINDS`).
+    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.thresholds.KINDS`).
     """
     dims = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     return Ask(_switched(recipe), *dims, query.dtype, query.device, kind, impl)

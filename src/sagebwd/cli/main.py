@@ -78,11 +78,11 @@ def doctor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if measure:
-        from sagebwd.cli import crossings
         from sagebwd.cli import measure as benchmark
+        from sagebwd.cli import thresholds
 
         cases = benchmark.cases(kind or benchmark.KINDS, width or benchmark.MEASURED_WIDTHS)
-        crossings.measure(device, cases, output, commit)
+        thresholds.measure(device, cases, output, commit)
         return
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
@@ -94,9 +94,9 @@ def doctor(
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
-        from sagebwd.cli import crossings
+        from sagebwd.cli import thresholds
 
-        crossings.show(device)
+        thresholds.show(device)
     if any(answer.chosen for answer in found):
         error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
         passed = error < 0.03

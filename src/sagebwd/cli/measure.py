@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import torch_attention
-from sagebwd.auto.crossings import (
+from sagebwd.auto.thresholds import (
     CAUSAL,
     DIRECTIONS,
     FULL,
@@ -66,7 +66,7 @@ class Timing:
 
     ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
     torch picks, its backend ``picked``; None where torch has nothing. others: ms of torch's other backends. size: of
-    `sagebwd.auto.crossings.SIZES`, about what ``elements`` is.
+    `sagebwd.auto.thresholds.SIZES`, about what ``elements`` is.
     """
 
     kind: str
@@ -174,9 +174,9 @@ def measure_case(case: Case, device: str, timer: Timer) -> list[Timing]:
 def _between(rows: list[Timing], direction: str) -> list[int]:
     """The length halfway between where low precision is faster from and the next one below it."""
     mine = [row for row in rows if row.direction == direction]
-    crossing = least(map(asdict, mine))
-    shorter = [row.tokens for row in mine if crossing is not None and row.tokens < crossing]
-    return [(max(shorter) + crossing) // 2] if shorter else []
+    threshold = least(map(asdict, mine))
+    shorter = [row.tokens for row in mine if threshold is not None and row.tokens < threshold]
+    return [(max(shorter) + threshold) // 2] if shorter else []
 
 
 def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[Timing]:

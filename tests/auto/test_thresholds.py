@@ -10,11 +10,11 @@ import torch
 
 import sagebwd
 from sagebwd import dispatch
-from sagebwd.auto import crossings
-from sagebwd.auto.crossings import FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW, Crossing
+from sagebwd.auto import thresholds
+from sagebwd.auto.thresholds import FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW, Threshold
 from sagebwd.call import Size
-from tests.auto.calls import ASK, LARGE, crossing
-from tools.crossings import ROOT, TABLE, of_file, text_of
+from tests.auto.calls import ASK, LARGE, threshold
+from tools.thresholds import ROOT, TABLE, of_file, text_of
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,8 @@ def runs(ask=ASK, of=None):
     return dispatch.choose(ask, of or size(2048)).name
 
 
-def test_calls_shorter_than_the_crossing_are_torchs(measured):
-    measured += [crossing(2048), crossing(1024, direction=TRAINING)]
+def test_calls_shorter_than_the_threshold_are_torchs(measured):
+    measured += [threshold(2048), threshold(1024, direction=TRAINING)]
     assert [runs(of=size(n)) for n in (2047, 2048)] == ["torch/torch", "hopper/hopper"]
     assert [runs(ASK._replace(training=True), size(n)) for n in (1023, 1024)] == ["torch/torch", "hopper/hopper"]
     assert dispatch.choose(ASK, size(1)) is dispatch.IN_TORCH
@@ -37,13 +37,13 @@ def test_calls_shorter_than_the_crossing_are_torchs(measured):
 
 
 def test_sequences_that_differ_in_length_count_as_their_harmonic_mean(measured):
-    measured.append(crossing(1000))
+    measured.append(threshold(1000))
     assert [runs(of=size(32760, keys)) for keys in (507, 508)] == ["torch/torch", "hopper/hopper"]
     assert runs(of=size(1, 10**6)) == "torch/torch"
 
 
 def test_small_calls_cross_where_small_ones_were_timed(measured):
-    measured += [crossing(1024), crossing(4096, elements=LARGE // 8)]
+    measured += [threshold(1024), threshold(4096, elements=LARGE // 8)]
     assert runs(of=size(2048)) == "hopper/hopper"
     assert runs(of=size(2048, elements=LARGE - 1)) == "torch/torch"
     assert runs(of=size(4096, elements=LARGE - 1)) == "hopper/hopper"
@@ -52,14 +52,14 @@ def test_small_calls_cross_where_small_ones_were_timed(measured):
 
 def test_what_was_never_faster_and_what_was_not_timed_is_torchs(measured):
     assert runs(of=size(1 << 20)) == "torch/torch"
-    measured += [crossing(None), crossing(256, kind=WINDOW), crossing(256, dims=(256, 256))]
+    measured += [threshold(None), threshold(256, kind=WINDOW), threshold(256, dims=(256, 256))]
     assert runs(of=size(1 << 20)) == "torch/torch"
     assert runs(ASK._replace(kind=FULL)) == "torch/torch"
     assert runs(ASK._replace(kind=WINDOW)) == "hopper/hopper"
 
 
 def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
-    measured += [crossing(2048, dims=(80, 80)), crossing(512, dims=(96, 96)), crossing(256, dims=(64, 64))]
+    measured += [threshold(2048, dims=(80, 80)), threshold(512, dims=(96, 96)), threshold(256, dims=(64, 64))]
     found = {d: runs(ASK._replace(head_dim=d, value_dim=d), size(1024)) for d in (64, 72, 80, 88, 96)}
     assert found == {
         64: "hopper/hopper", 72: "torch/torch", 80: "torch/torch", 88: "torch/torch", 96: "hopper/hopper",
@@ -69,11 +69,11 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
 
 
 def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
-    measured += [crossing(256), crossing(512, kind=MASK)]
+    measured += [threshold(256), threshold(512, kind=MASK)]
     assert runs(ASK._replace(kind=MASK)) == "hopper/hopper"
     monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
-    dispatch.crossings_of.cache_clear()
+    dispatch.thresholds_of.cache_clear()
     assert runs() == "torch/torch"
 
 
@@ -88,18 +88,18 @@ def test_what_was_named_is_never_handed_over(measured):
 
 
 def test_the_table_of_this_project():
-    table = crossings._of_this_project()
+    table = thresholds._of_this_project()
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} <= set(table)
     for rows in table.values():
-        for row in (Crossing(**row) for row in rows):
+        for row in (Threshold(**row) for row in rows):
             assert row.kind in KINDS
             assert row.direction in (FORWARD, TRAINING)
-    assert crossings.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
-    assert len(crossings.of_card("NVIDIA H200", "0")) == len(table["NVIDIA H200"])
+    assert thresholds.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert len(thresholds.of_card("NVIDIA H200", "0")) == len(table["NVIDIA H200"])
 
 
 def test_packed_calls_are_as_long_as_their_mean(measured):
-    measured.append(crossing(1000, kind=PACKED))
+    measured.append(threshold(1000, kind=PACKED))
     ask = ASK._replace(kind=PACKED)
     assert [runs(ask, size(n)) for n in (999, 1000)] == ["torch/torch", "hopper/hopper"]
 
@@ -131,19 +131,19 @@ ROW = {
 def kept(monkeypatch, tmp_path):
     """The file of what was measured on this machine."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    path = crossings.kept_at(CARD, "0")
+    path = thresholds.kept_at(CARD, "0")
     path.parent.mkdir()
-    crossings.of_card.cache_clear()
+    thresholds.of_card.cache_clear()
     yield path
-    crossings.of_card.cache_clear()
+    thresholds.of_card.cache_clear()
 
 
 def test_what_was_measured_here_comes_first(kept, caplog):
     kept.write_text(json.dumps({"rows": [ROW, {**ROW, "tokens": 512, "torch_ms": None, "size": 1 << 24}]}))
-    assert [x.tokens for x in crossings.of_card(CARD, "0")] == [256, 512]
+    assert [x.tokens for x in thresholds.of_card(CARD, "0")] == [256, 512]
     kept.write_text(json.dumps({"rows": [{name: value for name, value in ROW.items() if name != "size"}]}))
-    crossings.of_card.cache_clear()
-    assert [x.source for x in crossings.of_card(CARD, "0")] == [str(kept)]
+    thresholds.of_card.cache_clear()
+    assert [x.source for x in thresholds.of_card(CARD, "0")] == [str(kept)]
     assert not caplog.messages
 
 
@@ -177,8 +177,8 @@ def test_a_file_that_is_not_what_it_should_be_is_told_and_left_out(text, reason,
         kept.write_bytes(text if isinstance(text, bytes) else text.encode())
     with caplog.at_level(logging.WARNING, "sagebwd"):
         for _ in range(2):
-            found = crossings.of_card(CARD, "0")
-    assert found == tuple(Crossing(**row) for row in crossings._of_this_project()[CARD])
+            found = thresholds.of_card(CARD, "0")
+    assert found == tuple(Threshold(**row) for row in thresholds._of_this_project()[CARD])
     (said,) = caplog.messages
     for part in (str(kept), reason, "Delete it, or measure anew with `sagebwd doctor --measure`"):
         assert part in said
@@ -187,5 +187,5 @@ def test_a_file_that_is_not_what_it_should_be_is_told_and_left_out(text, reason,
 def test_a_cache_folder_that_is_a_file_has_nothing_measured(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "file"))
-    assert crossings.of_card.__wrapped__("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert thresholds.of_card.__wrapped__("NVIDIA A100-SXM4-80GB", "0") == ()
     assert not caplog.messages

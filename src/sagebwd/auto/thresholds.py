@@ -1,8 +1,8 @@
 """From how many tokens low precision is faster than torch's own attention: what was measured, by card.
 
-Imports neither torch nor triton, as `sagebwd.kernels.table`. ``crossings.json`` beside this file has what was measured
-on the cards of this project, each row with the results file that says so; `python -m tools.crossings` writes it.
-`sagebwd doctor --measure` keeps what it measures on a machine in the cache folder.
+Imports neither torch nor triton, as `sagebwd.kernels.table`. ``thresholds.json`` beside this file has what was
+measured on the cards of this project, each row with the results file that says so; `python -m tools.thresholds` writes
+it. `sagebwd doctor --measure` keeps what it measures on a machine in the cache folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (1 << 22, 1 << 24, 1 << 25)
 SMALL, MIDDLE, LARGE = SIZES
 
 
-class Crossing(NamedTuple):
+class Threshold(NamedTuple):
     """What was measured at one pair of widths: low precision is faster from ``tokens`` tokens on.
 
     elements: batch x heads x tokens x value_dim of the calls that were timed. tokens: None where it never was faster.
@@ -55,8 +55,8 @@ def widths_text(head_dim: int, value_dim: int) -> str:
     return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
 
 
-def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
-    """The crossings of the rows of a results file (`sagebwd.cli.measure.Timing`)."""
+def of_rows(rows: Iterable[Mapping], source: str) -> list[Threshold]:
+    """The thresholds of the rows of a results file (`sagebwd.cli.measure.Timing`)."""
     groups: dict[tuple, list[Mapping]] = {}
     for row in rows:
         size = row.get("size") or min(SIZES, key=lambda size: abs(math.log2(row["elements"] / size)))
@@ -65,7 +65,7 @@ def of_rows(rows: Iterable[Mapping], source: str) -> list[Crossing]:
     found = []
     for (head_dim, value_dim, direction, kind, _, *runs), timed in groups.items():
         elements = min(row["elements"] for row in timed)
-        found.append(Crossing(head_dim, value_dim, direction, kind, elements, least(timed), *runs, source))
+        found.append(Threshold(head_dim, value_dim, direction, kind, elements, least(timed), *runs, source))
     return found
 
 
@@ -85,13 +85,13 @@ def wins(ms: float | None, torch_ms: float | None) -> bool:
 
 
 @cache
-def of_card(card: str, torch_version: str) -> tuple[Crossing, ...]:
+def of_card(card: str, torch_version: str) -> tuple[Threshold, ...]:
     """What is known of a card, as CUDA names it: measured on this machine, or else by this project."""
     path = kept_at(card, torch_version)
     rows = rows_kept(path)
     if rows is not None:
         return tuple(of_rows(rows, str(path)))
-    return tuple(Crossing(**row) for row in _of_this_project().get(card, ()))
+    return tuple(Threshold(**row) for row in _of_this_project().get(card, ()))
 
 
 def rows_kept(path: Path) -> list[dict] | None:
@@ -147,7 +147,7 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
 def kept_at(card: str, torch_version: str) -> Path:
     """Where what was measured on this machine is kept, by the card and the versions of torch and sagebwd."""
     name = card.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    return cache_folder() / "crossings" / f"{name}_torch-{torch_version}_sagebwd-{__version__}.json"
+    return cache_folder() / "thresholds" / f"{name}_torch-{torch_version}_sagebwd-{__version__}.json"
 
 
 def _of_this_project() -> dict[str, list[dict]]:

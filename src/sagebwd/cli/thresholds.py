@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd.auto.crossings import DIRECTIONS, Crossing, kept_at, of_card, of_rows, rows_kept, widths_text
+from sagebwd.auto.thresholds import DIRECTIONS, Threshold, kept_at, of_card, of_rows, rows_kept, widths_text
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
@@ -40,7 +40,7 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
             write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")
-            path = kept if output is None else save(rows, facts, output, "crossings")
+            path = kept if output is None else save(rows, facts, output, "thresholds")
             for line in _lines(timed):
                 console.print(line, highlight=False)
     console.print(table(of_rows(map(asdict, rows), str(path))))
@@ -79,12 +79,12 @@ def _ratio(row: benchmark.Timing) -> str:
     return f"{row.torch_ms / row.ms:.2f}"
 
 
-def table(crossings: Iterable[Crossing]) -> Table:
+def table(thresholds: Iterable[Threshold]) -> Table:
     """From how many tokens low precision is faster, a line a kind of mask and pair of widths."""
-    found: dict[tuple, dict[str, Crossing]] = {}
-    for crossing in crossings:
-        key = crossing.kind, crossing.head_dim, crossing.value_dim, crossing.elements, crossing.recipe
-        found.setdefault(key, {})[crossing.direction] = crossing
+    found: dict[tuple, dict[str, Threshold]] = {}
+    for threshold in thresholds:
+        key = threshold.kind, threshold.head_dim, threshold.value_dim, threshold.elements, threshold.recipe
+        found.setdefault(key, {})[threshold.direction] = threshold
     shown = Table(title="Low precision is faster than torch from so many tokens on", title_justify="left", box=None)
     for heading in ("mask", "head_dim", "batch x heads x tokens x width", "recipe", *DIRECTIONS):
         shown.add_column(heading, justify="left" if heading in ("mask", "recipe") else "right")
@@ -94,5 +94,5 @@ def table(crossings: Iterable[Crossing]) -> Table:
     return shown
 
 
-def _tokens(crossing: Crossing) -> str:
-    return "never" if crossing.tokens is None else str(crossing.tokens)
+def _tokens(threshold: Threshold) -> str:
+    return "never" if threshold.tokens is None else str(threshold.tokens)

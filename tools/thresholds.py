@@ -1,7 +1,7 @@
-"""Write the table of crossings that comes with the package: `python -m tools.crossings FILE...`.
+"""Write the table of thresholds that comes with the package: `python -m tools.thresholds FILE...`.
 
-Each file is of one card, whose rows of the file's kinds of mask at its widths it replaces: ``crossings_*.json``, which
-`sagebwd doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of
+Each file is of one card, whose rows of the file's kinds of mask at its widths it replaces: ``thresholds_*.json``,
+which `sagebwd doctor --measure --output benchmarks/results` writes, or ``attention_*.json`` of
 `python -m benchmarks attention`, of which `mixed` is compared with the faster of cuDNN and FlashAttention-2.
 """
 
@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from sagebwd.auto import crossings
-from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, TRAINING, Crossing, of_rows
+from sagebwd.auto import thresholds
+from sagebwd.auto.thresholds import CAUSAL, FORWARD, FULL, TRAINING, Threshold, of_rows
 
 ROOT = Path(__file__).parents[1]
-TABLE = Path(crossings.__file__).with_suffix(".json")
+TABLE = Path(thresholds.__file__).with_suffix(".json")
 _DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": TRAINING}
 
 
@@ -30,19 +30,19 @@ def main() -> None:
         anew = {(row.kind, row.head_dim, row.value_dim) for row in found}
         others = [row for row in table.get(card, ()) if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
         table[card] = others + [row._asdict() for row in found]
-        print(f"{card}: {len(found)} crossings")
+        print(f"{card}: {len(found)} thresholds")
     TABLE.write_text(text_of(table), encoding="utf-8")
     print(f"wrote {TABLE.relative_to(ROOT)}")
 
 
-def of_file(path: Path) -> tuple[str, list[Crossing]]:
+def of_file(path: Path) -> tuple[str, list[Threshold]]:
     """The card of a results file, and what it says of it. Raises ValueError for one of another kind."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rows, source = content["rows"], str(path.resolve().relative_to(ROOT))
     if path.name.startswith("attention_"):
         rows = list(_of_bench(rows))
-    elif not path.name.startswith("crossings_"):
-        raise ValueError(f"{path}: expected crossings_*.json or attention_*.json")
+    elif not path.name.startswith(("thresholds_", "crossings_")):
+        raise ValueError(f"{path}: expected thresholds_*.json or attention_*.json")
     return content["gpu"], of_rows(rows, source)
 
 
@@ -56,7 +56,7 @@ def text_of(table: dict[str, list[dict]]) -> str:
 
 
 def _place(row: dict) -> tuple[object, ...]:
-    return Crossing(**row)[:5]
+    return Threshold(**row)[:5]
 
 
 def _of_bench(rows: list[dict]) -> Iterator[dict]:
