@@ -34,7 +34,7 @@ def test_without_numpy_nothing_is_printed_that_torch_does_not_print(tmp_path):
 
 
 def test_python_m_is_the_command_line():
-    assert "pretrain" in run("-m", "sagebwd", "--help").stdout
+    assert "doctor" in run("-m", "sagebwd", "--help").stdout
 
 
 PRINT = "from sagebwd.switches import current; print(current)"
