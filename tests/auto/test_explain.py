@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import sagebwd
-from sagebwd import dispatch, sage_attention, switches
-from sagebwd.auto import asked, counts
+from sagebwd import arguments, dispatch, sage_attention, switches
+from sagebwd.auto import counts
 from tests.auto.calls import ASK, threshold
 
 
 def test_explain_says_why_torch(measured, monkeypatch):
-    monkeypatch.setattr(asked, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
     q = torch.empty(2, 4, 512, 128)
     why = lambda **options: sagebwd.explain(q, q, q, **options)  # noqa: E731
     assert "nobody has timed low precision on a card with torch" in why(is_causal=True).why
@@ -73,8 +73,8 @@ def test_an_argument_that_there_is_not_is_named():
 @pytest.mark.parametrize(
     ("explain", "attention", "internal"),
     [
-        (sagebwd.explain, sage_attention, asked.choice_of),
-        (sagebwd.explain_varlen, sagebwd.sage_attention_varlen, asked.packed_choice_of),
+        (sagebwd.explain, sage_attention, arguments.choice_of),
+        (sagebwd.explain_varlen, sagebwd.sage_attention_varlen, arguments.packed_choice_of),
     ],
 )
 def test_arguments_are_those_of_the_function_that_is_explained(explain, attention, internal):

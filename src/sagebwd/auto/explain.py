@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
+from sagebwd.arguments import choice_of, packed_choice_of
 from sagebwd.auto import thresholds
-from sagebwd.auto.asked import choice_of, packed_choice_of
 from sagebwd.auto.thresholds import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Threshold, widths_text
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
@@ -51,8 +51,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **opt
     `sage_attention` raises for the arguments.
     """
     _check("explain", choice_of, query, key, value, *arguments, **options)
-    choice, asked = choice_of(query, key, value, *arguments, **options)
-    return explained(choice, asked.ask, asked.size, options.get("recipe", AUTO))
+    choice, checked = choice_of(query, key, value, *arguments, **options)
+    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO))
 
 
 def explain_varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:

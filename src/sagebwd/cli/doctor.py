@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sagebwd import dispatch
+from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
-from sagebwd.auto.asked import ask_of
 from sagebwd.hardware import peak_rates
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2

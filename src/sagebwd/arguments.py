@@ -26,17 +26,17 @@ def choice_of(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
     recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
-) -> tuple[Choice, Asked]:  # fmt: skip
+) -> tuple[Choice, Arguments]:  # fmt: skip
     """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that."""
     checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, attn_mask = four[3:]
-    asked = asked_of(
+    checked = arguments_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    return dispatch.choose(asked.ask, asked.size), asked
+    return dispatch.choose(checked.ask, checked.size), checked
 
 
 def packed_choice_of(
@@ -45,14 +45,14 @@ def packed_choice_of(
     sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
 ) -> tuple[Choice, Ask, Size | None]:  # fmt: skip
     """The same of `sage_attention_varlen`."""
-    *_, ask, size = asked_of_packed(
+    *_, ask, size = packed_arguments_of(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
         sinks, recipe, impl, return_lse,
     )  # fmt: skip
     return dispatch.choose(ask, size), ask, size
 
 
-class Asked(NamedTuple):
+class Arguments(NamedTuple):
     """A dense call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
     elements: of attn_mask in four dimensions. way: how torch takes the call; size: its size, where torch takes it.
@@ -70,11 +70,11 @@ class Asked(NamedTuple):
     way: Way | None
 
 
-def asked_of(
+def arguments_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
     sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool,
-) -> Asked:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """What `sagebwd.dispatch.choose` is asked for a call of `sage_attention` in four dimensions; raises as that."""
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 4, "(batch, heads, tokens, head_dim)")
@@ -97,10 +97,10 @@ def asked_of(
     elif only_torch is not None:
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
-    return Asked(query, key, value, elements, is_causal, scale, window, ask, size, way)
+    return Arguments(query, key, value, elements, is_causal, scale, window, ask, size, way)
 
 
-def asked_of_packed(
+def packed_arguments_of(
     query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
     is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
     impl: str | None, return_lse: bool,
