@@ -55,7 +55,7 @@ def attention(
 ) -> None:
     """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
     from benchmarks import attention as benchmark
-    from benchmarks import low_bit, peers, shapes
+    from benchmarks import baselines, low_bit, shapes
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
     from benchmarks.results import environment, save, save_csv
@@ -93,7 +93,7 @@ def attention(
         path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {save_csv(rows, path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
-    if not peers.may_claim_best({row.impl for row in rows}, device):
+    if not baselines.may_claim_best({row.impl for row in rows}, device):
         del compared["the best baseline"]
         console.print("no claim over the best baseline: FlashAttention-4 is not installed, or runs no shape here")
     for name, text in dict.fromkeys((row.impl, row.recipe) for row in rows if row.recipe in set(map(str, recipes))):

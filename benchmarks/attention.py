@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import low_bit
-from benchmarks.gates import emulated, errors_of, gate, wrong_tensors
+from benchmarks.baselines import Attention, candidates, refusal
+from benchmarks.correctness import emulated, errors_of, gate, wrong_tensors
 from benchmarks.packed import Packed
-from benchmarks.peers import Attention, candidates, refusal
 from benchmarks.shapes import Shape
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks import cudnn_fp8
+from benchmarks.baselines import Attention
 from benchmarks.packed import Packed
-from benchmarks.peers import Attention
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from benchmarks.peers import FLASH_ATTENTION_4
+from benchmarks.baselines import FLASH_ATTENTION_4
 from benchmarks.shapes import Shape
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.masks.band import UNLIMITED, Band

@@ -21,7 +21,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from benchmarks.gates import Outcome, emulated, gate, wrong_tensors
+from benchmarks.correctness import Outcome, emulated, gate, wrong_tensors
 from benchmarks.mask_cases import DENSE, PACKED, PEERS, Attention, Case, attentions
 from sagebwd import dispatch
 from sagebwd.auto import thresholds

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.peers import baselines
+from benchmarks.baselines import available
 from benchmarks.shapes import Shape
 from sagebwd import sage_attention
 from sagebwd.call import Call
@@ -75,7 +75,7 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     return {
         "mixed kernel": lambda: launch_forward(call, q, codes, v, torch.empty_like(q), with_row_max=True),
         "mixed forward": lambda: sage_attention(q, k, v, is_causal=shape.is_causal, recipe=recipe),
-        **{name: bound(attention) for name, attention in baselines(shape, "cuda").items() if name != "fa2"},
+        **{name: bound(attention) for name, attention in available(shape, "cuda").items() if name != "fa2"},
     }
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gates import PEER_LIMIT, TENSORS
+from benchmarks.correctness import PEER_LIMIT, TENSORS
 from benchmarks.results import environment, save_lines
 from benchmarks.shapes import Shape
 from lab.training import processes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from lab.steps.choices import Choice
+from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training.config import Config
 

@@ -28,7 +28,7 @@ import transformers
 
 from benchmarks.results import environment
 from lab.steps.breakdown import PARTS, breakdown
-from lab.steps.choices import Choice
+from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training import processes
 from lab.training.config import Config

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import attention, low_bit, peers
+from benchmarks import attention, baselines, low_bit
 from benchmarks.shapes import Shape
 from tests.commands import runner, started
 from tests.scaled import scaled
@@ -38,10 +38,10 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
 
 
 def test_bench_says_which_peer_is_wrong_and_what_it_does_not_claim(command, tmp_path, monkeypatch):
-    (sdpa,) = peers.baselines(Shape(64, 1, 1, 1, 32, False), "cpu").values()
+    (sdpa,) = baselines.available(Shape(64, 1, 1, 1, 32, False), "cpu").values()
     found = {"cudnn": scaled(sdpa, dq=2.06), "fa2": sdpa}
     monkeypatch.setattr(attention, "candidates", lambda shape, device: found)
-    monkeypatch.setattr(peers, "is_hopper", lambda device: True)
+    monkeypatch.setattr(baselines, "is_hopper", lambda device: True)
     monkeypatch.setattr("benchmarks.shapes.TOTAL_TOKENS", 32)
     code, out, _ = command(
         "attention", "--device", "cpu", "--head-dim", "192/128", "--tokens", 32, "--recipe", "token", "--no-special",
@@ -58,7 +58,7 @@ def test_bench_says_which_peer_is_wrong_and_what_it_does_not_claim(command, tmp_
 
 def test_bench_beside_a_low_bit_peer(command, tmp_path, monkeypatch):
     def attention(*x, is_causal, gradients):
-        sdpa = peers.candidates(Shape(128, 1, 1, 1, 32, is_causal), "cpu")["sdpa"]
+        sdpa = baselines.candidates(Shape(128, 1, 1, 1, 32, is_causal), "cpu")["sdpa"]
         return scaled(sdpa, o=1.03)(*x)
 
     package = SimpleNamespace(backend_version_string=lambda: "9.99.0", __version__="1.0")

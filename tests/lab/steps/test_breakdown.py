@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lab.steps import breakdown, flash_attention_4
-from lab.steps.choices import Choice
+from lab.steps.registry import Choice
 
 # as the profiler prints them on an H200, cut off; of FlashAttention-2, inductor and torch by their sources
 NAMES = {

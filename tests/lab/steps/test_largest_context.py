@@ -12,8 +12,8 @@ from lab import __main__ as cli
 from lab.steps import largest_context as longest
 from lab.steps import tables as tables
 from lab.steps import timing as training
-from lab.steps.choices import Choice
 from lab.steps.largest_context import Trial, search
+from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from sagebwd import hardware
 from tests.lab.steps.test_timing import TINY

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Attention
+from benchmarks.baselines import Attention
 from benchmarks.shapes import Shape
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask

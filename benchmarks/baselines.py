@@ -48,7 +48,7 @@ def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     return found if fa4 is None else {**found, FLASH_ATTENTION_4: fa4}
 
 
-def baselines(shape: Shape, device: str) -> dict[str, Attention]:
+def available(shape: Shape, device: str) -> dict[str, Attention]:
     """The candidates that take this shape here."""
     return {name: run for name, run in candidates(shape, device).items() if refusal(run, shape, device) is None}
 
