@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import __main__ as cli
 from benchmarks import mask_cases as cases
 from benchmarks import masks as bench
-from lab import __main__ as cli
 from sagebwd import sage_attention
 from tests.scaled import scaled
 
