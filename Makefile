@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # the triton of the GPUs that were timed: tests compare the machine code that it makes too
 TIMED_TRITON := 3.6.0
-SOURCES := src tests tools examples
+SOURCES := src lab benchmarks tests tools examples
 
 .PHONY: demo test test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
 
@@ -17,7 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/sagebwd compare --config configs/demo.yaml --output runs/demo
+	$(BIN)/python -m lab compare --config configs/demo.yaml --output runs/demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
@@ -59,7 +59,7 @@ sanitize-gpu:
 	PYTHONPATH=src $(PYTHON) -m tools.sanitize
 
 bench:
-	PYTHONPATH=src $(PYTHON) -m sagebwd.commands.main bench
+	PYTHONPATH=src $(PYTHON) -m benchmarks attention
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sagebwd.analysis.gaussian import with_sinks
+from lab.studies.gaussian import with_sinks
 
 KINDS = (
     "normal",

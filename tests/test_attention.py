@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sagebwd import Recipe, explain, read_mask, sage_attention, sage_attention_varlen, switches
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import current as current_switches
 from tests.inputs import draw
 

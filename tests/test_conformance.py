@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from sagebwd.meaning.conformance import emulator_error, violation
-from sagebwd.meaning.metrics import Comparison, cosine, largest_logit, relative_l2, rms, sqnr_db
+from sagebwd.reference.conformance import emulator_error, violation
+from sagebwd.reference.metrics import Comparison, cosine, largest_logit, relative_l2, rms, sqnr_db
 
 HIGH = torch.tensor([4.0, -1.0, 2.0, 1.0], dtype=torch.float64)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
-from sagebwd.auto.asked import ask_of
+from sagebwd.arguments import ask_of
 from sagebwd.call import Ask
 from sagebwd.kernels import table
 from sagebwd.kernels.sm90 import widths

@@ -62,7 +62,7 @@ BY_COMMAND = {
     "index.md: Every claim, and where it comes from": "the pages that it names",
     "accuracy-kinds.md: Accuracy by kind of data": "python -m tests.test_floors tables",
     "error-study-models.md: The instrument": "sagebwd trace",
-    "sinks.md: What helps": "python -m sagebwd.analysis.sinks",
+    "sinks.md: What helps": "python -m lab.studies.sinks",
 }
 
 
@@ -166,7 +166,7 @@ def spelt(values, digits=4):
 def test_tables_of_steps(page, name):
     """As the command prints them; the pages leave out a table of memory, no more."""
     pytest.importorskip("rich")
-    from sagebwd.benchmarks.training_tables import markdown
+    from lab.steps.tables import markdown
 
     text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
     printed = [x for x in markdown([ROOT / "benchmarks" / "results" / f"{name}.json"]).split("\n\n") if x[0] == "|"]

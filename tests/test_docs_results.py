@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sagebwd.benchmarks.shapes import value_dim_of
+from benchmarks.shapes import value_dim_of
 
 ROOT = Path(__file__).parent.parent
 GRID = ROOT / "docs" / "results" / "grid"
@@ -133,14 +133,14 @@ def test_what_questions_say_of_an_h100_is_the_files():
     assert f"`mixed` is there {window:.1f} times as fast as torch under a window of 1024 keys" in questions
     assert f"and {large:.1f} to {middle:.1f} times as fast under a causal mask" in questions
     assert f"layers without a window, {small:.2f}, at half of the heads".replace("0.", ".") in questions
-    rows = {(row["elements"], row["tokens"]) for row in crossings("NVIDIA H100 80GB HBM3") if row["kind"] == "causal"}
+    rows = {(row["elements"], row["tokens"]) for row in thresholds("NVIDIA H100 80GB HBM3") if row["kind"] == "causal"}
     least = min(elements for elements, tokens in rows if tokens is not None and tokens <= 4096)
     assert f"width of {least / 1e6:.1f} million on" in questions
 
 
-def crossings(card):
+def thresholds(card):
     """Rows at 256 with gradients of the table that comes with the package."""
-    table = json.loads((ROOT / "src" / "sagebwd" / "auto" / "crossings.json").read_text(encoding="utf-8"))
+    table = json.loads((ROOT / "src" / "sagebwd" / "auto" / "thresholds.json").read_text(encoding="utf-8"))
     return [row for row in table[card] if (row["head_dim"], row["direction"]) == (256, "training")]
 
 
@@ -224,7 +224,7 @@ def test_tflops_in_speed_are_those_of_the_file():
 
 
 def test_errors_in_the_readme_are_those_of_the_files():
-    from sagebwd.analysis import summary
+    from sagebwd.diagnostics import summary
 
     text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "docs" / "results"
     errors, tensors = {}, ("o", "dq", "dk", "dv")
@@ -281,7 +281,7 @@ def spelt(interval, digits=3):
 
 def gaps_of(name):
     """By variant, over every seed of a cell of the grid."""
-    from sagebwd.training.gaps import gaps
+    from lab.training.gaps import gaps
 
     folders = [path for path in (GRID / name, *sorted(GRID.glob(f"{name}-seed?"))) if path.exists()]
     return {row.variant: row for row in gaps(folders)}
@@ -345,7 +345,7 @@ def test_verdicts_are_those_of_the_files():
 
 @pytest.mark.parametrize(("page", "runs"), [("runs", "120-steps"), ("today", "280-steps")])
 def test_losses_of_the_325m_model_are_those_of_the_files(page, runs):
-    from sagebwd.training.packed import read
+    from lab.training.packed import read
 
     text = (ROOT / "docs" / "results" / f"pretraining-{page}.md").read_text(encoding="utf-8")
     text = text[text.index(f"`docs/results/325m/{runs}`") :]

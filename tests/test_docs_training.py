@@ -8,11 +8,11 @@ from statistics import median
 
 import pytest
 
-from sagebwd.analysis import layers, summary
-from sagebwd.analysis.tables import LABELS
-from sagebwd.analysis.trace import OUTPUTS
-from sagebwd.training.gaps import by_step, gaps, interval
-from sagebwd.training.packed import read
+from lab.training.gaps import by_step, gaps, interval
+from lab.training.packed import read
+from sagebwd.diagnostics import layers, summary
+from sagebwd.diagnostics.tables import LABELS
+from sagebwd.diagnostics.trace import OUTPUTS
 from tests.test_docs_results import spelt
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +103,7 @@ def with_interval(value, between):
 
 
 def trained_on(rate, count):
-    """What one of `sagebwd.training.gaps`' functions finds in a rate's folder, by own attention and of the weights."""
+    """What one of `lab.training.gaps`' functions finds in a rate's folder, by own attention and of the weights."""
     folders = [ROOT / "docs" / "results" / "continued" / RATES[rate]]
     return zip(*(count(folders, margin=0.001, in_full_precision=exact) for exact in (False, True)), strict=True)
 

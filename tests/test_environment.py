@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.training.config import Data
+from lab.training.data import _cache_folder
 from sagebwd import environment
-from sagebwd.training.config import Data
-from sagebwd.training.data import _cache_folder
 from tests import programs
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def test_without_numpy_nothing_is_printed_that_torch_does_not_print(tmp_path):
 
 
 def test_python_m_is_the_command_line():
-    assert "pretrain" in run("-m", "sagebwd", "--help").stdout
+    assert "doctor" in run("-m", "sagebwd", "--help").stdout
 
 
 PRINT = "from sagebwd.switches import current; print(current)"
@@ -92,9 +92,9 @@ tempfile.tempdir = os.getcwd()
 HOMELESS_CALL = f"""{HOMELESS}
 import torch
 from sagebwd import dispatch, environment, sage_attention
-from sagebwd.auto import crossings
+from sagebwd.auto import thresholds
 from sagebwd.kernels.portable import tune
-crossings.of_card("NVIDIA H200", "0")
+thresholds.of_card("NVIDIA H200", "0")
 x = torch.randn(1, 1, 4, 8)
 sage_attention(x, x, x)
 print(environment.cache_folder(), tune.CACHE.parent)

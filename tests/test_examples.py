@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.runs import finish, program
+from tests.lab.training.runs import finish, program
 
 pytestmark = pytest.mark.rounding
 
@@ -21,7 +21,7 @@ RUN_AND_LEAVE = """
 import runpy, sys
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
-from tests.training.runs import gloo_threads
+from tests.lab.training.runs import gloo_threads
 assert not gloo_threads()
 """
 

@@ -1,4 +1,4 @@
-"""e4m3: the emulator against the formulas of `sagebwd.meaning.float8` row by row, and what follows from them."""
+"""e4m3: the emulator against the formulas of `sagebwd.reference.float8` row by row, and what follows from them."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lab.studies import sinks
 from sagebwd import sage_attention, sage_attention_varlen
-from sagebwd.analysis import sinks
 from sagebwd.masks.band import Band
-from sagebwd.meaning import reference
-from sagebwd.meaning.float8 import E4M3_MAX, RESTORED, _normalised, e4m3, queries_a_scale
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.meaning.rotation import rotation
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.float8 import E4M3_MAX, RESTORED, _normalised, e4m3, queries_a_scale
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.rotation import rotation
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding
@@ -125,7 +125,7 @@ def test_emulator_is_the_formulas(name, rotate):
     (q, k, v, do), is_causal, dlse, valid, smooth_v = case(name)
     recipe = Recipe.parse(E4M3).replace(smooth_v=smooth_v, rotate=rotate)
     r = rotation(16) if rotate else torch.eye(16, dtype=torch.float64)
-    emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal), valid)
+    emulator = Emulator(q, k, v, recipe, 0.2, Band.of(is_causal), valid)
     o, lse, _ = emulator.forward()
     actual = emulator.backward(do, o, lse, dlse if name == "dlse" else None)
     group = q.shape[1] // k.shape[1]
@@ -145,7 +145,7 @@ def test_emulator_is_the_formulas(name, rotate):
 
 def test_a_row_without_keys_has_no_gradient():
     (q, k, v, do), _, _, valid, _ = case("rows-without-keys")
-    emulator = reference.Emulator(q, k, v, Recipe.parse(E4M3), 0.2, Band.of(True), valid)
+    emulator = Emulator(q, k, v, Recipe.parse(E4M3), 0.2, Band.of(True), valid)
     o, lse, _ = emulator.forward()
     assert (emulator.backward(do, o, lse)[0][:, :, :3] == 0).all()
     do[:, :, :3] = 1e30
@@ -213,7 +213,7 @@ def test_a_token_of_zeros_costs_the_others_nothing():
 
 
 def _gradients(q, k, v, do, recipe):
-    emulator = reference.Emulator(q, k, v, Recipe.parse(recipe), 0.125, Band.of(True))
+    emulator = Emulator(q, k, v, Recipe.parse(recipe), 0.125, Band.of(True))
     o, lse, _ = emulator.forward()
     return emulator.backward(do, o, lse)
 

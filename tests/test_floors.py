@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.baselines import available
+from benchmarks.shapes import Shape
 from sagebwd import sage_attention
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.shapes import Shape
-from sagebwd.meaning.metrics import cosine, relative_l2
+from sagebwd.reference.metrics import cosine, relative_l2
 from tests.inputs import KINDS, draw
 
 pytestmark = pytest.mark.rounding
@@ -236,7 +236,7 @@ def print_lengths():
         recipes = ("full", "token", "mixed", "token(smooth_k=False)")
         attentions = {name: partial(sage_attention, recipe=name, impl=impl) for name in recipes}
         if device == "cuda":
-            attentions |= baselines(Shape(head_dim, 2, 2, 1, lengths[-1], is_causal=False), device)
+            attentions |= available(Shape(head_dim, 2, 2, 1, lengths[-1], is_causal=False), device)
         for name, attention in attentions.items():
             drawn = ([x.to(device) for x in draw("mean-and-outliers", tokens=tokens, **shape)] for tokens in lengths)
             cells = (against_fp64(attention, *inputs, is_causal=False) for inputs in drawn)

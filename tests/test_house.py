@@ -1,4 +1,4 @@
-"""How the package is laid out: who may import whom."""
+"""How the library, the benchmarks and the laboratory are laid out: who may import whom."""
 
 from __future__ import annotations
 
@@ -10,42 +10,52 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("src/sagebwd", "benchmarks", "lab")
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(ROOT.rglob("*.py"))
+    ".".join(path.relative_to((ROOT / package).parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
 }
 KERNELS = "sagebwd.kernels"
-# A part of the package, and parts that it does not know.
+# A part, and parts that it does not know, in its functions neither.
 STRANGERS = [
-    ("sagebwd.meaning", [KERNELS]),
+    ("sagebwd", ["benchmarks", "lab"]),
+    ("benchmarks", ["lab"]),
+    *((part, ["tools", "tests"]) for part in ("sagebwd", "benchmarks", "lab")),
+    *((f"sagebwd.{part}", ["sagebwd.cli"]) for part in ("integrations", "diagnostics", "auto", "attention")),
+    ("sagebwd.integrations", ["sagebwd.diagnostics"]),
+    ("sagebwd.reference", [KERNELS]),
     ("sagebwd.masks", [KERNELS]),
     (f"{KERNELS}.host", [f"{KERNELS}.portable", f"{KERNELS}.sm90", f"{KERNELS}.operands"]),
     (f"{KERNELS}.operands", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),
     (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
-    *((f"sagebwd.{part}", ["sagebwd.commands"]) for part in ("analysis", "benchmarks", "integrations", "training")),
 ]
-ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.crossings")
+ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.thresholds")
+# Parts in which no import goes round where those in functions count too.
+LATE_TOO = ("benchmarks", "lab", "sagebwd.cli", "sagebwd.diagnostics")
 
 
-def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when a module is imported, those of TYPE_CHECKING left out."""
+def _statements(body: list[ast.stmt], late: bool) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported or, if ``late``, any; those of TYPE_CHECKING left out."""
     for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and not late:
             continue
         if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test):
             continue
         yield statement
         for name in ("body", "orelse", "finalbody"):
-            yield from _at_import(getattr(statement, name, []))
+            yield from _statements(getattr(statement, name, []), late)
+        for handler in getattr(statement, "handlers", []):
+            yield from _statements(handler.body, late)
 
 
 @cache
-def imports(module: str) -> frozenset[str]:
-    """What a module imports: this package's modules, or the first names of others."""
+def imports(module: str, late: bool = False) -> frozenset[str]:
+    """What a module imports, if ``late`` in its functions too: modules of `PACKAGES`, or the first names of others."""
     found = set()
-    for statement in _at_import(ast.parse(MODULES[module].read_text(encoding="utf-8")).body):
+    for statement in _statements(ast.parse(MODULES[module].read_text(encoding="utf-8")).body, late):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
@@ -56,17 +66,22 @@ def imports(module: str) -> frozenset[str]:
 
 
 def within(module: str, part: str) -> bool:
-    """Whether a module is a part of the package or in it."""
+    """Whether a module is a part or in it."""
     return module == part or module.startswith(f"{part}.")
 
 
-@pytest.mark.parametrize(("part", "strangers"), STRANGERS, ids=[part for part, _ in STRANGERS])
+def is_known(part: str) -> bool:
+    return part in ("tools", "tests") or any(within(module, part) for module in MODULES)
+
+
+@pytest.mark.parametrize(("part", "strangers"), STRANGERS, ids=[f"{part}-{names[0]}" for part, names in STRANGERS])
 def test_a_part_does_not_know(part, strangers):
+    assert all(map(is_known, [part, *strangers]))
     met = [
         (module, name)
         for module in MODULES
         if within(module, part)
-        for name in imports(module)
+        for name in imports(module, late=True)
         if any(within(name, stranger) for stranger in strangers)
     ]
     assert not met
@@ -84,9 +99,27 @@ def test_rows_import_neither_torch_nor_triton(module):
     assert not {name.split(".")[0] for name in met} & {"torch", "triton"}
 
 
+def check_no_import_goes_round(modules: list[str], late: bool) -> None:
+    """Raises CycleError."""
+    graph = {name: {x for x in imports(name, late) if x in modules} - {name, "sagebwd"} for name in modules}
+    TopologicalSorter(graph).prepare()
+
+
 def test_no_import_goes_round():
-    graph = {name: {x for x in imports(name) if x in MODULES} - {name, "sagebwd"} for name in MODULES}
-    TopologicalSorter(graph).prepare()  # raises CycleError
+    check_no_import_goes_round(list(MODULES), late=False)
+
+
+@pytest.mark.parametrize("part", LATE_TOO)
+def test_no_import_in_a_function_goes_round(part):
+    modules = [name for name in MODULES if within(name, part)]
+    assert len(modules) > 5
+    check_no_import_goes_round(modules, late=True)
+
+
+def test_late_imports_are_seen():
+    assert within("sagebwd.cli.doctor", "sagebwd.cli")
+    assert "lab.training.pretrain" in imports("lab.__main__", late=True)
+    assert "lab.training.pretrain" not in imports("lab.__main__")
 
 
 def test_no_kernel_of_hoppers_branches_on_a_width():

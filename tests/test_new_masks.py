@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd.benchmarks.mask_cases import KINDS, Case
+from benchmarks.mask_cases import KINDS, Case
 from sagebwd.masks import pairs
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import of_tensor

@@ -25,9 +25,9 @@ from sagebwd import cache as caches
 from sagebwd.auto import counts
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.plan import Plan
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 pytest.importorskip("triton")
 from sagebwd.kernels.host import launchers, program

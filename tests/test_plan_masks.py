@@ -26,10 +26,10 @@ from sagebwd.kernels.table import BACKWARD, FORWARD
 from sagebwd.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.plan import spec_of
 from sagebwd.recipe import Recipe
-from tests.training.runs import begin, finish
+from sagebwd.reference.metrics import relative_l2
+from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
 from sagebwd.kernels.host import device, program

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sagebwd import sage_attention
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.meaning.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
-from sagebwd.meaning.rotation import hadamard, rotated, rotation, sizes
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.reference.rotation import hadamard, rotated, rotation, sizes
 
 
 @pytest.mark.rounding

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from sagebwd.masks.band import Band
-from sagebwd.meaning import reference
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import RECIPES, Recipe
+from sagebwd.reference import emulator
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 from tests.traced import trace
 
@@ -101,7 +102,7 @@ def test_emulator_is_the_algorithm(name, is_causal, tokens_q, tokens_k):
     recipe = Recipe.parse(name)
     q, k, v, do = draw("mean-and-outliers", heads=1, tokens=tokens_q, kv_tokens=tokens_k, head_dim=16)
     q, k, v, do = (x.double() for x in (q, k, v, do))
-    emulator = reference.Emulator(q, k, v, recipe, 0.2, Band.of(is_causal))
+    emulator = Emulator(q, k, v, recipe, 0.2, Band.of(is_causal))
     o, lse, k_mean = emulator.forward()
     actual = (o, lse, *emulator.backward(do, o, lse))
     expected = transcription(*(x[0, 0] for x in (q, k, v, do)), recipe, 0.2, is_causal)
@@ -121,7 +122,7 @@ def test_full_recipe_is_attention(is_causal, heads, tokens):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True, scale=0.3)
     gradients = torch.autograd.grad(expected, leaves, do)
-    emulator = reference.Emulator(*(x.detach() for x in leaves), FULL, 0.3, Band.of(is_causal))
+    emulator = Emulator(*(x.detach() for x in leaves), FULL, 0.3, Band.of(is_causal))
     o, lse, _ = emulator.forward()
     assert_close(o, expected.detach())
     for actual, target in zip(emulator.backward(do, o, lse), gradients):
@@ -135,12 +136,12 @@ def test_small_chunks_change_nothing(monkeypatch, recipe, window):
     q, k, v, do = draw(batch=2, tokens=300, head_dim=16, dtype=torch.float64)
 
     def run():
-        emulator = reference.Emulator(q, k, v, Recipe.parse(recipe), 0.25, Band.of(False, *window))
+        emulator = Emulator(q, k, v, Recipe.parse(recipe), 0.25, Band.of(False, *window))
         o, lse, _ = emulator.forward()
         return o, lse, *emulator.backward(do, o, lse)
 
     whole = run()
-    monkeypatch.setattr(reference, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(emulator, "CHUNK_SCORES", 1)
     for chunked, expected in zip(run(), whole):
         assert_close(chunked, expected, rtol=1e-10, atol=1e-12)
 
@@ -154,7 +155,7 @@ def test_keys_that_a_mask_leaves_out_change_nothing(recipe):
     key_mask = torch.arange(150)[None].expand(2, -1) >= 7
 
     def run(k, v, mask):
-        emulator = reference.Emulator(q, k, v, Recipe.parse(recipe).replace(block_k=256), 0.25, Band(), mask)
+        emulator = Emulator(q, k, v, Recipe.parse(recipe).replace(block_k=256), 0.25, Band(), mask)
         return emulator.forward()[:2]
 
     for actual, expected in zip(run(k, v, key_mask), run(k[:, :, 7:], v[:, :, 7:], None)):
@@ -167,7 +168,7 @@ def test_smoothing_is_exact_in_real_arithmetic(recipe):
     base = FULL.replace(block_q=Recipe.named(recipe).block_q)
     outcomes = []
     for smoothing in ({}, {"smooth_q": True}, {"smooth_k": True}, {"smooth_v": True}):
-        emulator = reference.Emulator(q, k, v, base.replace(**smoothing), 0.125, Band.of(True))
+        emulator = Emulator(q, k, v, base.replace(**smoothing), 0.125, Band.of(True))
         o, lse, k_mean = emulator.forward()
         gradients = emulator.backward(do, o, lse)
         true_lse = lse + 0.125 * (q @ k_mean[..., None]).squeeze(-1)
@@ -182,9 +183,9 @@ def test_q_smoothing_helps_where_queries_share_a_direction():
     q, k = 0.3 * q + 3, 0.3 * k
     errors = {}
     for smooth_q in (False, True):
-        exact = reference.Emulator(q, k, v, FULL, 0.125, Band.of(False)).forward()[0]
+        exact = Emulator(q, k, v, FULL, 0.125, Band.of(False)).forward()[0]
         recipe = Recipe.named("token").replace(smooth_q=smooth_q, o="16bit")
-        errors[smooth_q] = relative_l2(reference.Emulator(q, k, v, recipe, 0.125, Band.of(False)).forward()[0], exact)
+        errors[smooth_q] = relative_l2(Emulator(q, k, v, recipe, 0.125, Band.of(False)).forward()[0], exact)
     assert errors[True] < 0.5 * errors[False]
 
 
@@ -215,8 +216,8 @@ def test_sixteen_bit_products_round_to_the_input_dtype():
     q, k, v, _ = draw(tokens=64)
     for dtype, low, high in ((torch.bfloat16, 1e-3, 1e-2), (torch.float16, 1e-4, 1e-3)):
         inputs = [x.to(dtype) for x in (q, k, v)]
-        o = reference.Emulator(*inputs, FULL, 0.125, Band.of(True)).forward()[0]
-        exact = reference.Emulator(*(x.double() for x in inputs), FULL, 0.125, Band.of(True)).forward()[0]
+        o = Emulator(*inputs, FULL, 0.125, Band.of(True)).forward()[0]
+        exact = Emulator(*(x.double() for x in inputs), FULL, 0.125, Band.of(True)).forward()[0]
         assert o.dtype == dtype
         assert low < relative_l2(o, exact) < high
 
@@ -228,7 +229,7 @@ def test_not_finite_in_is_not_finite_out(recipe, position, bad):
     inputs = dict(zip(("q", "k", "v", "do"), draw(heads=1, tokens=70, head_dim=16)))
     inputs[position][0, 0, 33, 3] = bad
     q, k, v, do = inputs.values()
-    emulator = reference.Emulator(q, k, v, Recipe.named(recipe), 0.25, Band.of(True))
+    emulator = Emulator(q, k, v, Recipe.named(recipe), 0.25, Band.of(True))
     o, lse, _ = emulator.forward()
     dq, dk, dv = emulator.backward(do, o, lse)
     finite = [bool(torch.isfinite(x).all()) for x in (dq, dk, dv)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import explain, sage_attention, sage_attention_varlen
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 4, 2, 45, 16

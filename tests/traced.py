@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.masks.band import Band
-from sagebwd.meaning.reference import Emulator
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
 
 
 def trace(

@@ -4,7 +4,7 @@ Their accumulator keeps 13 bits behind its leading one (DeepSeek-V3, arXiv 2412.
 bits"): in each product of 32 terms all terms and the sum so far are cut off, toward zero, below the 13th bit of the
 largest of them. Where terms of a sum have the same sign this makes it too small, the more the longer it is.
 
-Prints, for dV of causal attention as `mixed` computes it (P and dO in e4m3, by `sagebwd.meaning.float8`'s scales),
+Prints, for dV of causal attention as `mixed` computes it (P and dO in e4m3, by `sagebwd.reference.float8`'s scales),
 the slope of the result on the exact dV and its relative error: with the accumulator of 13 bits, and with one of 23.
 Keys are the first 64 of a sequence and 64 in its middle. dO is normal noise plus a vector that all tokens share, whose
 length is ``share`` times the noise's. Scores are equal, or normal with standard deviation 1.
@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from sagebwd.meaning.float8 import E4M3_MAX, e4m3
+from sagebwd.reference.float8 import E4M3_MAX, e4m3
 
 HOPPER, FP32 = 13, 23
 # Terms of one instruction.

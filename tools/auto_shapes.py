@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.results import environment, save
 from sagebwd import explain, explain_varlen, sage_attention
-from sagebwd.auto.crossings import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
-from sagebwd.benchmarks.attention import time_interleaved
-from sagebwd.benchmarks.crossings import Attention, by_backend, packed_attentions, run_of, takes, torch_mask, window_of
-from sagebwd.benchmarks.results import environment, save
+from sagebwd.auto.thresholds import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.cli.measure import Attention, by_backend, packed_attentions, run_of, takes, torch_mask, window_of
+from sagebwd.cli.timer import time_interleaved
 from sagebwd.hardware import check_device
 from sagebwd.recipe import AUTO
 
@@ -39,7 +39,7 @@ DEFAULT = "torch"
 
 @dataclass(frozen=True)
 class Call:
-    """Of a kind of mask (`sagebwd.auto.crossings.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
+    """Of a kind of mask (`sagebwd.auto.thresholds.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
 
     kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients.
     """

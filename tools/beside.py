@@ -4,7 +4,7 @@ OLD and NEW are folders that hold a package sagebwd, such as src of two checkout
 of its own, which take turns; of each tree the least time of its turns counts. The table has milliseconds of the first
 tree and how many times as fast the others are, forward and backward, backward, and forward alone. `CASES` are kinds of
 calls that kernels compile differently for: what makes one of them faster may slow another. First every call is
-compiled, in ``--processes`` at once. `sagebwd bench` compares with other projects.
+compiled, in ``--processes`` at once. `python -m benchmarks attention` compares with other projects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 WAYS = ("both", "backward", "forward")
-# As `sagebwd.benchmarks.packed` has them, which older trees have not.
+# As `benchmarks.packed` has them, which older trees have not.
 MIXED = (1317, 4099, 700, 8192, 2500, 333, 6000, 1024, 5000, 3603)
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.conformance import emulator_error, moved, violation
 from sagebwd.recipe import FP8, INT8
+from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS
 from tests.masks import MODS

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagebwd.benchmarks.results import environment, save_lines
+from benchmarks.results import environment, save_lines
 from sagebwd.hardware import check_device, command_output, visible_gpus
 from tools.tree import digest
 
@@ -32,7 +32,7 @@ KERNELS = "src/sagebwd/kernels"
 # Tests that need most of the GPU's memory, or that time.
 ALONE = (
     "tests/test_floors.py::",
-    "tests/training/test_gpus.py::",
+    "tests/lab/training/test_gpus.py::",
     "tests/stories/test_kernels.py::test_story_7_",
     "tests/stories/test_kernels.py::test_story_8_steps_",
 )

@@ -32,8 +32,8 @@ import triton
 from torch.nn.attention.flex_attention import create_block_mask
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from sagebwd import dispatch, read_block_mask, sage_attention
-from sagebwd.benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from sagebwd.call import Call
 from sagebwd.recipe import Recipe
 

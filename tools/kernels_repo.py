@@ -30,7 +30,7 @@ VERSION = 1
 # What a backend's build says that it runs on; the kernels are compiled where they run, for 8.0 and later
 BACKENDS = {"cuda": {"type": "cuda", "archs": ["8.0+PTX"]}, "cpu": {"type": "cpu"}}
 SUFFIXES = (".py", ".json")
-LEFT_OUT = ("__main__.py", "analysis", "benchmarks", "commands", "training", "integrations")
+LEFT_OUT = ("__main__.py", "cli", "diagnostics", "integrations")
 INTEGRATIONS = ("__init__.py", "flash_attn.py", "flash_attn_modules.py", "flash_attn_padding.py")
 
 INIT = '''"""sagebwd {version}: trainable low-bit attention, by its own functions and by flash-attn's signatures."""

@@ -2,8 +2,8 @@
 
     python -m tools.kill_one --config configs/lab-53m.yaml --processes 2 --step 20 --output runs/killed
 
-Runs of `sagebwd pretrain` under torchrun, side by side: one to its end, one more whose difference is the noise, and
-one for each `--sharding` whose last process gets SIGKILL once a step is logged. Torchrun ends the others. The same
+Runs of `python -m lab pretrain` under torchrun, side by side: one to its end, one more whose difference is the noise,
+and one for each `--sharding` whose last process gets SIGKILL once a step is logged. Torchrun ends the others. The same
 command with `--resume`, on as many processes, then trains the rest. The folder gets kill_one_....json with every loss.
 Exit code 1 where a loss after the kill is further from the unbroken run's than `TOLERANCE`, or than twice the noise.
 """
@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import yaml
 
-from sagebwd.benchmarks.results import environment, save_lines
-from sagebwd.training import data, run_dir
-from sagebwd.training.config import Config, load
+from benchmarks.results import environment, save_lines
+from lab.training import data, run_dir
+from lab.training.config import Config, load
 
 TOLERANCE = 5e-3
-"""Relative, of every loss: what sums in another order may come to (`tests/training/test_gpus.py`)."""
+"""Relative, of every loss: what sums in another order may come to (`tests/lab/training/test_gpus.py`)."""
 SECONDS = 300.0
 WHOLE, AGAIN = "whole", "again"
 
@@ -39,7 +39,7 @@ class Launched:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         with log.open("a", encoding="utf-8") as printed:
             self.agent = subprocess.Popen(
-                [sys.executable, *launcher, "-m", "sagebwd.commands.main", *arguments],
+                [sys.executable, *launcher, "-m", "lab", *arguments],
                 stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
             )  # fmt: skip
 

@@ -4,6 +4,7 @@
 require, and nothing else, so pip has to find every requirement of the wheel among them; then those of the `cli` extra.
 """
 
+import ast
 import importlib.metadata
 import os
 import subprocess
@@ -22,6 +23,8 @@ from sagebwd.version import __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "sagebwd"
+OUTSIDE = ("lab", "benchmarks")
+"""Packages of a clone: training runs, studies and measurements of speed, which nobody installs."""
 NOT_NEEDED = ("transformers", "diffusers", "typer", "rich", "yaml", "matplotlib", "datasets", "accelerate", "numpy")
 
 PROGRAM = f"""
@@ -34,6 +37,9 @@ assert all(x.grad.abs().sum() > 0 for x in inputs)
 assert place.startswith(sys.prefix), place
 loaded = [name for name in {NOT_NEEDED} if name in sys.modules]
 assert not loaded, loaded
+import importlib.util
+found = [name for name in {OUTSIDE} if importlib.util.find_spec(name)]
+assert not found, found
 """
 
 
@@ -55,6 +61,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = Parser().parsestr(archive.read(f"{information}/METADATA").decode())
+        strangers = of_the_clone({name: archive.read(name) for name in names if name.endswith(".py")})
+    expect(not strangers, f"wheel: of the laboratory and the benchmarks are {strangers}")
     beside = {name for name in names if not name.startswith(f"{information}/")}
     expect(beside == sources, f"wheel and src/sagebwd differ: {sorted(beside ^ sources)}")
     expect(f"{information}/licenses/LICENSE" in names, "wheel: no LICENSE")
@@ -69,6 +77,30 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     others = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO", ".gitignore"}
     expected = others | {f"src/{name}" for name in sources}
     expect(held == expected, f"sdist: {sorted(held ^ expected)}")
+
+
+def of_the_clone(modules: dict[str, bytes]) -> list[str]:
+    """Those of a wheel's modules, file names and their sources, that are of `OUTSIDE` or import it.
+
+    A module is of `OUTSIDE` where a folder on its path has that name, or one of those modules has the same source.
+    """
+    sources = {path.read_bytes() for name in OUTSIDE for path in (ROOT / name).rglob("*.py")}
+    return sorted(
+        name
+        for name, source in modules.items()
+        if set(Path(name).parts[:-1]) & set(OUTSIDE) or source in sources or set(OUTSIDE) & imported(source)
+    )
+
+
+def imported(source: bytes) -> set[str]:
+    """The first names of all that a module imports, in its functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
 
 
 def closure(*names: str) -> set[str]:
@@ -106,11 +138,12 @@ def check_installed(wheel: Path, folder: Path) -> None:
     install = (python, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check")
     run(*install, wheel)
     run(python, "-W", "ignore", "-c", PROGRAM)
-    expect("pip install '.[train]'" in run(command, "--help", code=1), "no hint at the extra that is missing")
-    lend(closure("typer", "rich", "pyyaml"), site)
+    expect("pip install '.[cli]'" in run(command, "--help", code=1), "no hint at the extra that is missing")
+    lend(closure("typer", "rich"), site)
     run(*install, f"{wheel}[cli]")
     shown = run(command, "--help")
-    expect(all(name in shown for name in ("pretrain", "compare", "bench", "doctor")), shown)
+    expect(all(name in shown for name in ("doctor", "trace")), shown)
+    expect(run(command, "--version").strip() == __version__, "--version")
     told = run(command, "doctor", "--device", "cpu", code=1)
     expect("self-test PASS" in told and __version__ in told, told)
 

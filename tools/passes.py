@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.benchmarks.results import environment
+from benchmarks.results import environment
 from sagebwd.cache import PLANS
 from sagebwd.kernels.host import program
 from tools.beside import Case, runs_of

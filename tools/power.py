@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.baselines import available
+from benchmarks.shapes import Shape
 from sagebwd import sage_attention
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.shapes import Shape
 from sagebwd.call import Call
 from sagebwd.kernels.sm90.forward.launch import launch_forward
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
@@ -75,7 +75,7 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     return {
         "mixed kernel": lambda: launch_forward(call, q, codes, v, torch.empty_like(q), with_row_max=True),
         "mixed forward": lambda: sage_attention(q, k, v, is_causal=shape.is_causal, recipe=recipe),
-        **{name: bound(attention) for name, attention in baselines(shape, "cuda").items() if name != "fa2"},
+        **{name: bound(attention) for name, attention in available(shape, "cuda").items() if name != "fa2"},
     }
 
 

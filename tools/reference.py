@@ -19,7 +19,8 @@ INTEGRATIONS = "sagebwd.integrations."
 # A page: its title, and its parts: a module, and which of its public names; None for all that the module defines.
 PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
     "attention": (
-        "Attention", [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))],
+        "Attention",
+        [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))],
     ),
     "recipes": ("Recipes", [("sagebwd", ("Recipe", "RECIPES"))]),
     "asking": (
@@ -66,8 +67,8 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
         "In training: checkpointing, error measures, the monitor",
         [
             ("sagebwd.checkpointing", ("keep_attention",)),
-            ("sagebwd.meaning.metrics", ("relative_l2", "cosine")),
-            ("sagebwd.training.monitor", ("AttentionMonitor",)),
+            ("sagebwd.reference.metrics", ("relative_l2", "cosine")),
+            ("sagebwd.diagnostics.monitor", ("AttentionMonitor",)),
         ],
     ),
 }  # fmt: skip

@@ -32,13 +32,13 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.correctness import PEER_LIMIT, TENSORS
+from benchmarks.results import environment, save_lines
+from benchmarks.shapes import Shape
+from lab.training import processes
 from sagebwd import sage_attention
-from sagebwd.benchmarks.gates import PEER_LIMIT, TENSORS
-from sagebwd.benchmarks.results import environment, save_lines
-from sagebwd.benchmarks.shapes import Shape
 from sagebwd.integrations.context_parallel import ring_attention, shard
-from sagebwd.meaning.metrics import Comparison
-from sagebwd.training import processes
+from sagebwd.reference.metrics import Comparison
 from tools import fa4_in_torch
 
 BACKENDS = {

@@ -2,7 +2,7 @@
 
 `python -m tools.timing --recipe mixed --head-dim 64` prints a line a shape. `--replace backward_kernel=variant.py`
 runs another file's kernel of that name in place of Hopper's, `--set backward.64.stages=2` changes a row of
-`sagebwd.kernels.sm90.widths`; both may be repeated. Claims come from `sagebwd bench`.
+`sagebwd.kernels.sm90.widths`; both may be repeated. Claims come from `python -m benchmarks attention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from sagebwd import sage_attention
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 TOTAL_TOKENS, MODEL_WIDTH = 16384, 2048
 

@@ -8,7 +8,7 @@ g of all weights, and of some groups of them, against FP32's g0 it prints means 
 - slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
 - the change of the loss.
 
-``--weights`` are a file's that `sagebwd continue` wrote, in place of the model's. TEXT may be a token file of it.
+``--weights`` are of a file that `python -m lab continue` wrote, in place of the model's. TEXT may be its token file.
 
 "bf16" beside the recipes is full precision on the rounded tensors. With ``--device cuda`` recipes run on the kernels
 that `sage_attention` takes there, unless they are ``--emulated``. The ``--output`` has every window, and means over
@@ -33,12 +33,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from benchmarks.results import environment
+from lab.training.continued import tokens
+from lab.training.data import know_runs
 from sagebwd import sage_attention
-from sagebwd.analysis.models import load_model, text_windows, windows
-from sagebwd.benchmarks.results import environment
+from sagebwd.diagnostics.models import load_model, text_windows, windows
 from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe
-from sagebwd.training.continued import tokens
 from tools.trained_heads import kept, parser_of
 
 EXACT, ROUNDED = "fp32", "bf16"
@@ -169,12 +170,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = parser_of(__doc__, 512, 32, RECIPES)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--weights", type=Path, help="a .safetensors of sagebwd continue")
+    parser.add_argument("--weights", type=Path, help="a .safetensors of python -m lab continue")
     parser.add_argument("--emulated", action="store_true", help="on a GPU too")
     parser.add_argument("--commit", help="what ran, outside a git checkout")
     given = parser.parse_args(arguments)
     check_device(given.device)
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
+    know_runs()
     model = load_model(given.model, given.device, torch.float32)
     if given.weights is not None:
         with_weights(model, given.weights)

@@ -26,13 +26,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sagebwd.analysis.capture import Captured, capture
-from sagebwd.analysis.models import load_model, text_windows
-from sagebwd.analysis.trace import OUTPUTS, emulate
-from sagebwd.benchmarks.results import environment
+from benchmarks.results import environment
+from lab.training.data import know_runs
+from sagebwd.diagnostics.capture import Captured, capture
+from sagebwd.diagnostics.models import load_model, text_windows
+from sagebwd.diagnostics.trace import OUTPUTS, emulate
 from sagebwd.masks.band import Band
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 
 RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
 
@@ -135,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layer", type=int, action="append", help="repeat for several; all unless named")
     given = parser.parse_args(arguments)
     recipes = [Recipe.parse(text) for text in given.recipe or RECIPES]
+    know_runs()
     model = load_model(given.model, dtype=torch.float32)
     chosen = text_windows(model, given.model, given.text, given.tokens, given.windows)
     rows = kept(given, measure(model, chosen, given.layer, recipes), environment("cpu"))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch, mask_argument, ops, switches
 from sagebwd import plan as plans
+from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
-from sagebwd.auto.asked import Asked, asked_of, asked_of_packed, autocast, in_four_dimensions
 from sagebwd.auto.counts import TORCH, answer, counts
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call, Size
@@ -111,29 +111,29 @@ def sage_attention(
         o, lse = outcome if return_lse else (outcome, None)
         o = o.reshape(*query.shape[:-1], value.shape[-1])
         return (o, lse.reshape(query.shape[:-1])) if return_lse else o
-    asked = asked_of(
+    checked = arguments_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    query, key, value, elements, way = asked.query, asked.key, asked.value, asked.elements, asked.way
+    query, key, value, elements, way = checked.query, checked.key, checked.value, checked.elements, checked.way
     mask = mask_argument.checked(block_mask, query, key)
     given = query, key, value, attn_mask, None, None, sinks
     if mask is not block_mask:  # a BlockMask, read now
         spec = plans.spec_of(given, mask, recipe, window, *settings)
-    chosen = _chosen(asked.ask, asked.size)
+    chosen = _chosen(checked.ask, checked.size)
     if spec is not None:
-        plan = _known(spec) or _planned(spec, chosen, asked, sinks)
+        plan = _known(spec) or _planned(spec, chosen, checked, sinks)
         return _run(plan, given, mask, return_lse)
     _count(chosen)
     if chosen is None:
-        return torch_attention.dense(way, query, key, value, elements, asked.scale)
+        return torch_attention.dense(way, query, key, value, elements, checked.scale)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     key_mask, mask = mask_argument.read(attn_mask, elements, mask, query, key, by_key=trains)
     parts = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
-    numbers = is_causal, *asked.window, asked.scale, *chosen, switches.current.deterministic
+    numbers = is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
     tokens = query.shape[2], key.shape[2]
     o, lse, workspace = ops.attention(query, key, value, sinks, key_mask, *parts, None, None, *tokens, *numbers)
-    return _with_lse(chosen, given, asked.scale, None, o, lse, workspace) if return_lse else o
+    return _with_lse(chosen, given, checked.scale, None, o, lse, workspace) if return_lse else o
 
 
 def sage_attention_varlen(
@@ -182,7 +182,7 @@ def sage_attention_varlen(
         return _run(plan, given, None, return_lse)
     offsets = cu_seqlens_q, cu_seqlens_k
     checks.options(impl, return_lse=return_lse)
-    query, key, value, scale, window, ask, size = asked_of_packed(
+    query, key, value, scale, window, ask, size = packed_arguments_of(
         query, key, value, offsets, lengths, is_causal, scale, window, sinks, recipe, impl, return_lse
     )
     chosen = _chosen(ask, size)
@@ -214,18 +214,18 @@ def _known(spec: Hashable | None) -> plans.Plan | plans.SdpaCall | None:
 
 
 def _planned(
-    spec: Hashable, chosen: tuple[str, str] | None, asked: Asked, sinks: Tensor | None
+    spec: Hashable, chosen: tuple[str, str] | None, checked: Arguments, sinks: Tensor | None
 ) -> plans.Plan | plans.SdpaCall:
     """The plan of a dense call, kept."""
-    q, k, v, elements = asked.query, asked.key, asked.value, asked.elements
+    q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
     if chosen is None:
-        plan = plans.SdpaCall(torch_attention.settled(asked.way, q, k, elements, asked.scale))
+        plan = plans.SdpaCall(torch_attention.settled(checked.way, q, k, elements, checked.scale))
     else:
         choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
         padding = None
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
             padding = elements[:, 0, 0].expand(k.shape[0], k.shape[2])
-        settings = asked.is_causal, *asked.window, asked.scale, choice.recipe, switches.current.deterministic
+        settings = checked.is_causal, *checked.window, checked.scale, choice.recipe, switches.current.deterministic
         call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, None, None, q.shape[2], k.shape[2], *settings)
         plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding)
     PLANS.put(spec, plan)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.crossings import FULL, MASK
+from sagebwd.auto.thresholds import FULL, MASK
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.rotation import sizes
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
+from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists
@@ -81,7 +81,7 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.auto.crossings.KINDS`). impl: as the public functions take it; None is
+    recipe: "auto" too. kind: of mask (`sagebwd.auto.thresholds.KINDS`). impl: as the public functions take it; None is
     the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
     alone computes, or None.
     """

@@ -1,7 +1,7 @@
 """Who runs a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
 The rows that it chooses from are static (`sagebwd.kernels.table`); a module is imported when a call first runs on it.
-So is from how many tokens "auto" runs in low precision (`sagebwd.auto.crossings`).
+So is from how many tokens "auto" runs in low precision (`sagebwd.auto.thresholds`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto import crossings
-from sagebwd.auto.crossings import Crossing
+from sagebwd.auto import thresholds
+from sagebwd.auto.thresholds import Threshold
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import table
@@ -97,28 +97,28 @@ def hands_over(ask: Ask, size: Size | None) -> bool:
 
 @asked_once
 def _thresholds(*asked: object) -> tuple[tuple[int, int | None], ...]:
-    """(elements, tokens) of `crossings_of` an `Ask`, of which a trace hands on the parts alone.
+    """(elements, tokens) of `thresholds_of` an `Ask`, of which a trace hands on the parts alone.
 
     A dtype that no kernel takes is not handed over either: that is for its error to say.
     """
     ask = Ask(*asked)
     if str(ask.dtype).removeprefix("torch.") not in KERNEL_DTYPES:
         return ((0, 0),)
-    return tuple((found.elements, found.tokens) for found in crossings_of(ask))
+    return tuple((found.elements, found.tokens) for found in thresholds_of(ask))
 
 
 @cache
-def crossings_of(ask: Ask) -> tuple[Crossing, ...]:
+def thresholds_of(ask: Ask) -> tuple[Threshold, ...]:
     """What was measured of such calls on this card, large ones first; empty where nothing was.
 
     Of a pair of widths that was not timed counts the next smaller one that the same kernels are as fast at: torch is
     faster there than at the call's own.
     """
-    known = crossings.of_card(card_of(ask.device), torch.__version__)
+    known = thresholds.of_card(card_of(ask.device), torch.__version__)
     if not known:
         return ()
     choice = _choose_kernels(ask)
-    direction = crossings.TRAINING if ask.training else crossings.FORWARD
+    direction = thresholds.TRAINING if ask.training else thresholds.FORWARD
     dims = ask.head_dim, ask.value_dim
     rows = [
         row

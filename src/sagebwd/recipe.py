@@ -10,7 +10,7 @@ Attention has seven matrix products: six that are ours to choose, of which the f
     dK = dS^T Q     backward, reduces over queries
 
 A product is ``"int8"`` (INT8 operands, INT32 sums) or ``"16bit"`` (operands in the dtype of the input, FP32 sums);
-dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.meaning.float8` has the scales).
+dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.reference.float8` has the scales).
 Where a scale may sit follows from one rule: on an axis that the product does not reduce over it is free to apply.
 An operand scale that does lie on the reduced axis (Q's scale per token in dK, K's in dQ) is folded into dS before dS
 is quantised, so that the sum over tokens stays an integer product.
@@ -93,7 +93,7 @@ class Recipe:
     tenth of a standard deviation of the mean leaves scales as small, and a quarter of K is read for it.
 
     ``rotate``, of `token` and `mixed`: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
-    orthogonal (`sagebwd.meaning.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
+    orthogonal (`sagebwd.reference.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
     of Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's
     codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a
     16-bit S whose dQ and dK are 16 bit too.

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import sagebwd
-from sagebwd import dispatch, sage_attention, switches
-from sagebwd.auto import asked, counts
-from tests.auto.calls import ASK, crossing
+from sagebwd import arguments, dispatch, sage_attention, switches
+from sagebwd.auto import counts
+from tests.auto.calls import ASK, threshold
 
 
 def test_explain_says_why_torch(measured, monkeypatch):
-    monkeypatch.setattr(asked, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
     q = torch.empty(2, 4, 512, 128)
     why = lambda **options: sagebwd.explain(q, q, q, **options)  # noqa: E731
     assert "nobody has timed low precision on a card with torch" in why(is_causal=True).why
-    measured.append(crossing(2048, elements=1))
-    dispatch.crossings_of.cache_clear()
+    measured.append(threshold(2048, elements=1))
+    dispatch.thresholds_of.cache_clear()
     found = why(is_causal=True)
     assert found[:4] == ("full", "torch", "torch", ((128, 128), (128, 128)))
     assert found.why == (
@@ -27,15 +27,15 @@ def test_explain_says_why_torch(measured, monkeypatch):
     )
     assert str(found) == f"full on torch at head_dim 128: {found.why}"
     assert "was not timed on a card for no mask at head_dim 128" in why().why
-    measured[0] = crossing(256, elements=1)
-    dispatch.crossings_of.cache_clear()
+    measured[0] = threshold(256, elements=1)
+    dispatch.thresholds_of.cache_clear()
     assert str(why(is_causal=True)) == (
         "mixed on hopper at head_dim 128: 512 tokens, causal at head_dim 128, forward: mixed is faster from 256 "
         "tokens on, a file"
     )
     assert "torch has nothing that computes the same" in why(is_causal=True, return_lse=True).why
-    measured[0] = crossing(None, elements=1 << 30)
-    dispatch.crossings_of.cache_clear()
+    measured[0] = threshold(None, elements=1 << 30)
+    dispatch.thresholds_of.cache_clear()
     assert why(is_causal=True).why == (
         "the call is smaller than those that were timed, of 1,073,741,824 batch x heads x tokens x head_dim"
     )
@@ -73,8 +73,8 @@ def test_an_argument_that_there_is_not_is_named():
 @pytest.mark.parametrize(
     ("explain", "attention", "internal"),
     [
-        (sagebwd.explain, sage_attention, asked.choice_of),
-        (sagebwd.explain_varlen, sagebwd.sage_attention_varlen, asked.packed_choice_of),
+        (sagebwd.explain, sage_attention, arguments.choice_of),
+        (sagebwd.explain_varlen, sagebwd.sage_attention_varlen, arguments.packed_choice_of),
     ],
 )
 def test_arguments_are_those_of_the_function_that_is_explained(explain, attention, internal):

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
-from sagebwd import dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
-from sagebwd.auto import asked, counts, torch_attention
-from sagebwd.auto.crossings import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
+from sagebwd.auto import counts, torch_attention
+from sagebwd.auto.thresholds import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.plan import spec_of
+from sagebwd.reference.metrics import relative_l2
 
 CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -70,7 +70,7 @@ def test_torch_computes_the_same_call(name, handed):
     tensors = draw(*lengths)
     expected = outcome(tensors, **options, recipe="full")
     counts.counts.clear()
-    assert asked.choice_of(*tensors, enable_gqa=True, **options)[1].ask.kind == kind
+    assert arguments.choice_of(*tensors, enable_gqa=True, **options)[1].ask.kind == kind
     torch._dynamo.reset()
     compiled = torch.compile(partial(sage_attention, enable_gqa=True, **options), fullgraph=True, backend="aot_eager")
     out = compiled(*tensors)
@@ -151,17 +151,17 @@ def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
         {"return_lse": True}, {"block_mask": block_mask}, {"recipe": "token"}, {"impl": "reference"},
         {"window": (5, 0)}, {"window": (5, -1), "attn_mask": torch.zeros(30, 30)},
     ):  # fmt: skip
-        choice, _ = asked.choice_of(q, k, v, enable_gqa=True, **options)
+        choice, _ = arguments.choice_of(q, k, v, enable_gqa=True, **options)
         assert choice is not dispatch.IN_TORCH, options
     k, v = k[:, :, :20], v[:, :, :20]
-    assert asked.choice_of(q, k, v, enable_gqa=True, window=(5, 0))[0] is not dispatch.IN_TORCH  # 25 sees no key
+    assert arguments.choice_of(q, k, v, enable_gqa=True, window=(5, 0))[0] is not dispatch.IN_TORCH  # 25 sees no key
     for x in (q[:, :, :0], q[:0]):
-        assert asked.choice_of(x, x, x)[0] is not dispatch.IN_TORCH
+        assert arguments.choice_of(x, x, x)[0] is not dispatch.IN_TORCH
     with switches(deterministic=True):
-        assert asked.choice_of(q, q, q)[0] is not dispatch.IN_TORCH
+        assert arguments.choice_of(q, q, q)[0] is not dispatch.IN_TORCH
     for name in ("disabled", "backward_16bit"):
         with switches(**{name: True}):
-            assert not isinstance(asked.choice_of(q, q, q)[1].ask.recipe, str)
+            assert not isinstance(arguments.choice_of(q, q, q)[1].ask.recipe, str)
 
 
 def test_what_torch_alone_takes_runs_on_any_device():
@@ -252,9 +252,9 @@ def test_autocast_casts_what_is_handed_over(handed):
         assert sage_attention(q, k, v, enable_gqa=True).dtype == torch.float32
 
 
-def test_a_trace_compiles_once_a_side_of_the_crossing(monkeypatch):
+def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     """And branches on lengths alone."""
-    monkeypatch.setattr(dispatch, "_thresholds", crossing_of_100)
+    monkeypatch.setattr(dispatch, "_thresholds", threshold_of_100)
     monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -278,7 +278,7 @@ def never_faster(*asked):
 
 
 @asked_once
-def crossing_of_100(*asked):
+def threshold_of_100(*asked):
     assert Ask(*asked).device == CARD
     return ((0, 100),)
 

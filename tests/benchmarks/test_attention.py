@@ -1,4 +1,4 @@
-"""sagebwd bench: shapes, peers, gates, and what is timed."""
+"""python -m benchmarks attention: shapes, peers, gates, and what is timed."""
 
 import csv
 import itertools
@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import attention as bench
+from benchmarks import baselines, results
+from benchmarks.baselines import available
+from benchmarks.correctness import emulated, gate, wrong_tensors
+from benchmarks.plot import plot_attention
+from benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
 from sagebwd import Recipe, sage_attention
-from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import peers, results
-from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
-from sagebwd.benchmarks.peers import baselines
-from sagebwd.benchmarks.plot import plot_attention
-from sagebwd.benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
+from sagebwd.cli import timer
 from sagebwd.switches import current
 from tests.scaled import scaled
 
@@ -162,7 +163,7 @@ def test_a_value_of_another_width():
 @pytest.mark.rounding
 def test_interleaving_takes_turns():
     order = []
-    bench.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
+    timer.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
     switches = sum(x != y for x, y in itertools.pairwise(order))
     assert switches >= 2 * 3 - 1
     assert set(order) == {"a", "b"}
@@ -171,10 +172,10 @@ def test_interleaving_takes_turns():
 @pytest.mark.rounding
 def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     runs = []
-    monkeypatch.setattr(bench, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
-    times = bench.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
-    timed = bench.ROUND_MS / 2.0
-    assert runs == [2, 2, *[timed * bench.LEAD_MS / bench.ROUND_MS, timed] * 2]
+    monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
+    times = timer.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
+    timed = timer.ROUND_MS / 2.0
+    assert runs == [2, 2, *[timed * timer.LEAD_MS / timer.ROUND_MS, timed] * 2]
     assert times == {"a": (2.0, 1.0)}
 
 
@@ -252,15 +253,15 @@ SHAPE_OF_PEERS = Shape(head_dim=16, heads=2, kv_heads=2, batch=1, tokens=32, is_
 
 
 def test_baselines_are_the_candidates_that_run(monkeypatch):
-    (name, sdpa), *_ = peers.candidates(SHAPE_OF_PEERS, "cpu").items()
+    (name, sdpa), *_ = baselines.candidates(SHAPE_OF_PEERS, "cpu").items()
 
     def refuses(*_):
         raise AssertionError("no such width")
 
-    monkeypatch.setattr(peers, "candidates", lambda shape, device: {name: sdpa, "fa4": refuses})
-    assert set(peers.baselines(SHAPE_OF_PEERS, "cpu")) == {name}
-    assert peers.refusal(refuses, SHAPE_OF_PEERS, "cpu") == "does not run: AssertionError: no such width"
-    assert peers.refusal(sdpa, SHAPE_OF_PEERS, "cpu") is None
+    monkeypatch.setattr(baselines, "candidates", lambda shape, device: {name: sdpa, "fa4": refuses})
+    assert set(baselines.available(SHAPE_OF_PEERS, "cpu")) == {name}
+    assert baselines.refusal(refuses, SHAPE_OF_PEERS, "cpu") == "does not run: AssertionError: no such width"
+    assert baselines.refusal(sdpa, SHAPE_OF_PEERS, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -268,8 +269,8 @@ def test_baselines_are_the_candidates_that_run(monkeypatch):
     [(True, {"cudnn", "fa2"}, False), (True, {"cudnn", "fa4"}, True), (False, {"cudnn", "fa2"}, True)],
 )
 def test_on_hopper_there_is_no_best_without_flash_attention_4(monkeypatch, hopper, timed, may):
-    monkeypatch.setattr(peers, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
-    assert peers.may_claim_best(timed, "cuda") is may
+    monkeypatch.setattr(baselines, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
+    assert baselines.may_claim_best(timed, "cuda") is may
 
 
 TOKEN = Recipe.named("token")
@@ -303,7 +304,7 @@ def test_peers_are_right_or_named_by_what_is_wrong(shape):
     inputs = shape.inputs("cpu", torch.bfloat16)
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
     assert [x.shape[-1] for x in exact] == [shape.value_dim, shape.head_dim, shape.head_dim, shape.value_dim]
-    (sdpa,) = baselines(shape, "cpu").values()
+    (sdpa,) = available(shape, "cpu").values()
     assert wrong_tensors(shape, sdpa, exact, inputs) == {}
     for name in ("dq", "dk", "dv"):
         found = wrong_tensors(shape, scaled(sdpa, **{name: -0.06}), exact, inputs)
@@ -323,7 +324,7 @@ def test_a_peer_that_is_wrong_in_a_few_tokens_is_wrong():
     shape = Shape(16, 1, 1, 1, 4000, False)
     inputs = shape.inputs("cpu", torch.bfloat16)
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
-    (sdpa,) = baselines(shape, "cpu").values()
+    (sdpa,) = available(shape, "cpu").values()
 
     def cut_short(*x):
         o = sdpa(*x)

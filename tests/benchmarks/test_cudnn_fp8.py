@@ -8,9 +8,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from sagebwd.benchmarks import cudnn_fp8, float8_casts
-from sagebwd.benchmarks.cudnn_fp8 import E4M3, E5M2
-from sagebwd.meaning.metrics import relative_l2
+from benchmarks import cudnn_fp8, float8_casts
+from benchmarks.cudnn_fp8 import E4M3, E5M2
+from sagebwd.reference.metrics import relative_l2
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = {E4M3: 1 / 8, E5M2: 1 / 4}

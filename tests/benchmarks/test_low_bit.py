@@ -1,14 +1,14 @@
-"""Low-bit peers of sagebwd bench: who they are, what their rows say, and what is compared with them."""
+"""Low-bit peers of the benchmarks: who they are, what their rows say, and what is compared with them."""
 
 import json
 
 import pytest
 import torch
 
-from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import cudnn_fp8, low_bit
-from sagebwd.benchmarks.packed import Packed
-from sagebwd.benchmarks.shapes import Shape
+from benchmarks import attention as bench
+from benchmarks import cudnn_fp8, low_bit
+from benchmarks.packed import Packed
+from benchmarks.shapes import Shape
 from tests.scaled import scaled
 
 SHAPE = Shape(head_dim=128, heads=2, kv_heads=1, batch=1, tokens=64, is_causal=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import __main__ as cli
+from benchmarks import mask_cases as cases
+from benchmarks import masks as bench
 from sagebwd import sage_attention
-from sagebwd.benchmarks import mask_cases as cases
-from sagebwd.benchmarks import masks as bench
-from sagebwd.commands import main as cli
 from tests.scaled import scaled
 
 pytestmark = pytest.mark.rounding
@@ -212,7 +212,7 @@ def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch
 
 
 def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["sagebwd", "bench-masks", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "masks", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     out, err = capsys.readouterr()

@@ -7,13 +7,13 @@ import types
 import pytest
 import torch
 
+from benchmarks import attention as bench
+from benchmarks import baselines, results
+from benchmarks.correctness import emulated, gate, wrong_tensors
+from benchmarks.packed import Packed, packed_shapes
+from benchmarks.plot import plot_attention
+from benchmarks.shapes import WIDTHS, Shape, on_grid
 from sagebwd import Recipe, sage_attention_varlen
-from sagebwd.benchmarks import attention as bench
-from sagebwd.benchmarks import peers, results
-from sagebwd.benchmarks.gates import emulated, gate, wrong_tensors
-from sagebwd.benchmarks.packed import Packed, packed_shapes
-from sagebwd.benchmarks.plot import plot_attention
-from sagebwd.benchmarks.shapes import WIDTHS, Shape, on_grid
 from sagebwd.hardware import flops
 from tests.scaled import scaled
 
@@ -91,7 +91,7 @@ def test_the_gate_passes_what_is_right_and_no_attention_across_sequences():
 def test_a_peer_that_is_wrong_in_one_sequence_is_wrong(sequence):
     inputs = SHAPE.inputs("cpu", torch.bfloat16)
     exact = emulated(SHAPE, Recipe.named("full"), inputs, torch.float64)
-    (sdpa,) = peers.baselines(SHAPE, "cpu").values()
+    (sdpa,) = baselines.available(SHAPE, "cpu").values()
     assert wrong_tensors(SHAPE, sdpa, exact, inputs) == {}
     for name in ("dq", "dk", "dv"):
         assert set(wrong_tensors(SHAPE, wrong_in(sequence, sdpa, **{name: 4.0}), exact, inputs)) == {name}
@@ -154,7 +154,7 @@ def test_what_the_peers_of_a_gpu_are_called_with(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setattr(Packed, "offsets", lambda self, device: torch.tensor([0, 37, 137, 142, 206]).int())
-    found = peers.candidates(SHAPE, "cuda")
+    found = baselines.candidates(SHAPE, "cuda")
     assert set(found) == {"varlen", "fa4"}
     q, k, v, _ = SHAPE.inputs("cpu", torch.bfloat16)
     assert found["fa4"](q, k, v) is q

@@ -22,8 +22,8 @@ from sagebwd.auto.counts import counts
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_sharing import keep_sequences, share_sequences
-from sagebwd.meaning.metrics import relative_l2
-from tests.training.runs import begin, finish
+from sagebwd.reference.metrics import relative_l2
+from tests.lab.training.runs import begin, finish
 
 pytestmark = [
     pytest.mark.rounding,

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd import sage_attention
 from sagebwd.integrations.context_parallel import ring_attention, shard
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
-from tests.training.runs import begin, finish
+from tests.lab.training.runs import begin, finish
 
 pytestmark = pytest.mark.rounding
 

@@ -21,7 +21,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 
 from sagebwd.integrations import diffusers as integration
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry
 NATIVE = attention_dispatch.AttentionBackendName.NATIVE

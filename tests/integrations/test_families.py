@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 pytestmark = pytest.mark.rounding
 

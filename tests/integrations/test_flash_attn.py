@@ -25,7 +25,7 @@ from sagebwd.integrations.flash_attn import (
     install,
 )
 from sagebwd.integrations.flash_attn_padding import index_first_axis, pad_input, unpad_input
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import current, switches
 
 pytestmark = pytest.mark.rounding

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 
 from sagebwd import read_block_mask, sage_attention
 from sagebwd.integrations.flex_attention import OPTIONS, flex_attention
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lab.training.config import Config
+from lab.training.model import build
 from sagebwd.integrations.transformers import add_qk_norm
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.training.config import Config
-from sagebwd.training.model import build
+from sagebwd.reference.metrics import relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.integrations.sageattention import sageattn, sageattn_varlen
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
-from sagebwd.auto.asked import choice_of
+from sagebwd.arguments import choice_of
 from sagebwd.integrations import sdpa
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 
 ORIGINAL = F.scaled_dot_product_attention

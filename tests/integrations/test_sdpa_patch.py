@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 from tests.integrations.test_sdpa import is_original_or_int8
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from sagebwd.integrations import transformers as integration
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 

@@ -33,7 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import sagebwd
 from sagebwd.auto import counts
 from sagebwd.integrations import transformers as integration
-from sagebwd.meaning.metrics import cosine, relative_l2
+from sagebwd.reference.metrics import cosine, relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
 

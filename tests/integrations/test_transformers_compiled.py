@@ -17,9 +17,9 @@ from transformers import (
     StaticCache,
 )
 
-from sagebwd.benchmarks import flash_attention_4
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.training import full_precision
+from lab.steps import flash_attention_4
+from lab.training import full_precision
+from sagebwd.reference.metrics import relative_l2
 from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")

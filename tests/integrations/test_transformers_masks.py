@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read, read_attention_mask
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 pytestmark = pytest.mark.usefixtures("registered")
 SIZES = {

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModel, Gemma4ForCausalLM, Gemma4Tex
 
 from sagebwd.auto.counts import counts
 from sagebwd.integrations import transformers_torch
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 
 TOKEN, TORCH = "token on reference", "full precision on torch"
 # layers that low precision runs and layers that it leaves to torch, of the model that the default config is of

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
-from sagebwd.analysis.gaussian import with_sinks
-from sagebwd.auto.crossings import FULL, MASK
+from sagebwd.auto.thresholds import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import Mask
-from sagebwd.meaning.conformance import emulator_error, moved, violation
 from sagebwd.recipe import Recipe
+from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.masks import drawn
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

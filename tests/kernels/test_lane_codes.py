@@ -9,8 +9,8 @@ from sagebwd.call import Packing
 from sagebwd.kernels.operands.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
-from sagebwd.meaning.quantize import quantize_tokens, smooth
-from sagebwd.meaning.rotation import rotated, rotation
+from sagebwd.reference.quantize import quantize_tokens, smooth
+from sagebwd.reference.rotation import rotated, rotation
 
 BLOCK_K = 128
 

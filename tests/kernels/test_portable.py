@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from sagebwd.meaning.quantize import quantize_tokens, smooth
-from sagebwd.meaning.rotation import rotated
 from sagebwd.recipe import Recipe
+from sagebwd.reference.quantize import quantize_tokens, smooth
+from sagebwd.reference.rotation import rotated
 from tests.kernels.calls import TENSORS, KernelCall
 
 pytest.importorskip("triton")

@@ -15,8 +15,8 @@ from sagebwd.call import Call, Saved
 from sagebwd.kernels.host import driver
 from sagebwd.kernels.portable import launch
 from sagebwd.masks.band import Band
-from sagebwd.meaning.quantize import quantize_tokens, smooth
-from sagebwd.meaning.rotation import rotated
+from sagebwd.reference.quantize import quantize_tokens, smooth
+from sagebwd.reference.rotation import rotated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []

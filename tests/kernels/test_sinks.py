@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.meaning.metrics import relative_l2
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.sinks import epilogue
 from tests.test_sinks import attend, exact, inputs, results
 

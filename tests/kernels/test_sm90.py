@@ -13,7 +13,7 @@ import pytest
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.variant import REGISTERS, Variant
 from sagebwd.kernels.sm90.widths import WIDTHS
-from sagebwd.meaning.rotation import sizes
+from sagebwd.reference.rotation import sizes
 from tools.cross_compile import count, matrix_loops, sass
 
 pytestmark = pytest.mark.skipif(sm90.unavailable() is not None, reason=str(sm90.unavailable()))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sagebwd import sage_attention
-from sagebwd.meaning.metrics import relative_l2
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import switches
 from tests.kernels.calls import TENSORS, KernelCall
 from tests.kernels.test_portable import CALLS, UNALIGNED

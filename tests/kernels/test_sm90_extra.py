@@ -29,8 +29,8 @@ from types import SimpleNamespace
 import torch
 import sagebwd
 from sagebwd import Recipe, dispatch
-from sagebwd.commands import doctor
-from sagebwd.auto.asked import ask_of
+from sagebwd.cli import doctor
+from sagebwd.arguments import ask_of
 
 assert not {"cutlass", "tvm_ffi"} & set(sys.modules)
 dispatch.arch_of = lambda device: 90 if device.type == "cuda" else 0

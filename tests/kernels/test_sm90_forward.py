@@ -16,9 +16,9 @@ from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
 from sagebwd.masks.band import Band
-from sagebwd.meaning.quantize import quantize_tokens
-from sagebwd.meaning.rotation import rotated, sizes
 from sagebwd.recipe import Recipe
+from sagebwd.reference.quantize import quantize_tokens
+from sagebwd.reference.rotation import rotated, sizes
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}

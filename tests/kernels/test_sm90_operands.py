@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagebwd.masks.band import Band
-from sagebwd.meaning.float8 import RESTORED, Float8Operands, e4m3, queries_a_scale
-from sagebwd.meaning.metrics import relative_l2
-from sagebwd.meaning.quantize import quantize_tokens
-from sagebwd.meaning.reference import Emulator
-from sagebwd.meaning.rotation import rotated, rotation, sizes
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.float8 import RESTORED, Float8Operands, e4m3, queries_a_scale
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.quantize import quantize_tokens
+from sagebwd.reference.rotation import rotated, rotation, sizes
 from tests.inputs import draw
 
 pytest.importorskip("triton")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sagebwd.kernels.sm90.forward.rotation import Share, Threads, root, stages, turned
-from sagebwd.meaning.rotation import rotation, sizes
+from sagebwd.reference.rotation import rotation, sizes
 
 FILLED = [(64, 64), (48, 64), (33, 64), (128, 128), (112, 128), (100, 128), (120, 128), (65, 128), (1, 64)]
 

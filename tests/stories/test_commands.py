@@ -13,10 +13,11 @@ from tests import programs
 ROOT = Path(__file__).parents[2]
 
 
-COMMAND = "from sagebwd.commands import main as cli; cli.main()"
+DOCTOR = "from sagebwd.cli import main as cli; cli.main()"
+LAB = "from lab import __main__ as cli; cli.main()"
 
 
-def run(*arguments, code, program=COMMAND, **environment):
+def run(*arguments, code, program=LAB, **environment):
     """What the command prints, and what it warns of; the exit code is as given, and no traceback is shown."""
     outcome = programs.run(program, ROOT, *map(str, arguments), **environment)
     assert outcome.returncode == code, outcome.stderr
@@ -75,15 +76,15 @@ def test_story_10_doctor_says_why_there_is_no_kernel():
     """“prints GPU/arch/torch/triton and PASS, on CPU-only prints why not and exits non-zero without traceback”.
 
     The clean install is `make package` (tools/package.py)."""
-    said, _ = run("doctor", code=1, CUDA_VISIBLE_DEVICES="")
+    said, _ = run("doctor", code=1, program=DOCTOR, CUDA_VISIBLE_DEVICES="")
     assert torch.__version__ in said
     for part in ("triton", "GPU none that torch can see", "needs a CUDA device", "self-test PASS", "right and slow"):
         assert part in said
 
 
 SMALL_BENCH = """
-from sagebwd.commands import main as cli
-from sagebwd.benchmarks import shapes
+from benchmarks import __main__ as cli
+from benchmarks import shapes
 shapes.TOTAL_TOKENS = 64
 cli.main()
 """
@@ -93,7 +94,7 @@ def test_story_10_honest_bench(tmp_path):
     """“writes PNG+CSV with rows fwd, bwd, fwd+bwd for sdpa and sagebwd, quantisation included, and says 'slower' where
     it is”."""
     arguments = (
-        "bench", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 64, "--recipe", "token",
+        "attention", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 64, "--recipe", "token",
         "--no-special", "--rounds", 1, "--output", tmp_path, "--commit", "story",
     )  # fmt: skip
     said, _ = run(*arguments, code=0, program=SMALL_BENCH)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sagebwd
 from sagebwd import sage_attention, sage_attention_varlen
-from sagebwd.meaning.metrics import cosine, relative_l2
+from sagebwd.reference.metrics import cosine, relative_l2
 from tests import programs
 from tests.stories import leaves, low_precision, on_each_device, randn
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import sagebwd
 from sagebwd import sage_attention
 from sagebwd.integrations.transformers import register
-from sagebwd.meaning.metrics import cosine
+from sagebwd.reference.metrics import cosine
 from tests.stories import low_precision, on_each_device, randn
 
 pytestmark = pytest.mark.rounding

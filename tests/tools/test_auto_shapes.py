@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sagebwd.auto.crossings import CAUSAL, FULL, KINDS, PACKED, WINDOW
+from sagebwd.auto.thresholds import CAUSAL, FULL, KINDS, PACKED, WINDOW
 from tools import auto_shapes
 from tools.auto_shapes import Call
 

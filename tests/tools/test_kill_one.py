@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
-from sagebwd.training import run_dir
-from tests.training.runs import command
+from lab.training import run_dir
+from tests.lab.training.runs import command
 from tools import kill_one
 
 pytestmark = pytest.mark.rounding

@@ -14,7 +14,7 @@ if not dist.is_available():
 
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.training.runs import begin, finish
+from tests.lab.training.runs import begin, finish
 from tools import fa4_in_torch, ring_time
 
 ARGUMENTS = "--device cpu --impl reference --heads 2 --rounds 1 --commit abc"

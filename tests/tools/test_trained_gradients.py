@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sagebwd.analysis.capture import capture
-from sagebwd.analysis.models import load_model, text_windows
+from sagebwd.diagnostics.capture import capture
+from sagebwd.diagnostics.models import load_model, text_windows
 from sagebwd.masks.band import Band
 from tools import trained_gradients, trained_heads
 from tools.accumulation import FP32, HOPPER, line, summed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.auto import crossings
-from sagebwd.auto.asked import choice_of, packed_choice_of
-from sagebwd.auto.crossings import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Crossing, widths_text
+from sagebwd.arguments import choice_of, packed_choice_of
+from sagebwd.auto import thresholds
+from sagebwd.auto.thresholds import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Threshold, widths_text
 from sagebwd.call import Ask, Size
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
@@ -51,8 +51,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **opt
     `sage_attention` raises for the arguments.
     """
     _check("explain", choice_of, query, key, value, *arguments, **options)
-    choice, asked = choice_of(query, key, value, *arguments, **options)
-    return explained(choice, asked.ask, asked.size, options.get("recipe", AUTO))
+    choice, checked = choice_of(query, key, value, *arguments, **options)
+    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO))
 
 
 def explain_varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
@@ -85,12 +85,12 @@ def _why_torch(ask: Ask, size: Size) -> str:
     if ask.only_torch is not None:
         return f"torch's own attention alone takes {ask.only_torch}"
     card = dispatch.card_of(ask.device)
-    if not crossings.of_card(card, torch.__version__):
+    if not thresholds.of_card(card, torch.__version__):
         return (
             f"nobody has timed low precision on {card} with torch {torch.__version__} and this sagebwd; "
             "`sagebwd doctor --measure` does, in a few minutes"
         )
-    found = dispatch.crossings_of(ask)
+    found = dispatch.thresholds_of(ask)
     if not found:
         return f"low precision was not timed on {card} for {_call(ask)}; `sagebwd doctor --measure` may time it"
     row = _row(found, size)
@@ -112,11 +112,11 @@ def _why_kernels(choice: Choice, ask: Ask, size: Size | None, recipe: object) ->
         return f"the reference runs calls on {ask.device.type}"
     if size is None:
         return "torch has nothing that computes the same, or the switch deterministic is on"
-    row = _row(dispatch.crossings_of(ask), size)
+    row = _row(dispatch.thresholds_of(ask), size)
     return f"{_tokens(size)} tokens, {_call(ask)}: {choice.recipe} is faster from {row.tokens} tokens on, {row.source}"
 
 
-def _row(found: tuple[Crossing, ...], size: Size) -> Crossing | None:
+def _row(found: tuple[Threshold, ...], size: Size) -> Threshold | None:
     return next((row for row in found if size.elements >= row.elements), None)
 
 

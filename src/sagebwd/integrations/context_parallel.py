@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagebwd import checks
+from sagebwd.arguments import autocast
 from sagebwd.attention import sage_attention
-from sagebwd.auto.asked import autocast
 from sagebwd.recipe import AUTO, Recipe
 
 

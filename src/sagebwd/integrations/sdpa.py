@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sagebwd import checks, dispatch
+from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
-from sagebwd.auto.asked import autocast, choice_of
 from sagebwd.cache import Cache
 from sagebwd.kernels import table
 from sagebwd.plan import spec_of

@@ -32,9 +32,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.import_utils import is_tracing
 
+from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
-from sagebwd.auto.asked import autocast_dtype
 from sagebwd.integrations.transformers_masks import (
     USE_INSTEAD,
     Mask,

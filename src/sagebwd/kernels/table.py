@@ -83,7 +83,7 @@ ROWS = (
         f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
-        FORWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any",
+        FORWARD, "reference", "sagebwd.reference.emulator", REFERENCE_DTYPES, {}, _as_it_is, "any",
     ),
     Row(
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
@@ -98,7 +98,7 @@ ROWS = (
         {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
-        BACKWARD, "reference", "sagebwd.meaning.reference", REFERENCE_DTYPES, {}, _as_it_is, "any",
+        BACKWARD, "reference", "sagebwd.reference.emulator", REFERENCE_DTYPES, {}, _as_it_is, "any",
     ),
     Row(FORWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any"),
     Row(BACKWARD, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, _as_it_is, "any"),

@@ -1,4 +1,4 @@
-"""R of `sagebwd.meaning.rotation` in kernels: products with its signs, which programs of many rows make themselves.
+"""R of `sagebwd.reference.rotation` in kernels: products with its signs, which programs of many rows make themselves.
 
 Signs follow from the numbers of two channels in a few instructions. Programs of few rows read what a launch before
 theirs stored (`store_signs`). Products of 16-bit numbers with signs are exact, and are added up in FP32. TURNED:

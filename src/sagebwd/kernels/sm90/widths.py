@@ -34,7 +34,7 @@ class ForwardTile(NamedTuple):
 class BackwardTile(NamedTuple):
     """Tile and pipeline of the backward: 128 keys, ``queries`` a step, ``stages`` of what is loaded of these.
 
-    queries: also of a scale of dO's and Q's e4m3 copies (`sagebwd.meaning.float8.queries_a_scale`).
+    queries: also of a scale of dO's and Q's e4m3 copies (`sagebwd.reference.float8.queries_a_scale`).
     by_channel: a warpgroup computes dQ^T of half of the channels; else of half of the queries, and holds K's copy for
     it in registers.
     holds_keys: a warpgroup holds K for S in registers.

@@ -1,4 +1,4 @@
-"""dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.meaning.float8`).
+"""dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.reference.float8`).
 
 A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T
 and dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also

@@ -94,7 +94,7 @@ def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | Non
 def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in e4m3 (`sagebwd.meaning.float8`), bit for bit the same in every run where ``call.deterministic``.
+    """dq, dk, dv in e4m3 (`sagebwd.reference.float8`), bit for bit the same in every run where ``call.deterministic``.
 
     do, v, o: any strides with a contiguous last dimension; q and k are not read.
     """

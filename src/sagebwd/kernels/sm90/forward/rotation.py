@@ -1,4 +1,4 @@
-"""A row of Q times R (`sagebwd.meaning.rotation`), by sums and differences, in the threads that share the row.
+"""A row of Q times R (`sagebwd.reference.rotation`), by sums and differences, in the threads that share the row.
 
 Imports no compiler: a thread's numbers, and what threads do with each other's, are whatever the caller has.
 """

@@ -1,4 +1,4 @@
-"""What backwards with e4m3 products (`sagebwd.meaning.float8`) read of each query, and the largest K of a head.
+"""What backwards with e4m3 products (`sagebwd.reference.float8`) read of each query, and the largest K of a head.
 
 Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
 """
@@ -28,7 +28,7 @@ from sagebwd.kernels.operands.tile import (
 )
 from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.sm90.widths import BackwardTile
-from sagebwd.meaning import float8
+from sagebwd.reference import float8
 
 # Zeros that a program writes at a time.
 CLEARED = tl.constexpr(1024)

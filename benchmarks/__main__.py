@@ -1,0 +1,242 @@
+"""The benchmarks' command line: `python -m benchmarks attention | masks`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.table import Table
+
+    from sagebwd.cli.terminal import console, progress, quiet, run
+except ImportError as error:  # pragma: no cover - exercised in a subprocess
+    sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
+
+KERNELS = "src/sagebwd/kernels"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own drops what is in brackets
+    help="Speed and memory of attention.",
+)
+
+
+@app.command()
+def attention(
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
+    head_dim: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256; repeat [default: 64, 128]."),
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
+    special: Annotated[
+        bool | None, typer.Option(help="Also grouped heads and the video shape [default: with the grid].")
+    ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
+    ] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
+    from benchmarks import attention as benchmark
+    from benchmarks import baselines, low_bit, shapes
+    from benchmarks.packed import packed_shapes
+    from benchmarks.plot import plot_attention
+    from benchmarks.results import environment, save, save_csv
+    from sagebwd.dispatch import check_known
+    from sagebwd.hardware import check_device
+    from sagebwd.recipe import Recipe
+
+    check_device(device)
+    for name in impl or ():
+        check_known(name)
+    low_bit.check(peer or ())
+    recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
+    if packed:
+        if tokens or special or peer:
+            raise ValueError(
+                "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
+            )
+        kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS)
+    else:
+        kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
+        grid += shapes.special_shapes() if special is not False else []
+    facts = environment(device, commit) | low_bit.facts(peer or ())
+    rows: list[benchmark.Measurement] = []
+    for index, shape in enumerate(grid, 1):
+        with console.status(f"{index}/{len(grid)} {shape}"):
+            measured = benchmark.measure_shape(
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or ()
+            )
+        rows += measured
+        console.print(_attention_table(str(shape), measured))
+        for line in low_bit.comparisons(measured):
+            console.print(line, markup=False)
+        for name, reason in measured[-1].peer_gates.items():
+            console.print(f"{name} does not count here, {reason}", markup=False)
+        path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
+    console.print(f"wrote {path} and {save_csv(rows, path)}")
+    compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
+    if not baselines.may_claim_best({row.impl for row in rows}, device):
+        del compared["the best baseline"]
+        console.print("no claim over the best baseline: FlashAttention-4 is not installed, or runs no shape here")
+    for name, text in dict.fromkeys((row.impl, row.recipe) for row in rows if row.recipe in set(map(str, recipes))):
+        for baseline, over in compared.items():
+            means = {
+                way: benchmark.geometric_mean_speedup(rows, name, text, way, over) for way in benchmark.DIRECTIONS
+            }
+            if None not in means.values():
+                line = ", ".join(f"{way} {mean:.2f}x{' (slower)' if mean < 1 else ''}" for way, mean in means.items())
+                console.print(f"{text} ({name}) over {baseline}: {line}")
+        costs = {way: benchmark.deterministic_cost(rows, name, text, way) for way in benchmark.DIRECTIONS}
+        if None not in costs.values():
+            line = ", ".join(f"{way} {cost:.2f}x" for way, cost in costs.items())
+            console.print(f"{text} ({name}), time of the deterministic mode: {line}")
+    for line in low_bit.comparisons(rows) if len(grid) > 1 else ():
+        console.print(f"all shapes: {line}", markup=False)
+    if any(shapes.on_grid(asdict(row)) and row.gate == "ok" for row in rows):
+        console.print(f"wrote {plot_attention(path)}")
+    if any(row.gate == "FAILED" for row in rows):
+        raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
+
+
+def _attention_table(title: str, rows: list) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    measures = "fwd", "bwd", "fwd+bwd ms / TFLOPS", "over best here", "over FA2", "peak MiB", "kept MiB"
+    for heading in ("attention", *measures):
+        table.add_column(heading, justify="left" if heading == "attention" else "right")
+    for start in range(0, len(rows), 3):
+        forward, backward, both = rows[start : start + 3]
+        if both.gate == "FAILED":
+            table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
+            continue
+        cells = [
+            f"{row.ms:.3f} / {row.tflops:.0f}{'' if row.gate == 'ok' else ' wrong'}"
+            for row in (forward, backward, both)
+        ]
+        over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
+        over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
+        used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
+        table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
+    return table
+
+
+@app.command()
+def masks(
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="documents, chunks, prefix, window or random; gpt-oss or gpt-oss-window, layers with sinks; repeat "
+            "[default: all but gpt-oss's]."
+        ),
+    ] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: 128, 64].")] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A recipe, 'packed RECIPE', flex, flex-flash, fa4 or sdpa; repeat [default: mixed and token, both "
+            "packed too, and all others but sdpa]."
+        ),
+    ] = None,
+    impl: Annotated[str | None, typer.Option(help="Kernel family of ours [default: the fastest].")] = None,
+    tokens: Annotated[int, typer.Option(help="Queries and keys.")] = 16384,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="That compile before anything is timed [default: one a case on a GPU, at most 8]."),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Begin no mask that would end later.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+    kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
+) -> None:
+    """Speed of block masks, and of layers with sinks, end to end, against FlexAttention and FlashAttention-4."""
+    quiet()
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
+    from benchmarks import mask_cases
+    from benchmarks import masks as benchmark
+    from benchmarks.results import environment, save
+    from sagebwd.dispatch import check_known
+    from sagebwd.hardware import check_device, command_output
+
+    check_device(device)
+    check_known(impl)
+    names = attention or list(mask_cases.DEFAULT)
+    for name in names:
+        mask_cases.check_name(name)
+    cases = [
+        mask_cases.Case.of(kind, width, tokens) for width in head_dim or (128, 64) for kind in mask or mask_cases.MASKS
+    ]
+    if processes is None:
+        processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
+    facts = environment(device, commit)
+    facts["kernels"] = kernels_hash or command_output("git", "rev-parse", f"HEAD:{KERNELS}")
+    rows: list[benchmark.Measurement] = []
+    with progress() as tell:
+        for measured in benchmark.measure(
+            cases, names, device, impl=impl, rounds=rounds, processes=processes, seconds=seconds, tell=tell
+        ):
+            rows += measured
+            path = save(rows, facts, output, "masks")  # anew with every mask: one that is cut off has what it measured
+            console.print(_masks_table(measured))
+            for row in measured:
+                if row.gate != "ok" and row.direction == benchmark.BOTH:
+                    console.print(f"{row.attention}: {row.gate}", markup=False, highlight=False, soft_wrap=True)
+    if not rows:
+        raise ValueError(f"--seconds {seconds:g}: no mask was timed; give more")
+    console.print(f"wrote {path}", soft_wrap=True)
+    if any(row.gate.startswith("FAILED") for row in rows):
+        raise ValueError("some masks FAILED the correctness gate: their results are wrong, do not use them")
+
+
+def _masks_table(rows: list) -> Table:
+    """A line an attention: each direction's ms and TFLOPS, what a new mask costs, and the peers' time over it."""
+    one, ways = rows[0], list(dict.fromkeys(row.direction for row in rows))
+    shape = f"D{one.head_dim} H{one.heads}/{one.kv_heads} B{one.batch} N{one.tokens}"
+    title = f"{one.mask} {shape}, {one.shown:.1%} of pairs, BlockMask made in {one.block_mask_ms:.1f} ms"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("attention")
+    for way in ways:
+        for heading in (f"{way} ms / TFLOPS", "mask ms", "over"):
+            table.add_column(heading, justify="left" if heading == "over" else "right")
+    for name in dict.fromkeys(row.attention for row in rows):
+        cells = []
+        for row in (row for row in rows if row.attention == name):
+            if row.ms is None:
+                cells += ["FAILED" if row.gate.startswith("FAILED") else "does not run", "", ""]
+                continue
+            over = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in row.over.items())
+            wrong = "" if row.gate == "ok" else " wrong"
+            cells += [
+                f"{row.ms:.3f} / {row.tflops:.0f}{wrong}",
+                "" if row.mask_ms is None else f"{row.mask_ms:.2f}",
+                over,
+            ]
+        table.add_row(name, *cells)
+    return table
+
+
+def main() -> None:
+    """Entry point of `python -m benchmarks`."""
+    run(app, "benchmarks")
+
+
+if __name__ == "__main__":  # processes that it starts import this too
+    main()

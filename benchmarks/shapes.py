@@ -1,0 +1,123 @@
+"""The attention calls that `python -m benchmarks attention` times: the standard grid and a few more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sagebwd.auto.thresholds import widths_text
+from sagebwd.hardware import flops
+
+WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {
+    "192/128": (192, 128),
+    "256": (256, 256),
+}
+"""The grid's (head_dim, value's head_dim), as the command line writes them."""
+DEFAULT_WIDTHS = ("64", "128")
+GRID_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+TOTAL_TOKENS = 16384
+MODEL_WIDTH = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call: batch x heads x tokens x head_dim, query and key lengths equal.
+
+    value_dim: value's and the output's head_dim, the same as head_dim unless given.
+    """
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    batch: int
+    tokens: int
+    is_causal: bool
+    value_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
+    @property
+    def name(self) -> str:
+        """Its widths and heads."""
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"D{widths_text(self.head_dim, self.value_dim)} H{heads}"
+
+    def __str__(self) -> str:
+        return f"{self.name} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
+
+    def sequences(self) -> list[slice]:
+        """The tokens that see each other: all."""
+        return [slice(None)]
+
+    def short(self) -> Shape:
+        """One batch of it, and few tokens."""
+        return replace(self, batch=1, tokens=min(self.tokens, 1024))
+
+    def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gaussian q, k, v and do, the same for all."""
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes = (
+            (self.heads, self.head_dim),
+            (self.kv_heads, self.head_dim),
+            (self.kv_heads, self.value_dim),
+            (self.heads, self.value_dim),
+        )
+        return tuple(
+            torch.randn(self.batch, heads, self.tokens, width, generator=generator, device=device, dtype=dtype)
+            for heads, width in sizes
+        )
+
+    def last_key_head(self, x: Tensor) -> Tensor:
+        """Of the last sequence of a batch of queries or keys: the last key head, or the query heads that read it."""
+        count = self.heads // self.kv_heads if x.shape[1] == self.heads else 1
+        return x.detach()[-1:, -count:]
+
+    def flops(self, direction: str) -> float:
+        """Useful operations of one direction."""
+        return flops(
+            self.batch, self.heads, self.tokens, self.tokens, self.head_dim, value_dim=self.value_dim,
+            is_causal=self.is_causal, direction=direction,
+        )  # fmt: skip
+
+
+def widths_of(names: Iterable[str]) -> list[tuple[int, int]]:
+    """(head_dim, value's head_dim) of each of `WIDTHS`. Raises ValueError for another name."""
+    names = list(names)
+    for name in names:
+        if name not in WIDTHS:
+            raise ValueError(f"head_dim={name} is not of the grid; accepted: {', '.join(WIDTHS)}")
+    return [WIDTHS[name] for name in names]
+
+
+def standard_grid(widths: Iterable[str] = DEFAULT_WIDTHS, tokens: Iterable[int] = GRID_TOKENS) -> list[Shape]:
+    """The standard grid: heads = 2048 / value's head_dim, batch x tokens = 16384 (batch 1 beyond), causal and not.
+
+    widths: of `WIDTHS`. Raises ValueError for another.
+    """
+    return [
+        Shape(d, MODEL_WIDTH // e, MODEL_WIDTH // e, max(1, TOTAL_TOKENS // n), n, is_causal, e)
+        for d, e in widths_of(widths)
+        for is_causal in (False, True)
+        for n in tokens
+    ]
+
+
+def on_grid(row: dict) -> bool:
+    """Whether a row of a result file is of the standard grid; older files have no packed rows."""
+    return not row.get("lengths") and row["heads"] == row["kv_heads"] == MODEL_WIDTH // value_dim_of(row)
+
+
+def value_dim_of(row: dict) -> int:
+    """Value's head_dim of such a row; older files have one head_dim for both."""
+    return row.get("value_dim", row["head_dim"])
+
+
+def special_shapes() -> list[Shape]:
+    """Grouped heads of a language model, and a video transformer's block."""
+    grouped = [Shape(128, 32, 8, max(1, TOTAL_TOKENS // n), n, True) for n in (4096, 16384)]
+    return [*grouped, Shape(128, 24, 24, 1, 32760, False)]

@@ -1,0 +1,1 @@
+"""The laboratory: training runs, their comparisons, and studies of errors; `python -m lab --help` in a clone."""

@@ -1,0 +1,89 @@
+"""`python -m lab bench-training`: where the time of training steps goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagebwd.cli.terminal import console, progress, quiet
+
+
+def bench_training(
+    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path("configs/paper-325m.yaml"),
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="cudnn, flash, sdpa, fa4, a recipe or recipe@impl; repeat [default: all here]."),
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Compile its layers, one for all, in a tenth of the time.")
+    ] = False,
+    reduce_overhead: Annotated[
+        bool, typer.Option("--reduce-overhead", help="Compile it whole, its kernels launched as CUDA graphs.")
+    ] = False,
+    largest_context: Annotated[
+        bool, typer.Option("--largest-context", help="Time nothing: find the longest sequence that one GPU trains.")
+    ] = False,
+    causal: Annotated[bool, typer.Option(help="Or without a mask, as in a video model.")] = True,
+    steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
+    warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
+    vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
+    quiet()
+    from benchmarks.results import save
+    from lab.steps import largest_context as longest
+    from lab.steps import tables as tables
+    from lab.steps import timing as benchmark
+    from lab.training import processes
+    from lab.training.config import load
+    from sagebwd.hardware import check_device
+
+    check_device(device)
+    if sum((not compiled, by_layer, reduce_overhead)) > 1:
+        raise ValueError("expected one of --no-compile, --by-layer and --reduce-overhead")
+    how = "no" if not compiled else "layers" if by_layer else "reduce-overhead" if reduce_overhead else "model"
+    names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
+    choices = [benchmark.Choice.parse(name, device) for name in names]
+    chosen = load(config, setting)
+    processes.join()
+    console.quiet = not processes.is_first()
+    facts = benchmark.facts(device, commit, chosen)
+    shared = {"vocabulary": vocabulary, "device": device, "compiled": how, "is_causal": causal}
+    if largest_context:
+        if not device.startswith("cuda") or processes.count() > 1 or how == "reduce-overhead":
+            raise ValueError("--largest-context needs one process, a GPU, and no CUDA graphs, whose memory stays")
+        start, found = chosen.replace({"data.context": (context or [chosen.data.context])[0]}), []
+        with progress() as tell:
+            for row in longest.measure(start, choices, batch=batch or 1, progress=tell, **shared):
+                found.append(row)  # and saved: a search that is cut off has what it found
+                path = save(found, facts, output, "largest-context")
+        console.print(longest.table(found))
+        console.print(f"wrote {path}")
+        return
+    name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
+    rows: list[benchmark.Step] = []
+    for tokens in context or [chosen.data.context]:
+        with progress() as tell:
+            measured = benchmark.measure(
+                chosen.replace({"data.context": tokens}), choices, batch=batch, steps=steps, warmup=warmup,
+                progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"), **shared,
+            )  # fmt: skip
+        rows += measured
+        console.print(tables.table(measured))
+        console.print(tables.parts_table(measured))
+        if processes.is_first():  # anew with every context: one that is cut off has what it measured
+            console.print(f"wrote {save(rows, facts, output, name)}")
+    processes.leave()
+    if any(row.gate == "FAILED" for row in rows):
+        raise ValueError("an attention FAILED: its gradients are wrong, do not use it")

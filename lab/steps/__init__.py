@@ -1,0 +1,1 @@
+"""Where the time and the memory of training steps go, one attention beside another."""

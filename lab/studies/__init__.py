@@ -1,0 +1,1 @@
+"""Studies of where the error of recipes comes from."""

@@ -1,1 +1,0 @@
-"""Error studies: random inputs, models layer by layer, ablations of recipes, attention sinks, causality."""

@@ -1,0 +1,212 @@
+"""What decides who runs a call of the public functions: their arguments, checked, and what torch takes of them."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd import checks, dispatch, mask_argument, switches
+from sagebwd.auto import torch_attention
+from sagebwd.auto.thresholds import FULL, MASK, PACKED, PADDING
+from sagebwd.auto.torch_attention import Way
+from sagebwd.call import Ask, Size
+from sagebwd.dispatch import Choice
+from sagebwd.masks.mask import Mask
+from sagebwd.recipe import AUTO, Recipe
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def choice_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
+    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+) -> tuple[Choice, Arguments]:  # fmt: skip
+    """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that."""
+    checks.kind(query, key, value, sinks)
+    four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
+    if four is not None:
+        query, key, value, attn_mask = four[3:]
+    checked = arguments_of(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
+        impl, return_lse,
+    )  # fmt: skip
+    return dispatch.choose(checked.ask, checked.size), checked
+
+
+def packed_choice_of(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+) -> tuple[Choice, Ask, Size | None]:  # fmt: skip
+    """The same of `sage_attention_varlen`."""
+    *_, ask, size = packed_arguments_of(
+        query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
+        sinks, recipe, impl, return_lse,
+    )  # fmt: skip
+    return dispatch.choose(ask, size), ask, size
+
+
+class Arguments(NamedTuple):
+    """A dense call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
+
+    elements: of attn_mask in four dimensions. way: how torch takes the call; size: its size, where torch takes it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    elements: Tensor | None
+    is_causal: bool
+    scale: float
+    window: tuple[int, int]
+    ask: Ask
+    size: Size | None
+    way: Way | None
+
+
+def arguments_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
+    sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool,
+) -> Arguments:  # fmt: skip
+    """What `sagebwd.dispatch.choose` is asked for a call of `sage_attention` in four dimensions; raises as that."""
+    query, key, value = autocast(query, key, value)
+    checks.shapes(query, key, value, 4, "(batch, heads, tokens, head_dim)")
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"key: batch {key.shape[0]} differs from query's {query.shape[0]}; they must be equal")
+    checks.heads(query.shape[1], key.shape[1], enable_gqa)
+    checks.sinks(sinks, query)
+    scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
+    elements = mask_argument.elements_of(attn_mask, query, key)
+    masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
+    only_torch = checks.only_torch(query, value, elements, dropout_p)
+    ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
+    ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
+    way = size = None
+    if block_mask is None and _may_hand_over(ask, query, key, return_lse or sinks is not None):
+        way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
+    if way is not None and (only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS):
+        batch, heads, tokens, _ = query.shape
+        ask, size = ask._replace(kind=way.kind), Size(tokens, key.shape[2], batch * heads * tokens * ask.value_dim)
+    elif only_torch is not None:
+        checks.refuse_sinks_beside(only_torch, sinks)
+        checks.refuse_only_torch(query, value, elements, dropout_p)
+    return Arguments(query, key, value, elements, is_causal, scale, window, ask, size, way)
+
+
+def packed_arguments_of(
+    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
+    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
+    impl: str | None, return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, int], Ask, Size | None]:  # fmt: skip
+    """The same of packed sequences: tensors, scale, window, and what decides who runs the call."""
+    checks.kind(query, key, value, sinks)
+    query, key, value = autocast(query, key, value)
+    checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
+    checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
+    checks.sinks(sinks, query)
+    checks.packing(*offsets, lengths, query.device)
+    scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
+    checks.refuse_only_torch(query, value, None, 0)
+    ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
+    size, count = None, offsets[0].shape[0] - 1
+    rows = all(x.stride(-1) == 1 for x in (query, key, value))
+    if query.is_cuda and rows and _may_hand_over(ask, query, key, return_lse or sinks is not None):
+        grouped = query.shape[1] != key.shape[1]
+        if torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped):
+            elements = query.shape[0] * query.shape[1] * ask.value_dim
+            size = Size(query.shape[0] // count, key.shape[0] // count, elements)
+    return query, key, value, scale, window, ask, size
+
+
+def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
+    """Whether a call is one of "auto" of tokens that there are, and not of ``more`` than an output without sinks.
+
+    The switch ``deterministic`` is a promise that torch's kernels do not give.
+    """
+    if ask.recipe != AUTO or ask.impl is not None or more:
+        return False
+    return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
+
+
+def _trains(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None, kind: str = FULL) -> Ask:
+    """What `sagebwd.dispatch.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
+
+    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.thresholds.KINDS`).
+    """
+    dims = operator.index(query.shape[-1]), operator.index(value.shape[-1])
+    return Ask(_switched(recipe), *dims, query.dtype, query.device, kind, impl)
+
+
+def _switched(recipe: str | Recipe) -> str | Recipe:
+    """The recipe that runs where one or "auto" is asked for, as `sagebwd.switches` are."""
+    recipe = Recipe.parse_or_auto(recipe)
+    if recipe == AUTO:
+        if not (switches.current.disabled or switches.current.backward_16bit):
+            return AUTO
+        recipe = Recipe.named("token")
+    return switches.apply_to(recipe)
+
+
+def _default_scale(query: Tensor) -> float:
+    """1 / sqrt(head_dim), of a head_dim that a trace with ``dynamic=True`` takes as a constant, as kernels do."""
+    return operator.index(query.shape[-1]) ** -0.5
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts to on a device; None where it is off or the device has none (meta)."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
+        return tensors
+    castable = (torch.bfloat16, torch.float16, torch.float32)
+    return tuple(tensor.to(dtype) if tensor.dtype in castable else tensor for tensor in tensors)
+
+
+def in_four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor | None, ...] | None:
+    """query, key and value with equal dimensions, then these and attn_mask with four; None where they have four."""
+    dims = {query.dim(), key.dim(), value.dim()}
+    if dims == {4} or min(dims) < 2 or (len(dims) > 1 and enable_gqa):
+        return None
+    equal = _of_equal_dimensions(query, key, value)
+    if isinstance(attn_mask, Tensor):
+        attn_mask = mask_argument.in_four_dimensions(attn_mask, equal[0], enable_gqa)
+    return *equal, *(_four_dimensions(x, enable_gqa) for x in equal), attn_mask
+
+
+def _of_equal_dimensions(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with what is before tokens broadcast, where one has fewer dimensions."""
+    if len({x.dim() for x in tensors}) == 1:
+        return tensors
+    try:
+        before = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ValueError(f"query, key, value: shapes {shapes} do not broadcast before tokens") from error
+    return tuple(x.expand(*before, *x.shape[-2:]) for x in tensors)
+
+
+def _four_dimensions(x: Tensor, enable_gqa: bool) -> Tensor:
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    if x.dim() == 3 and not enable_gqa:
+        return x.unsqueeze(1)
+    return x[(None,) * (4 - x.dim())]

@@ -1,1 +1,0 @@
-"""Measurements of speed and memory; in the package so that `sagebwd bench` works from a wheel."""

@@ -1,0 +1,122 @@
+"""What runs here and why: versions, the GPU, and each implementation's answer to one call."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from sagebwd import dispatch
+from sagebwd.arguments import ask_of
+from sagebwd.attention import sage_attention
+from sagebwd.hardware import peak_rates
+from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
+from sagebwd.version import __version__
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether an implementation takes a call; ``reason`` says why not, or why it was chosen."""
+
+    impl: str
+    takes: bool
+    chosen: bool
+    reason: str
+
+
+def facts() -> dict[str, str]:
+    """Versions and hardware, by name."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "not installed: the kernels need it (pip install triton)"
+    found = {
+        "sagebwd": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "CUDA (torch)": torch.version.cuda or "none: this torch is built for CPUs",
+    }
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"
+    if not torch.cuda.is_available():
+        return found | {"GPU": "none that torch can see"}
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        shared = getattr(card, "shared_memory_per_block_optin", 0) // 1024
+        found[f"GPU {index}"] = (
+            f"{card.name}, sm_{card.major}{card.minor}, {card.multi_processor_count} multiprocessors, "
+            f"{card.total_memory >> 30} GiB, {shared} KiB shared memory a block"
+        )
+        rates = peak_rates(card.name)
+        if rates is not None:
+            found[f"GPU {index} peaks"] = (
+                f"BF16 {rates.bf16_tflops:g} TFLOPS, INT8 {rates.int8_tops:g} TOPS, "
+                f"{rates.memory_tb_per_s:g} TB/s ({rates.source})"
+            )
+        if (card.major, card.minor) == (9, 0):
+            found["mixed on Hopper"] = _forward_of_mixed()
+    return found
+
+
+def _forward_of_mixed() -> str:
+    """Which kernel runs the forward of `mixed` on a Hopper GPU."""
+    from sagebwd.kernels.sm90.forward.compile import broken_compiler, unavailable
+
+    if unavailable() is not None:
+        return f"forward on the portable kernels, which are slower: {unavailable()}"
+    if broken_compiler() is not None:
+        return f"forward in CuTe DSL where it is compiled already: {broken_compiler()}"
+    return "forward in CuTe DSL"
+
+
+def recipe_of(device: str, dtype: torch.dtype, head_dim: int, recipe: str) -> Recipe:
+    """The recipe of a call with these properties, "auto" settled."""
+    query = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+    return dispatch.choose(ask_of(query, query, recipe, None)).recipe
+
+
+def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> list[Answer]:
+    """What each implementation says to a call with these properties, and which one ``impl=None`` takes."""
+    query = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+
+    def asked(impl: str | None) -> dispatch.Choice | str:
+        try:
+            return dispatch.choose(ask_of(query, query, recipe, impl))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            return str(error)
+
+    fastest, found = asked(None), []
+    for impl in dispatch.IMPLEMENTATIONS:
+        choice = asked(impl)
+        if isinstance(choice, str):
+            found.append(Answer(impl, False, False, choice))
+            continue
+        chosen = choice == fastest
+        reason = "fastest that takes the call" if chosen else "takes the call; ask for it by name"
+        for direction, row in (("forward", choice.forward), ("backward", choice.backward)):
+            if row.impl != impl:
+                reason += f"; {direction} runs {row.impl}'s kernels, as {impl} has none here for this recipe"
+        found.append(Answer(impl, True, chosen, reason))
+    return found
+
+
+def self_test(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> float:
+    """Run forward and backward once and return the largest relative L2 distance to the reference's results.
+
+    Two implementations of a recipe differ by 16-bit rounding and by codes that fall on the other side of a tie, which
+    is well under 0.03.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 300, head_dim, generator=generator).to(device, dtype) for _ in range(4)]
+    results = []
+    for impl in (None, "reference"):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = sage_attention(*leaves, is_causal=True, recipe=recipe, impl=impl)
+        results.append((out, *torch.autograd.grad(out, leaves, inputs[3])))
+    return max(relative_l2(actual, expected) for actual, expected in zip(*results))

@@ -1,0 +1,117 @@
+"""The command line: `sagebwd doctor | trace | --version`.
+
+Errors that a person can mend are one line and exit code 2. Commands import what they need when they run, so that
+`sagebwd --help` is quick and a missing extra is named.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.markup import escape
+
+    from sagebwd.cli import trace as cli_trace
+    from sagebwd.cli.terminal import console, run
+except ImportError as error:  # pragma: no cover - exercised in a subprocess
+    sys.exit(f"sagebwd: the command line needs {error.name}; in a clone of sagebwd: pip install '.[cli]'")
+
+from sagebwd.version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own drops what is in brackets
+    help="Trainable low-bit attention.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Trainable low-bit attention."""
+
+
+app.command()(cli_trace.trace)
+
+
+@app.command()
+def doctor(
+    head_dim: Annotated[int, typer.Option(help="Of the call to ask about.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time this GPU, for a few minutes: from which length auto is faster.")
+    ] = False,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
+    ] = None,
+    width: Annotated[
+        list[str] | None, typer.Option(help="With --measure: head_dim, or head_dim/value's as 192/128; repeat.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+) -> None:
+    """What runs here and why, and a self-test. Exit code 1 where no kernel runs."""
+    import torch
+
+    from sagebwd.cli import doctor as examination
+    from sagebwd.hardware import check_device
+    from sagebwd.recipe import AUTO
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    if measure:
+        from sagebwd.cli import measure as benchmark
+        from sagebwd.cli import thresholds
+
+        cases = benchmark.cases(kind or benchmark.KINDS, width or benchmark.MEASURED_WIDTHS)
+        thresholds.measure(device, cases, output, commit)
+        return
+    for name, value in examination.facts().items():
+        console.print(f"{name:20} {value}", highlight=False, markup=False)
+    parsed = examination.recipe_of(device, getattr(torch, dtype), head_dim, recipe)
+    named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
+    console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {named} on {device}:")
+    found = examination.answers(device, getattr(torch, dtype), head_dim, parsed)
+    for answer in found:
+        mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
+        console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
+    if device.startswith("cuda") and recipe == AUTO:
+        from sagebwd.cli import thresholds
+
+        thresholds.show(device)
+    if any(answer.chosen for answer in found):
+        error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
+        passed = error < 0.03
+        console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
+        if not passed:
+            raise typer.Exit(1)
+    if not any(answer.chosen and answer.impl != "reference" for answer in found):
+        console.print("No kernel runs here: calls use the reference, which is right and slow.")
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of `sagebwd`."""
+    run(app, "sagebwd")
+
+
+if __name__ == "__main__":
+    main()

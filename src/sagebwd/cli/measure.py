@@ -1,0 +1,322 @@
+"""From how many tokens low precision is faster than torch: what `sagebwd doctor --measure` times.
+
+Each kind of mask at each pair of widths is timed at falling lengths until low precision has lost twice in both
+directions, and then halfway between the last loss and the first gain. Both sides are timed as a user calls them:
+`sage_attention` by the recipe that "auto" takes, and torch's own function with the backend that torch picks. At the
+longest length the other backends of torch are timed beside them, for the record.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sagebwd import dispatch
+from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.auto import torch_attention
+from sagebwd.auto.thresholds import (
+    CAUSAL,
+    DIRECTIONS,
+    FULL,
+    KINDS,
+    LARGE,
+    MASK,
+    MIDDLE,
+    PACKED,
+    PADDING,
+    SMALL,
+    TRAINING,
+    WINDOW,
+    least,
+    widths_text,
+    wins,
+)
+from sagebwd.call import Ask
+from sagebwd.cli.timer import time_interleaved
+from sagebwd.recipe import AUTO, Recipe
+
+LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
+# Widths that have kernels of their own, and those that are filled up.
+OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80", "112", "72")
+MEASURED_WIDTHS = OWN_WIDTHS + FILLED_WIDTHS
+MODEL_WIDTH = 2048  # heads x value_dim, at most
+ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
+# Processes that compile at once, each with a context of its own on the GPU.
+MOST_PROCESSES = 12
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, float]]]
+"""(ms, host's ms) of each run."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row of the results file; times in ms of a call, forward alone or forward and backward.
+
+    ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
+    torch picks, its backend ``picked``; None where torch has nothing. others: ms of torch's other backends. size: of
+    `sagebwd.auto.thresholds.SIZES`, about what ``elements`` is.
+    """
+
+    kind: str
+    head_dim: int
+    value_dim: int
+    size: int
+    batch: int
+    heads: int
+    tokens: int
+    elements: int
+    direction: str
+    recipe: str
+    impl: str
+    ms: float | None
+    host_ms: float | None
+    torch_ms: float | None
+    torch_host_ms: float | None
+    picked: str
+    others: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of mask at one pair of widths; size: elements, about."""
+
+    kind: str
+    head_dim: int
+    value_dim: int
+    size: int
+
+    def __str__(self) -> str:
+        width = widths_text(self.head_dim, self.value_dim)
+        return f"{self.kind}, head_dim {width}, size 2^{self.size.bit_length() - 1}"
+
+    def batch_and_heads(self, tokens: int) -> tuple[int, int]:
+        """As many as the size has room for, heads first."""
+        in_all = max(1, self.size // (tokens * self.value_dim))
+        heads = min(in_all, MODEL_WIDTH // self.value_dim)
+        return max(1, in_all // heads), heads
+
+    def inputs(self, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gaussian q, k, v and do in BF16; of packed sequences (tokens of all, heads, width)."""
+        batch, heads = self.batch_and_heads(tokens)
+        shape = (batch * tokens, heads) if self.kind == PACKED else (batch, heads, tokens)
+        generator = torch.Generator(device).manual_seed(0)
+        widths = self.head_dim, self.head_dim, self.value_dim, self.value_dim
+        return tuple(
+            torch.randn(*shape, width, generator=generator, device=device, dtype=torch.bfloat16) for width in widths
+        )
+
+
+def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS) -> list[Case]:
+    """What is measured of kinds of mask at widths, what is called most first.
+
+    Raises ValueError for a kind or a width that there is not, and where nothing is measured of those that were named.
+    """
+    for what, names, known in (("kind", kinds, KINDS), ("width", widths, MEASURED_WIDTHS)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
+    own, filled = ([_pair(name) for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
+    found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, MIDDLE, SMALL) for pair in own]
+    found += [Case(PACKED, *pair, size) for size in (LARGE, SMALL) for pair in own]
+    found += [Case(kind, *pair, LARGE) for kind in (CAUSAL, FULL) for pair in filled]
+    found += [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
+    found = [case for case in found if case.kind in kinds]
+    if not found:
+        named = f"kind={', '.join(kinds)} is not measured at width={', '.join(widths)}"
+        raise ValueError(f"{named}; accepted: causal, full, or one of {', '.join(OWN_WIDTHS)}")
+    return found
+
+
+def _pair(width: str) -> tuple[int, int]:
+    """(head_dim, value_dim) of a width as the command line writes it, "128" or "192/128"."""
+    head_dim, _, value_dim = width.partition("/")
+    return int(head_dim), int(value_dim or head_dim)
+
+
+def measure(
+    device: str, chosen: list[Case], timer: Timer | None = None, tell: Callable[[str], object] = print
+) -> Iterator[list[Timing]]:
+    """The rows of each case, one case after another; timer: for tests, in place of the device's clock."""
+    start = time.perf_counter()
+    if device.startswith("cuda"):
+        _compile(device, chosen, tell)
+    timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
+    for number, case in enumerate(chosen, 1):
+        tell(f"{time.perf_counter() - start:.0f} s, {number} of {len(chosen)}: {case}")
+        yield measure_case(case, device, timer)
+
+
+def measure_case(case: Case, device: str, timer: Timer) -> list[Timing]:
+    """Rows at falling lengths until both directions have lost twice, and halfway to the losses."""
+    rows: list[Timing] = []
+    for tokens in LENGTHS:
+        rows += measure_length(case, tokens, device, timer)
+        lost = [row for row in rows[-4:] if not wins(row.ms, row.torch_ms)]
+        if len(lost) == 4:
+            break
+    for tokens in sorted({tokens for direction in DIRECTIONS for tokens in _between(rows, direction)}):
+        rows += measure_length(case, tokens, device, timer)
+    return rows
+
+
+def _between(rows: list[Timing], direction: str) -> list[int]:
+    """The length halfway between where low precision is faster from and the next one below it."""
+    mine = [row for row in rows if row.direction == direction]
+    threshold = least(map(asdict, mine))
+    shorter = [row.tokens for row in mine if threshold is not None and row.tokens < threshold]
+    return [(max(shorter) + threshold) // 2] if shorter else []
+
+
+def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[Timing]:
+    """A row of each direction."""
+    *tensors, do = case.inputs(tokens, device)
+    choice = _choice(case, tensors)
+    attentions = attentions_of(case, tokens, tensors)
+    if tokens < LENGTHS[0]:
+        attentions = {name: run for name, run in attentions.items() if name in ("ours", "torch")}
+    batch, heads = case.batch_and_heads(tokens)
+    elements = batch * heads * tokens * case.value_dim
+    shape = case.kind, case.head_dim, case.value_dim, case.size, batch, heads, tokens, elements
+    rows = []
+    for direction in DIRECTIONS:
+        picked = _picked(case, tensors, direction)
+        runs = {
+            name: run_of(attention, tensors, do, direction) for name, attention in attentions.items() if name != picked
+        }
+        times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
+        ours, theirs = (times.pop(name, (None, None)) for name in ("ours", "torch"))
+        others = {name: ms for name, (ms, _) in times.items()}
+        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked, others))
+    return rows
+
+
+def _choice(case: Case, tensors: list[Tensor]) -> dispatch.Choice:
+    """What "auto" runs in low precision."""
+    return dispatch.choose(Ask.of(tensors[0], tensors[2], AUTO, dispatch.FASTEST, case.kind))
+
+
+def _picked(case: Case, tensors: list[Tensor], direction: str) -> str:
+    """The backend that torch's own function takes."""
+    if case.kind == PACKED:
+        return "varlen_attn"
+    leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
+    mask = torch_mask(case.kind, tensors[0])
+    return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
+
+
+def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
+    """A call forward alone, or forward and backward, of its tensors and dO."""
+    if direction == TRAINING:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return lambda: torch.autograd.grad(attention(*leaves), leaves, do)
+    return lambda: attention(*tensors)
+
+
+def takes(name: str, run: Callable[[], object]) -> bool:
+    """Whether an attention takes the call, with the memory that there is; ours says so by these errors alone."""
+    refusals = (NotImplementedError, torch.OutOfMemoryError) if name == "ours" else (RuntimeError, ValueError)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why torch's backends refuse a call, a warning a reason
+            run()
+    except refusals:
+        return False
+    return True
+
+
+def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, Attention]:
+    """Low precision ("ours"), torch's function ("torch") where it has one, and its backends by name."""
+    recipe = _choice(case, tensors).recipe
+    if case.kind == PACKED:
+        return packed_attentions(case, tokens, tensors[0], recipe)
+    found = _dense(case, tensors[0], recipe)
+    if case.kind in (FULL, CAUSAL) and tensors[0].is_cuda:
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            found[backend.name] = partial(by_backend, backend, found["torch"])
+    return found
+
+
+def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
+    """What an attention of torch's gives by one of its backends alone."""
+    with sdpa_kernel(backend):
+        return attention(*tensors)
+
+
+def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
+    mask, is_causal = torch_mask(case.kind, q), case.kind == CAUSAL
+    options = {"is_causal": is_causal, "recipe": recipe}
+    if case.kind == WINDOW:
+        options["window"] = (window_of(q.shape[2]), 0)
+    elif mask is not None:
+        options["attn_mask"] = mask
+    theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
+    return {"ours": partial(sage_attention, **options), "torch": theirs}
+
+
+def window_of(tokens: int) -> int:
+    """Keys before a query that it sees beside its own, where the kind of mask is a window."""
+    return tokens // 4
+
+
+def torch_mask(kind: str, q: Tensor) -> Tensor | None:
+    """A kind's mask as torch has it: a window of a quarter, an eighth of the keys padding, a prefix of a quarter."""
+    batch, _, tokens, _ = q.shape
+    places = torch.arange(tokens, device=q.device)
+    if kind == PADDING:
+        return (places < tokens - tokens // 8).expand(batch, 1, 1, tokens)
+    if kind not in (WINDOW, MASK):
+        return None
+    distance = places - places[:, None]
+    past = distance <= 0
+    return past & (distance >= -window_of(tokens)) if kind == WINDOW else past | (places < tokens // 4)
+
+
+def packed_attentions(case: Case, tokens: int, q: Tensor, recipe: Recipe | str) -> dict[str, Attention]:
+    """Causal, over sequences of one length; torch's needs a GPU."""
+    offsets = torch.arange(0, q.shape[0] + 1, tokens, dtype=torch.int32, device=q.device)
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return sage_attention_varlen(*tensors, offsets, offsets, tokens, tokens, is_causal=True, recipe=recipe)
+
+    def theirs(*tensors: Tensor) -> Tensor:
+        scale = case.head_dim**-0.5
+        return torch_attention.packed(*tensors, (offsets, offsets), (tokens, tokens), True, (-1, -1), scale)
+
+    takes = q.is_cuda and torch_attention.takes_packed(case.head_dim, case.value_dim, False)
+    return {"ours": ours, "torch": theirs} if takes else {"ours": ours}
+
+
+def _compile(device: str, chosen: list[Case], tell: Callable[[str], object]) -> None:
+    """Compile what our kernels need, in several processes, so that timing finds it on disk."""
+    pairs = sorted({(case.kind, case.head_dim, case.value_dim) for case in chosen})
+    groups = [[case for case in chosen if (case.kind, case.head_dim, case.value_dim) == pair] for pair in pairs]
+    count = max(1, min(len(groups), (os.cpu_count() or 1) - 1, MOST_PROCESSES))
+    tell(f"compiling the kernels of {len(groups)} kinds of call in {count} processes")
+    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        for done, future in enumerate(as_completed([pool.submit(_call, group, device) for group in groups]), 1):
+            future.result()
+            if done % 5 == 0 or done == len(groups):
+                tell(f"{time.perf_counter() - start:.0f} s, compiled {done} of {len(groups)}")
+
+
+def _call(group: list[Case], device: str) -> None:
+    """Call our kernels once in each form that timing will."""
+    for case in group:
+        for tokens in LENGTHS:
+            *tensors, do = case.inputs(tokens, device)
+            ours = attentions_of(case, tokens, tensors)["ours"]
+            for direction in DIRECTIONS:
+                takes("ours", run_of(ours, tensors, do, direction))

@@ -1,0 +1,65 @@
+"""Results files: what was measured, and on what GPU, driver, versions and commit."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from sagebwd.environment import COMMIT
+from sagebwd.hardware import command_output
+
+
+def commit() -> str | None:
+    """SAGEBWD_COMMIT, or else the commit of the checkout that the package lies in, "-dirty" where it has changes to
+    it; None without either."""
+    here = str(Path(__file__).parent)
+    return os.environ.get(COMMIT) or command_output("git", "-C", here, "describe", "--always", "--dirty")
+
+
+def environment(device: str, commit: str | None = None) -> dict[str, object]:
+    """What a result depends on: GPU, driver, versions, commit and whether the tree was clean.
+
+    ``commit`` names the commit where the code runs outside its git checkout; whether it was clean is then unknown.
+    """
+    import triton
+
+    cuda = device.startswith("cuda")
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "flash_attn_4": _version("flash-attn-4"),
+        "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
+        "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
+        "date": date.today().isoformat(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
+    """Write <name>_<gpu>_<date>_<commit>.json: ``facts`` from `environment`, and the rows, dataclasses; its path."""
+    path = path_of(facts, folder, name)
+    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def path_of(facts: dict[str, object], folder: Path, name: str) -> Path:
+    """The path <name>_<gpu>_<date>_<commit>.json in a folder, which is made."""
+    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"

@@ -1,0 +1,56 @@
+"""The timer of attention calls: interleaved rounds, whose medians are compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+ROUNDS = 4
+ROUND_MS = 8.0
+"""How long one attention is timed in one round."""
+LEAD_MS = 120.0
+"""How long it runs before that on a GPU: its clock follows its power so slowly (docs/log/2026-11-23-power.md)."""
+
+
+def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:
+    """A function that runs another n times and returns ms a run, and the host's own."""
+
+    def cuda(run: Callable[[], object], n: int) -> tuple[float, float]:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # as in training, the GPU is busy with the call before: host time counts where the host is slower, not else
+        run()
+        start.record()
+        host_ms, _ = host(run, n)
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / n, host_ms
+
+    def host(run: Callable[[], object], n: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(n):
+            run()
+        ms = (time.perf_counter() - start) * 1e3 / n
+        return ms, ms
+
+    return cuda if device.startswith("cuda") else host
+
+
+def time_interleaved(
+    runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS, round_ms: float = ROUND_MS,
+    lead_ms: float = LEAD_MS,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about."""
+    measure, lead = _stopwatch(device), lead_ms / round_ms if device.startswith("cuda") else 0.0
+    for run in runs.values():
+        measure(run, 2)
+    repeats = {name: max(1, round(round_ms / max(measure(run, 2)[0], 1e-3))) for name, run in runs.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if lead:
+                measure(run, round(lead * repeats[name]))
+            times[name].append(measure(run, repeats[name]))
+    return {name: tuple(map(statistics.median, zip(*values))) for name, values in times.items()}

@@ -1,0 +1,143 @@
+"""`sagebwd trace`: errors of recipes inside a trained model."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sagebwd.cli.terminal import console, progress, quiet
+
+if TYPE_CHECKING:
+    from sagebwd.diagnostics.capture import Captured
+
+ALL = "all"
+DIGITS = 5
+"""Significant digits of a number in ``--output``: a window of a model is millions of them."""
+
+
+def trace(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a Transformers model (of ours RUN/model), or a .gguf file.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file, .xz or not [default: a page of ours].")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a window [default: up to 1024].")] = None,
+    windows: Annotated[int, typer.Option(help="Windows of the text, from its beginning to its end.")] = 1,
+    layers: Annotated[str | None, typer.Option(help="Layers, as 0,5,11 [default: all].")] = None,
+    heads: Annotated[str | None, typer.Option(help="Query heads, as 0,3 or all; also shows them one by one.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Round what is captured, as bfloat16, which kernels take [default: no].")
+    ] = None,
+    attribute: Annotated[bool, typer.Option(help="Also each product's share of the error.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Keep q, k, v and the gradients: a .safetensors file.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Take them from such a file, in place of --model.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the rows, to a .json or .json.xz file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw per-layer curves: a .png file.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Error of recipes inside a trained model, layer by layer, next to the paper's Table 2."""
+    quiet()
+    try:
+        from sagebwd.diagnostics import capture, models, summary, tables
+        from sagebwd.diagnostics import layers as together
+        from sagebwd.diagnostics import trace as study
+
+        if plot is not None:
+            from sagebwd.diagnostics.plots import plot_trace
+    except ImportError as error:
+        raise ValueError(f"trace needs {error.name}; in a clone of sagebwd: pip install '.[diagnostics]'") from None
+    import torch
+
+    from sagebwd.cli.results import commit
+    from sagebwd.hardware import check_device
+    from sagebwd.recipe import Recipe
+
+    recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]
+    chosen_layers, chosen_heads = _indices("layers", layers), None if heads == ALL else _indices("heads", heads)
+    rounded = _dtype(dtype)
+    if (model is None) == (load is None):
+        raise ValueError("give one of --model FOLDER and --load FILE")
+    if windows != 1 and (save is not None or load is not None):
+        raise ValueError(f"windows={windows}: a file of --save and --load holds one window")
+    check_device(device)
+    rows: list[study.Row] = []
+    with progress() as tell:
+
+        def add(captured: list[Captured], window: int) -> None:
+            kept = [call.select(chosen_heads).to(rounded) for call in captured]
+            if save is not None:
+                capture.save(kept, save)
+            rows.extend(study.measure(kept, recipes, attribute=attribute, window=window, progress=tell))
+
+        if load is not None:
+            captured = capture.load(load, chosen_layers, device)
+            count = captured[0].q.shape[2]
+            add(captured, 0)
+        else:
+            trained = models.load_model(model, device)
+            ids = models.text_windows(trained, model, text, tokens, windows)
+            count = ids[0].shape[1]
+            for window, one in enumerate(ids):
+                add(capture.capture(trained, one, layers=chosen_layers), window)
+    shown = together.means(rows)
+    one_by_one = together.over_windows(rows) if heads else []
+    subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
+    for table in tables.trace(sorted(one_by_one + shown, key=_place), subject):
+        console.print(table)
+    for table in summary.tables(rows):
+        console.print(table)
+    if save is not None:
+        console.print(f"wrote {save}")
+    if output is not None:
+        content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
+        content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
+        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
+        _write(_rounded(content), output)
+        console.print(f"wrote {output}")
+    if plot is not None:
+        plot_trace(shown, plot)
+        console.print(f"wrote {plot}")
+
+
+def _write(content: object, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=None if output.suffix == ".xz" else 1) + "\n"
+    if output.suffix == ".xz":
+        output.write_bytes(lzma.compress(text.encode()))
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _dtype(given: str | None):
+    """The torch dtype of that name. Raises ValueError for one that no kernel takes."""
+    import torch
+
+    if given not in (None, "bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={given!r} is not known; accepted: bfloat16, float16, float32")
+    return None if given is None else getattr(torch, given)
+
+
+def _indices(name: str, given: str | None) -> list[int] | None:
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{name}={given!r}: expected indices with commas between them, for example 0,5,11")
+    return [int(part) for part in parts]
+
+
+def _place(row) -> tuple[int, float]:
+    """Heads of a layer in order, their mean last."""
+    return row.layer, float("inf") if row.head is None else row.head

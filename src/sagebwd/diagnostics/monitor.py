@@ -1,0 +1,399 @@
+"""The error of a model's attention while it trains, layer by layer, and a policy that acts on it.
+
+    monitor = AttentionMonitor(token_ids, Monitor(every=100)).attach(trainer)
+    trainer.train()
+
+Every ``every`` steps one sequence, always the same so that what changes is the model, goes through the model forward
+and backward in full precision (`sagebwd.diagnostics.capture`), and a few heads of each chosen layer are emulated under
+the layer's own recipe and compared with FP64 (`sagebwd.diagnostics.trace`): relative L2 of dS, dQ, dK, dV and O. A
+layer's error is that of its worst head checked. Training goes on as if nothing had happened: no weight gets a
+gradient, and modes and random numbers are put back.
+
+Cost: a check works on at most ``tokens`` tokens, where a step has tens or hundreds of thousands, and on ``heads``
+heads a layer: the worst of the check before, so that a head in trouble stays in sight; the one with the largest
+max|q| max|k - mean k|, a bound on its logits; then the others in turn. In the demo's run on a CPU (3 layers of 2
+heads, 256 tokens, `configs/demo.yaml`) a check takes .1 seconds, a third of a step: .3% at every 100 steps; `BUDGET`
+leaves room for a check as long as two steps. Each check logs its seconds and the share of all checks in the time so
+far, and a share above `BUDGET` gives a warning with the ``every`` that would be below it. ``every`` does not change
+with the measured time, so that a run repeats.
+
+Threshold: .15 is half of what the paper prints for dQ and dK of its 325M model (Table 2: .26 and .31); Gaussian inputs
+reach it at a standard deviation of 5, and sound layers of our own runs lie at .01 to .07.
+
+Policy, with ``precision="auto"``: a layer whose dQ or dK stays above the threshold for ``checks`` checks moves along
+its `ladder` to the coarsest finer recipe that measures below it, on the tensors at hand; one rung back when the
+coarser recipe, measured beside the layer's own, would have stayed below half the threshold for as many checks.
+
+Source: arXiv 2603.02170, Table 2: the error of attention's backward is that of dS.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
+
+from sagebwd import dispatch
+from sagebwd.call import Ask
+from sagebwd.diagnostics.capture import Captured, capture
+from sagebwd.diagnostics.monitor_settings import Monitor
+from sagebwd.diagnostics.trace import Row, measure
+from sagebwd.integrations.transformers import NAME, settings
+from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
+
+TENSORS = ("ds", "dq", "dk", "dv", "o")
+PREFIX = "monitor/"
+"""Of every name it logs: monitor/layer_3/dq, monitor/seconds, monitor/share and, under auto, monitor/layer_3/rung."""
+BUDGET = 0.02
+STATE = "sagebwd_monitor"
+"""Where its state is in ``TrainerState.stateful_callbacks``, which every checkpoint holds and a resumed run reads."""
+
+
+def ladder(base: Recipe) -> list[Recipe]:
+    """The recipes that a layer which began with ``base`` may move along, in order of what they cost.
+
+    dS = P (dP - delta) goes wrong in two ways. Where it is small beside dP, through delta, which is a sum over O: one
+    product in 16 bit, O, mends that; where it is so because a first key has most of the weight, that key apart from
+    O's product, which `token` has anyway. A sink elsewhere wants O in 16 bit (docs/sinks.md). Where logits are large,
+    through P: S in 16 bit, in forward and again in backward. Then both, and full precision. Relative L2 of dQ:
+
+    - Gaussian inputs of standard deviation 5 and 10 (`python -m lab gaussian --tokens 2048`), large logits: token .145
+      and .457; token(o=16bit, dq=16bit, dk=16bit) .142 and .453; token(s=16bit) .030 and .056; with O in 16 bit too,
+      .007.
+    - The model of this module's tests after 8 steps at a high learning rate, dS 11 times below dP, logits at most 4,
+      of recipes without rotation and with the first key in the INT8 product: token .185; token(s=16bit) .185;
+      token(o=16bit) .007.
+    """
+    first = base.replace(first_key=SIXTEEN_BIT) if base.o == INT8 else base
+    output = base.replace(o=SIXTEEN_BIT)
+    # no kernel has e4m3 gradients of 16-bit scores
+    gradients = {name: INT8 for name in ("dv", "dq", "dk") if getattr(base, name) == FP8}
+    scores = base.replace(s=SIXTEEN_BIT, **gradients)
+    return list(dict.fromkeys([base, first, output, scores, scores.replace(o=SIXTEEN_BIT), Recipe.named("full")]))
+
+
+@dataclass
+class Layer:
+    """What the monitor knows of one layer: recipes as text, errors of its newest check by tensor of `TENSORS`."""
+
+    base: str
+    """The recipe that training began with."""
+    recipe: str
+    """The recipe that it computes with now."""
+    above: int = 0
+    """Checks in a row above the threshold since the last move."""
+    under: int = 0
+    """Checks in a row where the next coarser recipe was well under it."""
+    warned: bool = False
+    head: int | None = None
+    """The head with the largest error of dQ or dK in the newest check."""
+    errors: dict[str, float] = field(default_factory=dict)
+    highest: float = 0.0
+    """The largest error of dQ or dK in any check."""
+
+
+class AttentionMonitor(TrainerCallback):
+    """Watches the attention error of a model with ``attn_implementation="sagebwd"`` under any Trainer.
+
+    Args: token_ids (batch, tokens) int64, without padding, of which the first ``settings.tokens`` of each sequence are
+    used; one sequence is enough. settings, as in the ``monitor`` section of a run's config.
+
+    Use `attach` in place of ``callbacks=[...]``: it logs through its Trainer, to TensorBoard and wherever else that
+    reports. Warnings and moves are Python warnings, and in `events`. Recipes and counters are in each checkpoint and
+    are restored by ``trainer.train(resume_from_checkpoint=...)``; the saved model's config holds the recipes too.
+    A check that cannot be made (NaN in the tensors, no memory) is warned of and left out. In distributed training
+    every process checks, and the first one's findings hold for all. FSDP1 is not supported, nor FP16's loss scaling.
+
+    Raises ValueError for token_ids of another shape, and as training begins for a model of another attention, a layer
+    that is not there, a monitor that is attached to no Trainer, and FP16.
+    """
+
+    def __init__(self, token_ids: Tensor, settings: Monitor | None = None) -> None:
+        self.settings = settings or Monitor()
+        if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
+            raise ValueError(
+                f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"
+            )
+        self.token_ids = token_ids[:, : self.settings.tokens]
+        self.trainer: Trainer | None = None
+        self.layers: dict[int, Layer] = {}
+        self.events: list[dict[str, object]] = []
+        self.count = 0
+        self.seconds = 0.0
+        self.began = time.monotonic()
+        self.costly = False
+
+    def attach(self, trainer: Trainer) -> AttentionMonitor:
+        """Watch this Trainer's model, from its next ``train()`` on."""
+        self.trainer = trainer
+        trainer.add_callback(self)
+        return self
+
+    @property
+    def share(self) -> float:
+        """The checks' share of the time since training began, evaluations and checkpoints included."""
+        return self.seconds / max(time.monotonic() - self.began, 1e-9)
+
+    def summary(self) -> dict[str, object]:
+        """For a report: checks made, their seconds and share, each layer's recipes and errors, and the events."""
+        return {
+            "checks": self.count,
+            "seconds": self.seconds,
+            "share": self.share,
+            "layers": {str(index): asdict(layer) for index, layer in self.layers.items()},
+            "events": self.events,
+        }
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Find the layers and their recipes, or go on with those of the checkpoint."""
+        if self.trainer is None:
+            raise ValueError("AttentionMonitor: call attach(trainer) in place of callbacks=[...], it logs through it")
+        if args.fp16:
+            raise ValueError("AttentionMonitor: fp16=True scales the loss, which a check does not; use bf16=True")
+        config, found = _attention(model)
+        if config is None or config._attn_implementation != NAME:
+            raise ValueError(
+                f"AttentionMonitor: {type(model).__name__} has another attention; load it with "
+                f"attn_implementation='{NAME}'"
+            )
+        chosen = found if self.settings.layers is None else self.settings.layers
+        for index in chosen:
+            if index not in found:
+                raise ValueError(f"monitor.layers: {index} is not there; the model has layers 0 to {max(found)}")
+        _name_recipes(config, chosen, model, torch.bfloat16 if args.bf16 else model.dtype)
+        bases = {index: str(Recipe.parse(settings(config, index)["recipe"])) for index in chosen}
+        self.layers = {index: Layer(base, base) for index, base in bases.items()}
+        self.events, self.count, self.seconds, self.costly = [], 0, 0.0, False
+        self.began = time.monotonic()
+        saved = state.stateful_callbacks.get(STATE)
+        if saved is not None:
+            self._restore(saved, config)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Make a check where one is due."""
+        if not self.settings.every or state.global_step % self.settings.every:
+            return
+        start = _now(model.device)
+        config, _ = _attention(model)
+        for layer in self.layers.values():
+            layer.errors = {}
+        try:
+            for call in self._capture(model):
+                self._judge(call, state.global_step, settings(config, call.layer)["impl"])
+        except ValueError as error:
+            self._announce(state.global_step, None, f"no check: {error}")
+        self._agree()
+        for index, layer in self.layers.items():
+            _set_recipe(config, index, layer.recipe)
+        seconds = _now(model.device) - start
+        self.count, self.seconds = self.count + 1, self.seconds + seconds
+        self._log(control, seconds)
+        if self.share > BUDGET and not self.costly:
+            self.costly = True
+            every = math.ceil(self.settings.every * self.share / BUDGET)
+            message = f"checks take {self.share:.1%} of the time, above {BUDGET:.0%}; monitor.every={every} would not"
+            self._announce(state.global_step, None, message)
+        state.stateful_callbacks[STATE] = {**self.summary(), "elapsed": time.monotonic() - self.began}
+
+    def _capture(self, model: PreTrainedModel) -> list[Captured]:
+        with _undisturbed(model):
+            captured = capture(model, self.token_ids, layers=list(self.layers))
+        return [
+            call.select(choose_heads(call, self.settings.heads, self.layers[call.layer].head, self.count))
+            for call in captured
+        ]
+
+    def _judge(self, call: Captured, step: int, impl: str | None) -> None:
+        """Measure one layer, warn of it, and under auto choose its recipe."""
+        layer, threshold = self.layers[call.layer], self.settings.threshold
+        automatic = self.settings.precision == "auto"
+        rungs = [
+            recipe
+            for recipe in ladder(Recipe.parse(layer.base))
+            if str(recipe) == layer.recipe or _supported(call, recipe, impl)
+        ]
+        rung = [str(recipe) for recipe in rungs].index(layer.recipe)
+        coarser = rungs[rung - 1] if automatic and rung else None
+        rows = measure([call], [rungs[rung]] if coarser is None else [rungs[rung], coarser])
+        own = [row for row in rows if row.recipe == layer.recipe]
+        layer.head = max(own, key=lambda row: _gradient_error(row.relative_l2)).head
+        layer.errors = worst_head(own)
+        error = _gradient_error(layer.errors)
+        layer.highest = max(layer.highest, error)
+        layer.above = 0 if error <= threshold else layer.above + 1
+        others = [row for row in rows if row.recipe == str(coarser)]
+        well_under = others and _gradient_error(worst_head(others)) <= threshold / 2
+        layer.under = layer.under + 1 if well_under else 0
+        moving = automatic and layer.above >= self.settings.checks
+        finer = None
+        if layer.above and (moving or not layer.warned):
+            finer = _finer(call, rungs[rung + 1 :], threshold, error)
+        if layer.above and not layer.warned:
+            advice = _advice(call.layer, finer, automatic)
+            self._announce(step, call.layer, f"{_described(layer, threshold)}; {advice}")
+        layer.warned = layer.above > 0
+        if moving:
+            layer.above = 0
+            if finer is not None:
+                self._move(step, call.layer, finer[0], _described(layer, threshold))
+        elif layer.under >= self.settings.checks:
+            self._move(step, call.layer, str(coarser), f"it would have stayed at or below {threshold / 2:g}")
+
+    def _move(self, step: int, index: int, recipe: str, reason: str) -> None:
+        layer = self.layers[index]
+        before, layer.recipe = layer.recipe, recipe
+        layer.above = layer.under = 0
+        checks = self.settings.checks
+        self._announce(step, index, f"moved from {before} to {recipe}: {reason}, {checks} checks in a row")
+
+    def _announce(self, step: int, index: int | None, message: str) -> None:
+        where = "" if index is None else f"layer {index}: "
+        self.events.append({"step": step, "layer": index, "message": f"{where}{message}"})
+        if self.trainer.is_world_process_zero():
+            warnings.warn(f"attention monitor, step {step}: {where}{message}", stacklevel=2)
+
+    def _agree(self) -> None:
+        """The first process's findings in every process: recipes may not differ between them."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            found = [(self.layers, self.events)]
+            torch.distributed.broadcast_object_list(found, src=0)
+            self.layers, self.events = found[0]
+
+    def _log(self, control: object, seconds: float) -> None:
+        logs = {
+            f"{PREFIX}layer_{index}/{name}": error
+            for index, layer in self.layers.items()
+            for name, error in layer.errors.items()
+        }
+        if self.settings.precision == "auto":
+            for index, layer in self.layers.items():
+                rungs = [str(recipe) for recipe in ladder(Recipe.parse(layer.base))]
+                logs[f"{PREFIX}layer_{index}/rung"] = float(rungs.index(layer.recipe))
+        due = control.should_log
+        self.trainer.log({**logs, f"{PREFIX}seconds": seconds, f"{PREFIX}share": self.share})
+        control.should_log = due  # logging clears it, and the step's own line would be lost
+
+    def _restore(self, saved: dict, config: PreTrainedConfig) -> None:
+        for index, layer in saved["layers"].items():
+            if int(index) in self.layers:
+                self.layers[int(index)] = Layer(**layer)
+                _set_recipe(config, int(index), layer["recipe"])
+        self.events, self.count, self.seconds = list(saved["events"]), saved["checks"], saved["seconds"]
+        self.began = time.monotonic() - saved["elapsed"]
+
+
+def worst_head(rows: Sequence[Row]) -> dict[str, float]:
+    """The largest relative L2 error of any head, by tensor of `TENSORS`; NaN where any head's is."""
+    return {name: _largest([row.relative_l2[name] for row in rows]) for name in TENSORS}
+
+
+def choose_heads(call: Captured, count: int, worst: int | None, turn: int) -> list[int]:
+    """The query heads to check: the worst known, the one with the largest bound on |q . k|, then others in turn.
+
+    The bound is max|q| max|k - mean k|, after K-smoothing.
+    """
+    q = call.q.float().norm(dim=-1).amax((0, 2))
+    k = call.k.float()
+    k = (k - k.mean(2, keepdim=True)).norm(dim=-1).amax((0, 2)).repeat_interleave(call.group)
+    heads, turn = list(call.heads), turn % len(call.heads)
+    order = ([] if worst is None else [worst]) + [heads[int((q * k).argmax())], *heads[turn:], *heads[:turn]]
+    return sorted(list(dict.fromkeys(order))[:count])
+
+
+def _gradient_error(errors: dict[str, float]) -> float:
+    """dQ's or dK's, whichever is larger: they are what dS goes into."""
+    return _largest([errors["dq"], errors["dk"]])
+
+
+def _largest(values: Sequence[float]) -> float:
+    """As max, but NaN where any is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _finer(call: Captured, finer: list[Recipe], threshold: float, error: float) -> tuple[str, float] | None:
+    """The first recipe that measures at most the threshold, else the best, with its error; None if none is better."""
+    best = None
+    for recipe in finer:
+        measured = _gradient_error(worst_head(measure([call], [recipe])))
+        if not (math.isnan(measured) or measured >= error) and (best is None or measured < best[1]):
+            best = str(recipe), measured
+        if measured <= threshold:
+            break
+    return best
+
+
+def _described(layer: Layer, threshold: float) -> str:
+    return f"relative L2 error of dQ {layer.errors['dq']:.3f}, dK {layer.errors['dk']:.3f}, above {threshold:g}"
+
+
+def _advice(index: int, finer: tuple[str, float] | None, automatic: bool) -> str:
+    if finer is None:
+        return "no finer recipe has less, full precision included: lower the learning rate, or add QK-norm"
+    recipe, error = finer
+    if automatic:
+        return f"{recipe} has {error:.3f}, and the layer moves if that lasts"
+    return (
+        f'{recipe} has {error:.3f}: set config.{NAME}["layers"]["{index}"] = {{"recipe": "{recipe}"}}, '
+        "or monitor.precision=auto"
+    )
+
+
+def _supported(call: Captured, recipe: Recipe, impl: str | None) -> bool:
+    try:
+        dispatch.choose(Ask.of(call.q, call.v, recipe, impl))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _attention(model: PreTrainedModel) -> tuple[PreTrainedConfig | None, list[int]]:
+    """The config that a model's attention layers read, and their indices."""
+    parts = [part for part in model.modules() if hasattr(part, "layer_idx") and hasattr(part, "config")]
+    return (parts[0].config if parts else None), sorted({part.layer_idx for part in parts})
+
+
+def _name_recipes(config: PreTrainedConfig, layers: list[int], model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put what "auto" stands for into the config: rungs begin at a recipe."""
+    for index in layers:
+        chosen = settings(config, index)
+        if chosen["recipe"] == AUTO:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            ask = Ask(AUTO, head_dim, head_dim, dtype, model.device, impl=chosen["impl"])
+            _set_recipe(config, index, str(dispatch.choose(ask).recipe))
+
+
+def _set_recipe(config: PreTrainedConfig, index: int, recipe: str) -> None:
+    """Give one layer a recipe, unless it has it."""
+    if str(Recipe.parse_or_auto(settings(config, index)["recipe"])) == recipe:
+        return
+    chosen = getattr(config, NAME, None) or {}
+    layers = chosen.get("layers") or {}
+    own = {**layers.get(str(index), {}), "recipe": recipe}
+    setattr(config, NAME, {**chosen, "layers": {**layers, str(index): own}})
+
+
+@contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Every module's mode and the random numbers are as before; a compiled model runs uncompiled meanwhile."""
+    modes = [(part, part.training) for part in model.modules()]
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+
+def _now(device: torch.device) -> float:
+    """The time once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()

@@ -1,0 +1,34 @@
+"""Settings of the monitor. Imports neither torch nor Transformers, so that configs can be read without them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The attention's error while it trains, see `sagebwd.diagnostics.monitor`; nothing to watch in full precision."""
+
+    every: int = 100  # steps between checks; 0 for none
+    layers: list[int] | None = None  # by index; all without
+    heads: int = 3  # query heads of a layer that are checked: the worst so far, the largest logits, others in turn
+    tokens: int = 1024  # of the sequence that is checked, from its beginning
+    threshold: float = 0.15  # relative L2 error of dQ or dK above which a layer is warned of
+    checks: int = 3  # in a row before a layer's recipe changes
+    precision: str = "fixed"  # or auto: a layer above the threshold moves to a finer recipe, and back
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value out of range."""
+        layers = self.layers
+        if layers is not None and not (layers and all(type(layer) is int and layer >= 0 for layer in layers)):
+            raise ValueError(f"monitor.layers={layers!r} must list layers from 0, for example [0, 5], or be left out")
+        for name, least in (("every", 0), ("heads", 1), ("tokens", 2), ("checks", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"monitor.{name}={getattr(self, name)} must be at least {least}")
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"monitor.threshold={self.threshold} must be a number above 0")
+        if self.precision not in ("fixed", "auto"):
+            raise ValueError(f"monitor.precision={self.precision!r} is not known; accepted: fixed, auto")
+        if self.precision == "auto" and not self.every:
+            raise ValueError("monitor.precision=auto needs monitor.every of at least 1: without checks nothing moves")

@@ -1,0 +1,160 @@
+"""What a trace says of a whole model: recipes over all layers and layer by layer, heads by the weight of the first
+key, idle heads.
+
+python -m sagebwd.diagnostics.summary docs/results/trace_smollm2.json.xz    prints it of what `sagebwd trace` wrote
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from sagebwd.diagnostics import layers
+from sagebwd.diagnostics.tables import LABELS, headed, where
+from sagebwd.diagnostics.trace import OUTPUTS, Row, Source
+
+WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+"""Bounds of the first key's mean weight between which heads are taken together."""
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Of rows of `sagebwd.diagnostics.trace.measure`, of any number of windows."""
+    apart = layers.idle(rows)
+    found = [_overall(rows), _by_weight(rows, apart)]
+    found += [_idle(rows, apart)] if apart else []
+    return found + ([_shares(rows)] if any(row.attribution for row in rows) else [])
+
+
+def overall(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float]]]:
+    """By recipe and tensor: the root mean square of a layer's error over layers and windows, and the largest."""
+    every = layers.by_window(rows)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        errors = {name: [row.relative_l2[name] for row in every if row.recipe == recipe] for name in OUTPUTS}
+        found[recipe] = {name: (math.hypot(*own) / math.sqrt(len(own)), max(own)) for name, own in errors.items()}
+    return found
+
+
+def by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> dict[tuple[str, float], list[Row]]:
+    """By recipe and upper bound of `WEIGHTS`, in their order: the rows of heads, but of those that are idle."""
+    found: dict[tuple[str, float], list[Row]] = {}
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        own = [row for row in rows if row.recipe == recipe and (row.layer, row.head) not in apart]
+        for least, most in pairwise(WEIGHTS):
+            end = math.inf if most == WEIGHTS[-1] else most
+            found[recipe, most] = [row for row in own if least <= row.first_weight < end]
+    return found
+
+
+def shares(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
+    """By recipe and product that `sagebwd.diagnostics.trace` attributes to: the median layer's share of each error."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in layers.means(rows):
+        for source, parts in row.attribution.items():
+            own = found.setdefault((row.recipe, source), {name: [] for name in OUTPUTS})
+            for name in OUTPUTS:
+                own[name].append(parts[name].share)
+    return {place: {name: median(values) for name, values in own.items()} for place, own in found.items()}
+
+
+def _shares(rows: Sequence[Row]) -> Table:
+    title = "share of the squared error that a product alone makes, in the median layer"
+    table = headed(title, "recipe", "product", *(LABELS[name] for name in OUTPUTS))
+    for (recipe, source), own in shares(rows).items():
+        table.add_row(recipe, LABELS.get(source, source.upper()), *(f"{share:.0%}" for share in own.values()))
+    return table
+
+
+def by_layer(rows: Sequence[Row]) -> Table:
+    """Errors of every recipe, a line a layer: wide, where the table of `sagebwd trace` is long."""
+    recipes = list(dict.fromkeys(row.recipe for row in rows))
+    tensors = "/".join(LABELS[name] for name in OUTPUTS)
+    table = headed(
+        f"relative L2 over a layer's norm: {tensors}, root mean square over windows", "layer",
+        "weight of the first key", "norm of its value", "largest logit", *recipes,
+    )  # fmt: skip
+    found: dict[int, list[Row]] = {}
+    for row in layers.means(rows):
+        found.setdefault(row.layer, []).append(row)
+    for layer, own in found.items():
+        errors = ["/".join(f"{row.relative_l2[name]:.3f}".removeprefix("0") for name in OUTPUTS) for row in own]
+        facts = f"{own[0].first_weight:.2f}", f"{own[0].first_value:.2f}", f"{own[0].largest_logit:.0f}"
+        table.add_row(str(layer), *facts, *errors)
+    return table
+
+
+def _overall(rows: Sequence[Row]) -> Table:
+    names = [LABELS[name] for name in OUTPUTS]
+    table = headed(
+        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
+        "recipe", *names, *(f"worst {name}" for name in names),
+    )  # fmt: skip
+    for recipe, errors in overall(rows).items():
+        columns = [[error[index] for error in errors.values()] for index in (0, 1)]
+        table.add_row(recipe, *(f"{error:.4f}" for column in columns for error in column))
+    return table
+
+
+def _by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
+    names = [LABELS[name] for name in OUTPUTS]
+    table = headed(
+        "heads by the mean weight of the first key, each window by itself: medians of a head's own relative L2",
+        "recipe", "weight", "heads", "norm of its value", "largest logit", *names,
+    )  # fmt: skip
+    for (recipe, most), own in by_weight(rows, apart).items():
+        if own:
+            least = WEIGHTS[WEIGHTS.index(most) - 1]
+            facts = median(row.first_value for row in own), median(row.largest_logit for row in own)
+            errors = [f"{median(row.relative_l2[name] for row in own):.4f}" for name in OUTPUTS]
+            table.add_row(
+                recipe, f"{least:g} to {most:g}", str(len(own)), f"{facts[0]:.2f}", f"{facts[1]:.0f}", *errors
+            )
+    return table
+
+
+def _idle(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
+    title = f"idle heads, whose dQ is below {layers.IDLE:g} of their layer's: their own relative L2"
+    names = [LABELS[name] for name in OUTPUTS]
+    table = headed(
+        title, "layer", "recipe", "share of dQ", "weight of the first key", "heaviest key", "its weight", *names
+    )
+    for row in layers.over_windows([row for row in rows if (row.layer, row.head) in apart]):
+        errors = [f"{row.relative_l2[name]:.4f}" for name in OUTPUTS]
+        table.add_row(
+            where(row), row.recipe, f"{apart[row.layer, row.head]:.4f}", f"{row.first_weight:.3f}", str(row.sink),
+            f"{row.sink_weight:.3f}", *errors,
+        )  # fmt: skip
+    return table
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file that `sagebwd trace --output` wrote, .json or .json.xz."""
+    data = path.read_bytes()
+    rows = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)["rows"]
+    return [Row(**{**row, "attribution": _sources(row["attribution"])}) for row in rows]
+
+
+def _sources(attribution: dict[str, dict[str, dict]]) -> dict[str, dict[str, Source]]:
+    return {source: {name: Source(**part) for name, part in parts.items()} for source, parts in attribution.items()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the file that ``arguments`` name; exits with the module's text where they do not name one."""
+    if len(arguments) != 1:
+        sys.exit(__doc__)
+    rows, console = read(Path(arguments[0])), Console(width=240)
+    for table in (by_layer(rows), *tables(rows)):
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

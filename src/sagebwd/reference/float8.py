@@ -1,0 +1,144 @@
+"""Gradient products in 8-bit floating point (e4m3): scales from bounds, sums from the first block to the last.
+
+An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
+before the loop, will do, and sums of products are not rescaled. All scales are powers of two and exact. With m the
+largest score of query i, P_max = exp(m - lse) its largest weight, R the norm of V's largest magnitudes by channel,
+r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dS / P_max::
+
+    e = floor(log2(448 exp(lse - m)))      b = ceil(log2 u)
+    P'  = e4m3(2^e P)                      dO' = e4m3(2^-e dO 2^g)         dV = P'^T dO' 2^-g
+    dS' = e4m3(2^e P (dP - delta) 2^-b)    Q'  = e4m3(2^(b - e) Q 2^g)     dK = dS'^T Q' 2^-g
+                                           K'  = e4m3(K 2^g)               dQ = 2^(b - e) dS' K' 2^-g
+
+Q and K are the dequantised INT8 operands of S. Each operand has its own g, the largest that leaves its magnitudes at
+most 448: K' over the tokens of a sequence, dO' and Q' over `queries_a_scale` queries of a head. dV and dK are FP32
+sums of such products. What exceeds 448 all the same is 448. All three are times `RESTORED`, which gives back what
+rounding takes from both operands on average.
+
+r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
+nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
+below e4m3's range. r is at least 2^-10.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagebwd.reference.quantize import pad_tokens
+
+E4M3_MAX = 448.0
+LEAST_REST = 2.0**-10
+# Rounding to e4m3 makes numbers smaller on average: above a power of two steps are twice as wide as below it, so more
+# is rounded down to it than up. <x, e4m3(x)> is .9993 <x, x> for normal, log-normal, Laplacian and Student's x alike.
+RESTORED = 0.9993**-2
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """x rounded to e4m3 (half to even, saturated), in x's dtype; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def _power(exponent: Tensor, like: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(like), exponent)
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...] = (-3, -2, -1)) -> tuple[Tensor, Tensor]:
+    """e4m3 of 2^g x, and 2^-g RESTORED, with a g over ``dims``."""
+    if x.numel() == 0:
+        return x, x.new_ones(())
+    largest = x.abs().amax(dims, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)
+    # 448 is 0.875 * 2^9
+    g = torch.where(mantissa <= 0.875, 9, 8) - exponent.clamp(-110)
+    # + 0 * largest: e4m3 has no infinity, so that the scale says it
+    return e4m3(x * _power(g, largest)), _power(-g, largest) * RESTORED + largest * 0
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The root of the sum of squares of each row, (..., 1); of magnitudes whose squares FP32 does not hold too."""
+    return torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True).to(x.dtype)
+
+
+def queries_a_scale(head_dim: int) -> int:
+    """How many queries of a head share the g of dO' and that of Q': those of one product of dV and dK.
+
+    head_dim: the greater of query's and value's.
+    """
+    return 128 if head_dim <= 64 else 64
+
+
+def _by_block(x: Tensor, size: int) -> Tensor:
+    """e4m3 of 2^g x, times 2^-g RESTORED, each block of ``size`` queries with a g of its own."""
+    codes, scale = _normalised(pad_tokens(x, size).unflatten(-2, (-1, size)), (-2, -1))
+    return (codes * scale).flatten(-3, -2)[..., : x.shape[-2], :]
+
+
+@dataclass(frozen=True)
+class Float8Operands:
+    """The operands of dV, dK and dQ that do not depend on the block, (B, H, G, tokens, D), and their scales."""
+
+    shift: Tensor  # e log(2), (B, H, G, N, 1)
+    inverse_bound: Tensor  # 2^-b, (B, H, G, N, 1)
+    do: Tensor  # times 2^-g RESTORED
+    q: Tensor  # times 2^-g RESTORED
+    k: Tensor
+    dq_scale: Tensor  # (B, H, G, N, 1)
+
+    @classmethod
+    def of(
+        cls,
+        row_max: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        dlse: Tensor | None,
+        v_scale: Tensor,
+        q_codes: Tensor,
+        q_scale: Tensor,
+        k_codes: Tensor,
+        k_scale: Tensor,
+    ) -> Float8Operands:
+        """Operands of one call.
+
+        Args: row_max (-inf where a query sees no key), lse and dlse (B, H, G, N, 1); do (B, H, G, N, D); v_scale
+        (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .).
+        """
+        seen = row_max != -math.inf
+        e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
+        # psi gives a channel without range the scale 1, which says nothing of V
+        norm = _norm(torch.where(v_scale == 1, 0, v_scale))
+        norm = 127 * torch.where(norm == 0, v_scale.shape[-1] ** 0.5, norm)
+        rest = torch.expm1(torch.where(seen, lse - row_max, 1)).clamp(LEAST_REST, 1)
+        bound = norm * _norm(do) * rest
+        if dlse is not None:
+            bound = bound + dlse.abs()
+        mantissa, b = torch.frexp(bound.clamp(min=2.0**-125))  # of 0 too: its Q' must not be the largest
+        b = torch.where(mantissa == 0.5, b - 1, b)
+        exponent = torch.nan_to_num(e).to(b.dtype)
+        weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
+        spread = weight * _power(b, bound) + bound * 0
+        size = queries_a_scale(max(q_codes.shape[-1], do.shape[-1]))
+        do = _by_block(do * weight, size)
+        q = _by_block(q_codes * (q_scale * spread), size)
+        k, dq_scale = _normalised(k_codes * k_scale)
+        return cls(e * math.log(2), _power(-b, bound), do, q, k, dq_scale * spread)
+
+    def dv(self, probability: Tensor, rows: slice) -> Tensor:
+        """P^T dO of a chunk of queries; probability, 2^e P."""
+        return e4m3(probability).mT @ self.do[..., rows, :]
+
+    def ds(self, probability: Tensor, dp: Tensor, delta: Tensor, rows: slice) -> Tensor:
+        """dS' of a chunk of queries."""
+        inverse = self.inverse_bound[..., rows, :]
+        return e4m3(probability * (dp * inverse - delta * inverse))
+
+    def dk(self, ds: Tensor, rows: slice) -> Tensor:
+        """dS^T Q of a chunk of queries, without the softmax scale."""
+        return ds.mT @ self.q[..., rows, :]
+
+    def dq(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:
+        """dS K of a chunk of queries, without the softmax scale."""
+        return ds @ self.k[..., keys, :] * self.dq_scale[..., rows, :]

@@ -1,0 +1,82 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sagebwd import Recipe, dispatch
+from sagebwd.cli import doctor
+
+
+def test_facts_name_versions_and_gpu():
+    facts = doctor.facts()
+    assert facts["torch"] == torch.__version__
+    assert facts["triton"][0].isdigit()
+    assert any(name.startswith("GPU") for name in facts)
+
+
+def test_facts_name_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET" not in doctor.facts()
+
+
+def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
+    compile_ = pytest.importorskip("sagebwd.kernels.sm90.forward.compile")
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(compile_, "unavailable", lambda: "nvidia-cutlass-dsl is not installed")
+    assert doctor.facts()["mixed on Hopper"].endswith("slower: nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(compile_, "unavailable", lambda: None)
+    monkeypatch.setattr(compile_, "broken_compiler", lambda: "nvidia-cutlass-dsl is broken")
+    assert doctor.facts()["mixed on Hopper"].endswith("where it is compiled already: nvidia-cutlass-dsl is broken")
+    monkeypatch.setattr(compile_, "broken_compiler", lambda: None)
+    assert doctor.facts()["mixed on Hopper"] == "forward in CuTe DSL"
+    card.major = 8
+    assert "mixed on Hopper" not in doctor.facts()
+
+
+def test_answers_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named("token"))}
+    assert set(answers) == set(dispatch.IMPLEMENTATIONS)
+    assert answers["reference"].chosen
+    assert not answers["triton"].takes
+    assert "needs a CUDA device" in answers["triton"].reason
+
+
+def test_answers_name_what_is_wrong_with_the_call():
+    answers = doctor.answers("cpu", torch.float32, 64, Recipe.named("token"))
+    assert "dtype float32 is not supported by impl='triton'" in answers[1].reason
+
+
+def test_answers_say_whose_backward_runs(monkeypatch):
+    pytest.importorskip("triton")
+
+    def reasons(forward: str, backward: str) -> set[str]:
+        choice = dispatch.named(Recipe.named("mixed"), f"{forward}/{backward}")
+        monkeypatch.setattr(dispatch, "choose", lambda *_: choice)
+        return {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, choice.recipe)}
+
+    assert reasons("hopper", "hopper")["hopper"] == "fastest that takes the call"
+    for forward, backward, direction in (("hopper", "triton", "backward"), ("triton", "hopper", "forward")):
+        assert reasons(forward, backward)["hopper"] == (
+            f"fastest that takes the call; {direction} runs triton's kernels, as hopper has none here for this recipe"
+        )
+
+
+def test_self_test_compares_with_the_reference(monkeypatch):
+    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == 0
+    calls = []
+    real = doctor.sage_attention
+
+    def broken(*inputs, impl, **arguments):
+        calls.append(impl)
+        out = real(*inputs, impl="reference", **arguments)
+        return out if impl == "reference" else 1.1 * out
+
+    monkeypatch.setattr(doctor, "sage_attention", broken)
+    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == pytest.approx(0.1, rel=0.1)
+    assert calls == [None, "reference"]

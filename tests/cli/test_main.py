@@ -1,0 +1,88 @@
+"""`sagebwd` as a person runs it: what it prints, and one line and an exit code where something is wrong."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from sagebwd.cli import doctor
+from sagebwd.cli import main as cli
+from sagebwd.version import __version__
+from tests.commands import ROOT, runner, started, without_defaults
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return runner(cli.main, monkeypatch, capsys)
+
+
+def test_help_lists_the_commands_quickly():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome = started("sagebwd", "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert outcome.returncode == 0
+    assert all(name in outcome.stdout for name in ("doctor", "trace", "--version"))
+    # seconds of processor, not of a clock: CI's two cores are busy with other tests
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+
+
+def test_version_is_the_packages(command):
+    assert command("--version") == (0, __version__, "")
+
+
+def test_help_has_the_defaults_that_its_texts_name(command, monkeypatch):
+    assert not without_defaults(cli.app, "trace", command, monkeypatch)
+
+
+def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):
+    advice = (
+        "forward on the portable kernels: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
+    )
+    refused = doctor.Answer("hopper", False, False, "block_mask: expected [a, b]")
+    monkeypatch.setattr(doctor, "facts", lambda: {"mixed on Hopper": advice})
+    monkeypatch.setattr(doctor, "answers", lambda *call: [refused])
+    code, out, _ = command("doctor", "--device", "cpu")
+    assert code == 1
+    assert advice in out
+    assert refused.reason in out
+
+
+def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, out, _ = command("doctor", "--device", "cpu")
+    assert code == 1
+    assert "needs a CUDA device" in out
+    assert "self-test PASS" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
+        (("doctor", "--device", "tpu"), "device='tpu' is not known; accepted: cpu, cuda, cuda:N"),
+        (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_mistake_shows_no_traceback():
+    outcome = started("sagebwd", "doctor", "--device", "cuda")
+    assert outcome.returncode == 2
+    assert "torch sees no GPU" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_missing_extra_is_named():
+    program = "import sys; sys.modules['typer'] = None; import sagebwd.cli.main"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert outcome.returncode == 1
+    assert "pip install '.[cli]'" in outcome.stderr

@@ -1,0 +1,46 @@
+"""Commands as a person runs them: in a process of their own, or in this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def started(module, *arguments, **environment):
+    """The outcome of ``python -m module``, on a machine without a GPU."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
+    )  # fmt: skip
+
+
+def runner(main, monkeypatch, capsys):
+    """A function that runs a command in this process: exit code, stdout and stderr on one line each."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["a command", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code, " ".join(out.split()), " ".join(err.split())
+
+    return run
+
+
+def without_defaults(app, name, run, monkeypatch):
+    """The defaults that help texts of a command's options name and ``--help`` does not print."""
+    import typer
+
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run(name, "--help")
+    named = [option.help for option in typer.main.get_command(app).commands[name].params if "[" in option.help]
+    assert named
+    words = "".join(out.replace("│", "").split())
+    return [text for text in named if "".join(text.split()) not in words]

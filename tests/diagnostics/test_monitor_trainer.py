@@ -1,0 +1,126 @@
+"""The monitor with a Trainer that is not ours."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor
+from sagebwd.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore:attention monitor")
+
+
+class Tokens(Dataset):
+    """Random sequences, the same every time."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def someone_elses_trainer(folder, attention="sagebwd", **arguments):
+    integration.register()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, use_cache=False, sagebwd={"impl": "reference"},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    settings = {
+        "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, **arguments,
+    }  # fmt: skip
+    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Tokens())
+
+
+@pytest.mark.rounding
+def test_anyones_trainer(tmp_path):
+    trainer = someone_elses_trainer(tmp_path / "with")
+    ids = Tokens()[0]["input_ids"][None]
+    monitor = AttentionMonitor(ids, Monitor(every=2, layers=[1], threshold=1e-6, precision="auto", checks=2))
+    assert monitor.attach(trainer) is monitor
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "monitor/share" in line]
+    assert [line["step"] for line in logged] == [2, 4]
+    assert not any("layer_0" in key for line in logged for key in line)
+    assert trainer.model.config.sagebwd["layers"] == {"1": {"recipe": monitor.layers[1].recipe}}
+    assert monitor.layers[1].recipe != "token"
+    plain = someone_elses_trainer(tmp_path / "without")
+    plain.train()
+    losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (trainer, plain)]
+    assert losses[0] == losses[1]  # the move came after the last step
+    assert len(losses[0]) == 4
+
+
+def test_checks_run_in_the_precision_of_training(tmp_path, monkeypatch):
+    trainer = someone_elses_trainer(tmp_path, bf16=True, max_steps=1)
+    monitor = AttentionMonitor(Tokens()[0]["input_ids"][None], Monitor(every=1)).attach(trainer)
+    seen = []
+    monkeypatch.setattr(monitor, "_judge", lambda call, step, impl: seen.append(call.q.dtype))
+    trainer.train()
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_a_compiled_model_follows_a_move(tmp_path):
+    losses = {}
+    for compiled in (False, True):
+        options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+        trainer = someone_elses_trainer(tmp_path / str(compiled), learning_rate=1e-2, **options)
+        settings = Monitor(every=2, threshold=1e-6, precision="auto", checks=1)
+        AttentionMonitor(Tokens()[0]["input_ids"][None], settings).attach(trainer)
+        trainer.train()
+        losses[compiled] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        assert set(trainer.model.config.sagebwd["layers"]) == {"0", "1"}
+    assert losses[True] == losses[False]
+
+
+@pytest.mark.rounding
+def test_auto_is_named_before_rungs_begin_at_it(tmp_path):
+    trainer = someone_elses_trainer(tmp_path / "run")
+    assert integration.settings(trainer.model.config, 0)["recipe"] == "auto"
+    monitor = AttentionMonitor(Tokens()[0]["input_ids"][None], Monitor(every=2)).attach(trainer)
+    trainer.train()
+    assert [integration.settings(trainer.model.config, index)["recipe"] for index in (0, 1)] == ["token", "token"]
+    assert {layer.base for layer in monitor.layers.values()} == {"token"}
+
+
+def test_a_check_that_cannot_be_made_is_left_out(tmp_path):
+    trainer = someone_elses_trainer(tmp_path, max_steps=2)
+    monitor = AttentionMonitor(torch.full((1, 8), 64), Monitor(every=1)).attach(trainer)
+    with pytest.warns(UserWarning, match=r"step 1: no check: token_ids: 64 is outside the model's vocabulary of 64"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert monitor.layers[0].errors == {}
+    line = next(line for line in trainer.state.log_history if "monitor/share" in line)
+    assert not any("layer" in key for key in line)
+
+
+@pytest.mark.parametrize(
+    ("attention", "settings", "attached", "message"),
+    [
+        (
+            "sdpa",
+            Monitor(),
+            True,
+            "LlamaForCausalLM has another attention; load it with attn_implementation='sagebwd'",
+        ),
+        ("sagebwd", Monitor(layers=[2]), True, "monitor.layers: 2 is not there; the model has layers 0 to 1"),
+        ("sagebwd", Monitor(), False, r"call attach\(trainer\) in place of callbacks"),
+    ],
+)
+def test_what_cannot_be_watched_is_said_as_training_begins(tmp_path, attention, settings, attached, message):
+    trainer = someone_elses_trainer(tmp_path, attention)
+    monitor = AttentionMonitor(Tokens()[0]["input_ids"][None], settings)
+    monitor.attach(trainer) if attached else trainer.add_callback(monitor)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_token_ids_are_checked():
+    with pytest.raises(ValueError, match=r"token_ids: expected \(batch, tokens\) int64, got \(8,\) int64"):
+        AttentionMonitor(torch.zeros(8, dtype=torch.long))
+    assert AttentionMonitor(torch.zeros(1, 9, dtype=torch.long), Monitor(tokens=4)).token_ids.shape == (1, 4)

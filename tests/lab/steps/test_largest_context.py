@@ -1,0 +1,146 @@
+"""The search for the longest sequence, with memory that ends where the test says."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from benchmarks.results import save
+from lab import __main__ as cli
+from lab.steps import largest_context as longest
+from lab.steps import tables as tables
+from lab.steps import timing as training
+from lab.steps.largest_context import Trial, search
+from lab.steps.registry import Choice
+from lab.steps.runner import Runner
+from sagebwd import hardware
+from tests.lab.steps.test_timing import TINY
+
+
+def tried(limit, start, multiple, **memory):
+    """Contexts, where ``limit`` tokens fit and a token takes 3 bytes."""
+    found = search(lambda n: Trial(n, n <= limit, 100 + 3 * n if n <= limit else None), start, multiple, **memory)
+    return [trial.context for trial in found]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4095, 4096, 4097, 33000, 98304, 131071, 500000])
+@pytest.mark.parametrize("start", [4096, 30000, 131072])
+@pytest.mark.parametrize("memory", [{}, {"before": 100, "capacity": 700000}, {"before": 100, "capacity": 50000}])
+def test_the_search_ends_beside_the_limit(limit, start, memory):
+    contexts = tried(limit, start, 4096, **memory)
+    low = max((n for n in contexts if n <= limit), default=0)
+    high = min(n for n in contexts if n > limit)
+    assert 0 < high - low <= 4096
+    assert len(set(contexts)) == len(contexts) <= 128
+    assert all(n % 4096 == 0 for n in contexts[1:])
+
+
+def test_what_memory_says_takes_three_trials():
+    assert tried(100000, 32768, 4096, before=100, capacity=100 + 3 * 100000) == [32768, 98304, 102400]
+    assert tried(100000, 32768, 4096) == [32768, 65536, 131072, 98304, 114688, 106496, 102400]
+
+
+def test_every_attention_trains_what_it_can(monkeypatch):
+    step, limits = Runner.step, {"sdpa": 64, "sagebwd": 96}
+
+    def limited(runner, ids):
+        name = runner.model.config._attn_implementation.removeprefix("full-precision-")
+        if ids.shape[1] > limits[name]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        step(runner, ids)
+
+    monkeypatch.setattr(Runner, "step", limited)
+    choices = [Choice.parse(name, "cpu") for name in ("sdpa", "token")]
+    told = []
+    rows = list(
+        longest.measure(TINY, choices, vocabulary=40, device="cpu", compiled="no", multiple=16, progress=told.append)
+    )
+    assert [(row.attention, row.context, row.too_large) for row in rows] == [
+        ("sdpa", 64, 80), ("token@reference", 96, 112),
+    ]  # fmt: skip
+    assert told[:2] == ["sdpa: 32 tokens", "sdpa: 32 tokens fit"]
+    assert rows[0].trials[0] == Trial(32, True, None)
+    text = "".join(str(list(column.cells)) for column in longest.table(rows).columns)
+    assert "112" in text
+
+
+def test_what_does_not_fit_at_all(monkeypatch):
+    def never(runner, ids):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(Runner, "step", never)
+    (row,) = longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu", multiple=16)
+    assert (row.context, row.too_large, row.peak_bytes) == (None, 16, None)
+
+
+def test_what_fails_otherwise_is_raised(monkeypatch):
+    def broken(runner, ids):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(Runner, "step", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        list(longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu"))
+
+
+def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    for arguments, message in (
+        ("--largest-context", "needs one process, a GPU"),
+        ("--by-layer --reduce-overhead", "expected one of --no-compile, --by-layer and --reduce-overhead"),
+    ):
+        monkeypatch.setattr(
+            sys, "argv", ["sagebwd", "bench-training", "--config", str(config), "--device", "cpu", *arguments.split()]
+        )
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+ROW = longest.LargestContext(
+    "mixed@hopper", "mixed", "hopper", 1, "layers", "no", True, 324_000_000, 50257, 114688, 118784, 140 << 30, 6 << 30,
+    141 << 30, [Trial(114688, True, 140 << 30)],
+)  # fmt: skip
+
+
+def test_the_command_writes_what_it_found(monkeypatch, capsys, tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
+    asked = []
+
+    def found(config, choices, **settings):
+        asked.append((config.data.context, settings))
+        yield ROW
+
+    monkeypatch.setattr(hardware, "check_device", lambda device: None)
+    monkeypatch.setattr(Choice, "parse", staticmethod(lambda name, device: Choice(name)))
+    monkeypatch.setattr(training, "facts", lambda *_: {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc"})
+    monkeypatch.setattr(longest, "measure", found)
+    arguments = f"bench-training --config {config} --by-layer --largest-context --context 64 --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "118784" in capsys.readouterr().out
+    ((context, settings),) = asked
+    assert (context, settings["batch"], settings["compiled"], settings["is_causal"]) == (64, 1, "layers", True)
+    (path,) = tmp_path.glob("largest-context_h200_*_abc.json")
+    assert json.loads(path.read_text())["rows"][0]["context"] == 114688
+
+
+def test_the_page_has_them(tmp_path):
+    facts = {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc", "model": asdict(TINY.model)}
+    path = save([ROW], facts, tmp_path, "largest-context")
+    assert json.loads(path.read_text())["rows"][0]["trials"] == [
+        {"context": 114688, "fits": True, "peak_bytes": 140 << 30}
+    ]
+    assert tables.markdown([path]).splitlines() == [
+        "324M weights, layers compiled.",
+        "",
+        "| attention | batch | longest sequence | out of memory at | peak GiB | of GiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| `mixed` | 1 | 114,688 | 118,784 | 140.0 | 141.0 |",
+    ]

@@ -1,0 +1,221 @@
+"""`python -m lab` as a person runs it: what it prints, and one line and an exit code where something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lab import __main__ as cli
+from sagebwd.cli import main as library
+from sagebwd.diagnostics import models
+from tests.commands import ROOT, runner, started, without_defaults
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return runner(cli.main, monkeypatch, capsys)
+
+
+@pytest.fixture
+def sagebwd(monkeypatch, capsys):
+    return runner(library.main, monkeypatch, capsys)
+
+
+@pytest.fixture
+def config(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("Some words to learn from.\n<|endoftext|>\n" * 500, encoding="utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"""
+model: {{layers: 1, width: 32, heads: 2, mlp_width: 32}}
+data: {{source: {corpus}, held_out: {corpus}, context: 32, cache: {tmp_path / "cache"}}}
+optimisation: {{tokens_per_step: 128, micro_batch: 4, steps: 4, warmup_steps: 1}}
+logging: {{every: 1, evaluate_every: 2, evaluate_sequences: 4, checkpoint_every: 2}}
+variants:
+  full precision: {{attention.recipe: sdpa}}
+  token: {{attention.recipe: token}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_help_lists_the_commands():
+    outcome = started("lab", "--help")
+    assert outcome.returncode == 0
+    names = ("pretrain", "compare", "seeds", "gaps", "tokenize", "finetune", "task", "gaussian", "bench-training")
+    assert all(name in outcome.stdout for name in names)
+
+
+@pytest.mark.parametrize("name", ["trace", "gaussian", "finetune", "bench-training"])
+def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
+    assert not without_defaults(cli.app, name, command, monkeypatch)
+
+
+def test_gaussian_prints_and_saves(command, tmp_path):
+    code, out, _ = command(
+        "gaussian",
+        "--recipe",
+        "token",
+        "--sigma",
+        5,
+        "--tokens",
+        128,
+        "--head-dim",
+        16,
+        "--output",
+        tmp_path / "t.json",
+    )
+    assert code == 0
+    assert "0.2014" in out  # the paper's dQ
+    rows = json.loads((tmp_path / "t.json").read_text())
+    assert [row["tensor"] for row in rows] == ["o", "dq", "dk", "dv"]
+    assert f"{rows[1]['relative_l2']:.4f}" in out
+
+
+def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
+    code, out, _ = command("tokenize", "--config", config, "--set", "data.cache=null")
+    assert code == 0
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert str(folder) in out
+    made = (folder / "train.bin").stat()
+    tokens = made.st_size // 2
+    assert f"{tokens:,} training and" in out
+    assert command("pretrain", "--config", config, "--set", "data.cache=null", "--output", tmp_path / "run")[0] == 0
+    assert (folder / "train.bin").stat().st_mtime_ns == made.st_mtime_ns
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_pretrain_and_its_second_run(command, config, tmp_path):
+    assert command("pretrain", "--config", config, "--output", tmp_path / "run")[0] == 0
+    assert (tmp_path / "run" / "result.json").exists()
+    code, _, err = command("pretrain", "--config", config, "--output", tmp_path / "run")
+    assert code == 2
+    assert "holds this run, finished" in err
+
+
+def test_compare_writes_its_report(command, config, tmp_path):
+    code, out, _ = command("compare", "--config", config, "--output", tmp_path / "both")
+    assert code == 0
+    assert "full precision" in out
+    assert (tmp_path / "both" / "report.html").stat().st_size > 1000
+    code, out, _ = command("gaps", tmp_path / "both", "--noise-of", tmp_path / "both")
+    assert code == 0
+    assert "held-out loss minus the baseline's" in out
+    code, _, err = command("gaps", tmp_path)
+    assert code == 2
+    assert "holds no comparison.json" in err
+
+
+def test_a_task_is_made_and_fine_tuned_on(command, tmp_path):
+    paragraphs = [" ".join(f"w{place}x{word}" for word in range(25)) for place in range(200)]
+    documents = ["\n\n".join(paragraphs[start : start + 4]) for start in range(0, 200, 4)]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents), encoding="utf-8")
+    code, out, _ = command(
+        "task", "order", "--source", corpus, "--output", tmp_path, "--examples", 16, "--held-out-examples", 4,
+        "--held-out-share", 0.3,
+    )  # fmt: skip
+    assert code == 0
+    assert "train.jsonl: 16 examples" in out
+    config = tmp_path / "order.yaml"
+    config.write_text(
+        f"""
+model: {{layers: 1, width: 32, heads: 2, mlp_width: 32}}
+data: {{train: {tmp_path}/train.jsonl, held_out: {tmp_path}/held_out.jsonl, tokenizer: bytes, max_tokens: 64}}
+variants:
+  full precision: {{attention.recipe: sdpa}}
+  token: {{attention.recipe: token}}
+""",
+        encoding="utf-8",
+    )
+    arguments = ("finetune", "--config", config, "--output", tmp_path / "out", "--set", "logging.keep_model=false")
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "accuracy on held-out examples" in out
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert "holds 2 of these 2 runs; go on with --resume" in err
+
+
+def test_ctrl_c_is_exit_code_130(config, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab", "pretrain", "--config", str(config), "--set",
+         "optimisation.steps=100000", "--output", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not list((tmp_path / "run").glob("checkpoint-*/complete")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=180)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "stopped; checkpoints written so far are whole, go on with --resume" in " ".join(stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pretrain", "--config", "missing.yaml"), "there is no such file"),
+        (("pretrain", "--config", "CONFIG", "--set", "model.widht=3"), "did you mean model.width"),
+        (("pretrain", "--config", "CONFIG", "--set", "data.source=none.txt"), "there is no such file"),
+        (("pretrain", "--config", "CONFIG", "--resume"), "no whole checkpoint to resume from"),
+        (("pretrain", "--config", "CONFIG", "--set", "optimisation.micro_batch=3"), "is not a multiple of"),
+        (("compare", "--config", "CONFIG", "--only", "nothing"), "there is no variant 'nothing'"),
+        (("finetune", "--config", "missing.yaml"), "there is no such file"),
+        (("finetune", "--config", "CONFIG"), "config: there is no key"),
+        (
+            ("task", "sorting", "--source", "x.txt"),
+            "task='sorting' is not known; accepted: continuation, subject, order, neighbours",
+        ),
+        (("gaussian", "--recipe", "fp4"), "none called 'fp4'"),
+        (("gaussian", "--kind", "uniform"), "kind='uniform' is not known"),
+        (("gaussian", "--device", "tpu"), "device='tpu' is not known"),
+        (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
+        (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
+        (("gaussian", "--impl", "fast"), "impl='fast' is not known"),
+        (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):
+    arguments = [config if argument == "CONFIG" else argument for argument in arguments]
+    if arguments[0] in ("pretrain", "compare", "finetune", "task"):
+        arguments += ["--output", tmp_path / "out"]
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "ENCODERS", [])
+    settings = ("--set", "data.tokenizer=bytes", "--set", "model.qk_norm=true")
+    assert command("pretrain", "--config", config, *settings, "--output", tmp_path / "run")[0] == 0
+    trace = ("trace", "--model", tmp_path / "run" / "model", "--tokens", 16, "--output", tmp_path / "trace.json")
+    code, out, _ = command(*trace)
+    assert code == 0
+    assert "one window of 16 tokens" in out
+    assert json.loads((tmp_path / "trace.json").read_text())["tokens"] == 16
+    assert models.encode(tmp_path / "run" / "model", "ab").tolist() == [[97, 98, 256]]
+    assert models.encode(tmp_path / "run", "ab").tolist() == [[97, 98, 256]]
+    models.ENCODERS.clear()
+    code, _, err = sagebwd(*trace)
+    assert (code, "runs of the laboratory need `python -m lab trace`" in err) == (2, True)
+
+
+def test_a_missing_extra_is_named():
+    program = "import sys; sys.modules['typer'] = None; import lab.__main__"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )  # fmt: skip
+    assert outcome.returncode == 1
+    assert "pip install '.[lab]'" in outcome.stderr

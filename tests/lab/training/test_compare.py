@@ -1,0 +1,272 @@
+"""Comparisons of variants, and their report."""
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from lab.training import compare as comparison
+from lab.training import pretrain, report, run_dir
+from lab.training.report import Run, gap, smoothed, write_curves
+from sagebwd.diagnostics import monitor
+from tests.lab.training.runs import losses
+
+LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
+
+
+@pytest.fixture
+def config(tiny):
+    return tiny.replace(
+        {
+            "variants": {
+                "full precision": {"attention.recipe": "sdpa"},
+                "token": {},
+                "paper": {"attention.recipe": "paper"},
+            }
+        }
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Instead of training: write what a run writes, and note the calls."""
+    calls = []
+
+    def run(config, output, resume=False):
+        calls.append((output.name, resume))
+        output.mkdir(parents=True, exist_ok=True)
+        loss = LOSSES[config.attention.recipe]
+        lines = [
+            {"step": 1, "tokens": 256, "loss": loss + 1, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 5.0,
+             "seconds": 1.0},
+            {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
+        ]  # fmt: skip
+        (output / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = {
+            "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0,
+            "steps": 8, "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0,
+            "environment": {"torch": "x", "device": "<somewhere> & elsewhere"},
+        }  # fmt: skip
+        (output / run_dir.RESULT).write_text(json.dumps(result))
+
+    monkeypatch.setattr(pretrain, "run", run)
+    return calls
+
+
+def test_outcomes_and_files(config, tmp_path, calls):
+    outcomes = comparison.compare(config, tmp_path / "out")
+    assert calls == [("full precision", False), ("token", False), ("paper", False)]
+    assert [outcome.recipe for outcome in outcomes] == ["sdpa", "token", "paper"]
+    assert [outcome.gap for outcome in outcomes] == pytest.approx([0, 0.001, 0.01])
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [row["variant"] for row in content["outcomes"]] == list(config.variants)
+    digests = [config.replace(overrides).digest() for overrides in config.variants.values()]
+    assert [row["digest"] for row in content["outcomes"]] == digests
+    assert "| token | token | 2.0010 | +0.0010 |" in (tmp_path / "out" / "comparison.md").read_text()
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    console = Console(record=True, width=120)
+    console.print(comparison.table(outcomes))
+    assert "+0.0100" in console.export_text()
+
+
+def test_the_report_is_one_file_and_escapes_what_it_shows(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "http" not in page
+    assert all(name in page for name in config.variants)
+    assert "&lt;somewhere&gt; &amp; elsewhere" in page
+    assert "<somewhere>" not in page
+    assert "tokens_per_step: 256" in page
+
+
+def test_finished_variants_are_kept(config, tmp_path, calls, capsys):
+    comparison.compare(config, tmp_path / "out", only=["full precision", "token"])
+    first = list(calls)
+    comparison.compare(config, tmp_path / "out")
+    assert calls[len(first) :] == [("paper", False)]
+    assert "token: finished before, kept" in capsys.readouterr().err
+
+
+def test_the_gap_is_to_the_first_variant_of_the_config(config, tmp_path, calls):
+    (alone,) = comparison.compare(config, tmp_path / "out", only=["paper"])
+    assert alone.gap is None
+    outcomes = comparison.compare(config, tmp_path / "out", only=["full precision"])
+    assert [(x.variant, x.gap) for x in outcomes] == [("full precision", 0), ("paper", pytest.approx(0.01))]
+
+
+def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
+    real = pretrain.run
+
+    def interrupted(variant, output, resume=False):
+        if output.name == "token" and not resume:
+            (output / "checkpoint-2").mkdir(parents=True)
+            (output / "checkpoint-2" / run_dir.COMPLETE).touch()
+            raise KeyboardInterrupt
+        real(variant, output, resume)
+
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(config, tmp_path / "out")
+    comparison.compare(config, tmp_path / "out")
+    assert calls == [("full precision", False), ("token", True), ("paper", False)]
+
+
+@pytest.mark.rounding
+def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_path, monkeypatch, capsys):
+    real = pretrain._Trainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        loss = real(self, *args, **kwargs)
+        broken = self.model.config._attn_implementation == "sagebwd" and self.state.global_step >= 5
+        return loss * math.nan if broken else loss
+
+    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
+    variants = {"token": {}, "full precision": {"attention.recipe": "sdpa"}}
+    config = config.replace({"variants": variants})
+    token, full = comparison.compare(config, tmp_path / "out")
+    assert "token: the loss (nan) is not finite at step 6" in capsys.readouterr().err
+    assert token.diverged.startswith("the loss (nan) is not finite at step 6")
+    assert (token.steps, token.gap, full.diverged, full.gap) == (6, None, None, None)
+    assert math.isfinite(token.train_loss)
+    assert token.held_out_loss == pytest.approx(full.held_out_loss, abs=1)
+    assert "| token | token | diverged, step 6 |  |" in (tmp_path / "out" / "comparison.md").read_text()
+    assert "diverged, step 6" in (tmp_path / "out" / "report.html").read_text()
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text(), parse_constant=pytest.fail)
+    assert content["outcomes"][0]["diverged"] == token.diverged
+
+    monkeypatch.undo()
+    assert comparison.compare(config, tmp_path / "out") == [token, full]
+    assert "token: diverged before" in capsys.readouterr().err
+
+
+def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, monkeypatch):
+    real = pretrain.run
+
+    def run(variant, output, resume=False):
+        real(variant, output, resume)
+        if variant.attention.recipe != "token":
+            return
+        (output / run_dir.CONFIG).write_text(f"digest: {variant.digest()}")
+        content = json.loads((output / run_dir.RESULT).read_text()) | {
+            "diverged": "the loss", "held_out_loss": None, "largest_logit": None, "train_loss": None,
+        }  # fmt: skip
+        (output / run_dir.DIVERGED).write_text(json.dumps(content))
+        (output / run_dir.RESULT).unlink()
+        raise pretrain.TrainingStopped("the loss")
+
+    monkeypatch.setattr(pretrain, "run", run)
+    outcomes = comparison.compare(config, tmp_path / "out")
+    assert [x.gap for x in outcomes] == [0, None, pytest.approx(0.01)]
+    assert [x.diverged for x in outcomes] == [None, "the loss", None]
+    first_diverged = config.replace({"variants": {"token": {}, "paper": {"attention.recipe": "paper"}}})
+    assert [x.gap for x in comparison.compare(first_diverged, tmp_path / "out")] == [None, None]
+
+
+@pytest.mark.rounding
+def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path, monkeypatch):
+    config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
+    whole = comparison.compare(config, tmp_path / "whole")
+    real = pretrain._Record.on_log
+
+    def on_log(self, args, state, control, **kwargs):
+        real(self, args, state, control, **kwargs)
+        if state.global_step == 5 and self.config.attention.recipe == "token":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain._Record, "on_log", on_log)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(config, tmp_path / "broken")
+    monkeypatch.undo()
+    resumed = comparison.compare(config, tmp_path / "broken")
+    assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]
+    assert abs(whole[1].gap) < 0.05
+    assert losses(tmp_path / "whole" / "token") != losses(tmp_path / "whole" / "full precision")
+
+
+def test_a_later_folder_of_other_settings_is_refused_before_training(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out", only=["paper"])
+    changed = config.variants | {"paper": {"attention.recipe": "paper", "seed": 3}}
+    with pytest.raises(ValueError, match="paper holds a run of other settings; choose another --output"):
+        comparison.compare(config.replace({"variants": changed}), tmp_path / "out")
+    assert calls == [("paper", False)]
+
+
+def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
+    comparison.compare(config, tmp_path / "out")
+    with pytest.raises(ValueError, match="full precision holds a run of other settings"):
+        comparison.compare(config.replace({"seed": 3}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("variants", "only", "message"),
+    [
+        ({}, None, "no variants to compare"),
+        ({"a": {}}, ["b"], "there is no variant 'b'; variants: a"),
+        ({"../a": {}}, None, "'../a' cannot name a folder"),
+        ({1: {}}, None, "1 cannot name a folder"),
+        ({"a": "token"}, None, "a must map keys to values, .*; got 'token'"),
+        ({"a": {1: 2}}, None, "a must map keys to values"),
+        ({"a": {}, "b": {"model.widht": 3}}, None, "did you mean model.width"),
+    ],
+)
+def test_bad_variants(tiny, tmp_path, calls, variants, only, message):
+    with pytest.raises(ValueError, match=message):
+        comparison.compare(tiny.replace({"variants": variants}), tmp_path / "out", only)
+    assert calls == []
+
+
+def run(name, held_out, losses=(3.0, 2.0)):
+    metrics = [{"step": i, "tokens": 10 * i, "loss": loss, "grad_norm": 1.0} for i, loss in enumerate(losses)]
+    metrics += [
+        {"step": i, "tokens": t, "held_out_loss": loss, "largest_logit": 2.0} for i, (t, loss) in enumerate(held_out)
+    ]
+    return Run(name, {}, "token", metrics, {})
+
+
+def test_gap_is_taken_where_both_were_measured():
+    tokens, gaps = gap(run("b", [(10, 2.5), (20, 2.0), (30, 1.9)]), run("a", [(10, 2.4), (30, 2.0)]))
+    assert tokens == [10, 30]
+    assert [round(gap, 6) for gap in gaps] == [0.1, -0.1]
+
+
+def test_series_leave_out_what_is_not_finite():
+    assert run("a", [(10, math.nan), (20, 2.0)]).series("held_out_loss") == ([20], [2.0])
+
+
+def test_no_gap_without_a_baseline():
+    assert gap(run("b", [(10, 2.5)]), None) == ([], [])
+
+
+def test_smoothing_neither_lags_nor_shortens():
+    slope = [float(x) for x in range(100)]
+    assert smoothed(slope) == pytest.approx(slope)
+    noisy = [(-1.0) ** x for x in range(100)]
+    assert max(map(abs, smoothed(noisy)[5:-5])) < 0.3
+    assert smoothed([]) == []
+    assert smoothed([2.0]) == [2.0]
+
+
+@pytest.mark.parametrize("with_baseline", [True, False])
+def test_curves_of_unequal_and_broken_runs(tmp_path, with_baseline):
+    runs = [run("a", [(10, 2.0)]), run("b", [(10, 2.1), (20, math.nan)], losses=(3.0, math.nan, 1.0)), run("c", [])]
+    write_curves(runs, runs[0] if with_baseline else None, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_report_has_a_row_a_layer_and_the_events():
+    errors = dict.fromkeys(monitor.TENSORS, 0.0123)
+    summary = {
+        "checks": 3, "seconds": 1.0, "share": 0.011,
+        "layers": {"0": {"recipe": "token", "errors": errors, "highest": 0.05},
+                   "1": {"recipe": "token(s=16bit)", "errors": {}, "highest": 0.5}},
+        "events": [{"step": 200, "layer": 1, "message": "layer 1: moved <up>"}],
+    }  # fmt: skip
+    runs = [Run(name, {}, "token", [], {"monitor": found}) for name, found in (("a", None), ("b", summary))]
+    section = report._attention_error(runs)
+    assert "<td>b</td><td>token(s=16bit)</td><td>1</td>" in section
+    assert "0.0123" in section
+    assert "b: 3 checks, 1.10% of the time" in section
+    assert "b, step 200: layer 1: moved &lt;up&gt;" in section
+    assert report._attention_error(runs[:1]) == ""

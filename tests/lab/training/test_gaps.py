@@ -1,0 +1,256 @@
+"""Gaps over seeds and their intervals, Student's t, and whose gradients a run had."""
+
+import json
+import lzma
+import math
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lab.commands import seeds as command
+from lab.training import kernel_commit
+from lab.training.gaps import (
+    MARGIN,
+    above,
+    by_step,
+    critical,
+    equivalence,
+    gaps,
+    interval,
+    table,
+    table_by_step,
+    within,
+)
+from lab.training.packed import PACKED
+from lab.training.run_dir import COMPARISON
+from sagebwd.cli import results
+
+
+def comparison(folder, losses, digests=None, diverged=(), commit="2534d87"):
+    """A comparison.json of variants by their losses, the first the baseline; their names are recipes, or "again"."""
+    first = next(iter(losses.values()))
+    rows = [
+        {
+            "variant": name, "recipe": "full" if name == "again" else name, "held_out_loss": loss,
+            "commit": commit, "digest": (digests or {}).get(name, name),
+            "gap": None if name in diverged else loss - first, "diverged": "at step 3" if name in diverged else None,
+        }
+        for name, loss in losses.items()
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / COMPARISON).write_text(json.dumps({"outcomes": rows}))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path):
+    same = {"again": "full"}
+    return [
+        comparison(tmp_path / "0", {"full": 2.0, "token": 2.01, "paper": 2.05, "again": 2.03}, same),
+        comparison(tmp_path / "1", {"full": 3.0, "token": 2.99, "paper": 9.0, "again": 2.96}, same, ["paper"]),
+        comparison(tmp_path / "2", {"full": 4.0, "token": 4.06}),
+    ]
+
+
+def test_means_and_noise(folders):
+    token, paper, again = gaps(folders)
+    assert token.gaps == pytest.approx((0.01, -0.01, 0.06))
+    assert token.mean == pytest.approx(0.02)
+    single = math.sqrt((0.03**2 + 0.04**2) / 2)
+    assert token.noise == pytest.approx(single / math.sqrt(3))
+    # deviations -.01, -.03 and .04, of two degrees of freedom
+    assert token.scatter == pytest.approx(math.sqrt(0.0026 / 2 / 3))
+    assert (paper.scatter, paper.interval) == (None, None)
+    assert token.interval == interval(token.gaps)
+    assert (paper.gaps, paper.diverged) == (pytest.approx((0.05,)), 1)
+    assert paper.noise == pytest.approx(single)
+    assert again.noise == pytest.approx(single / math.sqrt(2))
+    text = printed([token, paper, again])
+    assert "+0.0200" in text
+    assert "{:+.4f} to {:+.4f}".format(*token.interval) in text
+    assert f" {token.p:.4f} " in text
+    assert "diverged: 1" in text
+
+
+def printed(found, draw=table):
+    console = Console(record=True, width=240)
+    console.print(draw(found))
+    return console.export_text()
+
+
+def test_the_interval_of_a_mean():
+    assert interval([0.01]) is None
+    low, high = interval([0.0295, -0.0062, -0.0035])  # t = 4.3027 at two degrees of freedom, from a table of Student's
+    assert (low, high) == pytest.approx((-0.0428, 0.0560), abs=1e-4)
+    centred = [-1.0, 1.0] * 50
+    low, high = interval(centred)
+    assert low == -high
+    assert high == pytest.approx(2.0 * statistics.stdev(centred) / 10, rel=0.05)
+
+
+def test_equivalence_is_two_tests_at_once():
+    values = [0.004, -0.002, 0.001, 0.006, -0.003, 0.0]  # mean .001, standard error .00146 at five degrees of freedom
+    assert equivalence(values, 0.02) < 0.001
+    # at the margin that the 90% interval just reaches, p is .05
+    low, high = interval(values, 0.9)
+    assert equivalence(values, max(-low, high)) == pytest.approx(0.05, abs=1e-9)
+    assert equivalence([-value for value in values], max(-low, high)) == pytest.approx(0.05, abs=1e-9)
+    # no gap shows and none is excluded; a mean outside can never be equivalent
+    assert interval([0.05, -0.05, 0.01])[0] < 0
+    assert equivalence([0.05, -0.05, 0.01], 0.02) > 0.3
+    assert equivalence([0.03, 0.031, 0.029], 0.02) > 0.95
+    assert equivalence([0.01]) is None
+    assert (equivalence([0.01, 0.01], 0.02), equivalence([0.03, 0.03], 0.02)) == (0, 1)
+    assert MARGIN == command.MARGIN_BY_DEFAULT
+
+
+def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):
+    losses = {"full": 2.0, "mixed": 2.02, "token": 2.01}
+    folders = [
+        comparison(tmp_path / str(index), losses, commit=commit)
+        for index, commit in enumerate(("a9c0339", "2534d87", "2330368-dirty", None))
+    ]
+    mixed, token = gaps(folders)
+    assert (len(mixed.gaps), mixed.commits) == (1, ("2534d87",))
+    assert list(mixed.objections.values()) == [1, 1, 1]
+    assert (len(token.gaps), token.objections) == (4, {})
+    text = printed([mixed, token])
+    assert "not counted: 1, the kernels of a9c0339 made its dV and dK too small" in text
+    assert "not counted: 1, it names no commit" in text
+
+
+def test_no_repeat_no_noise(folders):
+    (token,) = gaps(folders[2:])
+    assert (token.mean, token.noise) == (pytest.approx(0.06), None)
+    (token,) = gaps(folders[2:], noise_of=[folders[0], folders[2]])
+    assert (token.mean, token.noise) == pytest.approx((0.06, 0.03))
+
+
+def test_what_is_no_comparison_says_so(tmp_path):
+    with pytest.raises(ValueError, match="expected at least one folder"):
+        gaps([])
+    with pytest.raises(ValueError, match="margin=0 must be a number of nats above 0"):
+        gaps([tmp_path], margin=0)
+    with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected an output of"):
+        gaps([tmp_path / "nothing"])
+    empty = comparison(tmp_path / "empty", {"full": 2.0})
+    (empty / COMPARISON).write_text('{"outcomes": []}')
+    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
+        gaps([empty])
+    alone = comparison(tmp_path / "alone", {"full": math.inf, "token": 2.0}, diverged=["full", "token"])
+    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
+        gaps([alone])
+
+
+def pack(folder, losses):
+    """runs.jsonl.xz beside a comparison: of each run the held-out losses by step."""
+    with lzma.open(folder / PACKED, "wt", encoding="utf-8") as file:
+        for name, by_run in losses.items():
+            lines = [{"step": 1, "loss": 9.0}, *({"step": step, "held_out_loss": x} for step, x in by_run.items())]
+            file.write(json.dumps({"run": name, "ended": None, "result": None, "metrics": lines}) + "\n")
+    return folder
+
+
+def test_gaps_at_each_evaluation(tmp_path):
+    first = comparison(tmp_path / "0", {"full": 2.0, "token": 2.03, "paper": 9.0}, diverged=["paper"])
+    pack(first, {"full": {0: 4.0, 5: 3.0, 9: 2.0}, "token": {0: 4.5, 5: 3.01, 9: 2.03}, "paper": {0: 9.0}})
+    second = comparison(tmp_path / "1", {"full": 2.5, "token": 2.56})
+    # its baseline has no step 7 and its token no step 5, so neither is a step of all pairs
+    pack(second, {"full": {0: 4.0, 5: 3.5, 9: 2.5}, "token": {0: 4.5, 7: 3.0, 9: 2.56}})
+    start, end = by_step([first, second], 0.02)
+    assert (start.step, start.gap.gaps, start.changes) == (0, (0.5, 0.5), ())
+    assert (end.step, end.gap.variant) == (9, "token")
+    assert end.gap.gaps == pytest.approx((0.03, 0.06))
+    assert end.changes == pytest.approx((-0.47, -0.44))
+    assert (end.gap.interval, end.gap.p) == (interval(end.gap.gaps), equivalence(end.gap.gaps, 0.02))
+    assert [at.gap.mean for at in by_step([first])] == pytest.approx([0.5, 0.01, 0.03])
+    text = printed([start, end], table_by_step)
+    assert "{:+.4f} to {:+.4f}".format(*interval(end.changes)) in text
+    assert "-0.4550" in text
+    assert "+0.5000 to" not in text, "pairs with the same gap are one measurement"
+    with pytest.raises(ValueError, match="has no evaluations of token, which"):
+        by_step([pack(second, {"full": {0: 4.0}})])
+    with pytest.raises(ValueError, match=f"holds no {PACKED}; `python -m lab.training.packed pack` writes it"):
+        by_step([comparison(tmp_path / "2", {"full": 2.0, "token": 2.1})])
+
+
+def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
+    folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
+    (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
+    assert "not counted: 1, the kernels of a9c0339" in printed([at], table_by_step)
+    assert (at.gap.gaps, at.gap.mean, list(at.gap.objections.values())) == ((), None, [1])
+
+
+def test_noise_is_of_losses_at_the_end_alone(tmp_path):
+    with pytest.raises(ValueError, match="expected no --by-step beside it"):
+        command.gaps([tmp_path], noise_of=[tmp_path], by_step=True)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "expected"),
+    [
+        (0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 9, 2.262), (0.95, 12, 2.179), (0.95, 120, 1.980),
+        (0.90, 4, 2.132), (0.90, 9, 1.833), (0.99, 7, 3.499), (0.99, 30, 2.750),
+    ],
+)  # fmt: skip
+def test_critical_values_are_those_of_tables(confidence, freedom, expected):
+    assert critical(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 25])
+@pytest.mark.parametrize("t", [0.3, 1.0, 2.5])
+def test_probabilities_are_the_integral_of_the_density(freedom, t):
+    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    steps = 2000
+    middles = [(index + 0.5) * t / steps for index in range(steps)]
+    inside = 2 * t / steps * sum(factor * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in middles)
+    assert within(t, freedom) == pytest.approx(inside, abs=1e-6)
+    assert above(t, freedom) == pytest.approx((1 - inside) / 2, abs=1e-6)
+    assert above(-t, freedom) == pytest.approx((1 + inside) / 2, abs=1e-6)
+
+
+def test_the_middle():
+    assert within(0, 5) == 0
+    assert above(0, 5) == 0.5
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_faulty_kernels_do_not_count_for_what_ran_on_them():
+    for commit in kernel_commit.FAULTY:
+        for named in (commit, f"{commit}-dirty"):
+            for recipe in ("mixed", "mixed(rotate=False)", "token(dv=fp8)"):
+                assert f"the kernels of {named} made its dV" in kernel_commit.objection(recipe, named)
+            assert kernel_commit.objection("token", named) is None
+            assert kernel_commit.objection("sdpa", named) is None
+    assert kernel_commit.objection("mixed", kernel_commit.MENDED) is None
+    assert "names no commit" in kernel_commit.objection("mixed", None)
+    assert kernel_commit.objection("paper", None) is None
+    with pytest.raises(ValueError, match="nonsense"):
+        kernel_commit.objection("nonsense", "2534d87")
+
+
+def test_faulty_commits_are_older_than_the_mend():
+    def git(*words):
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+
+    if git("cat-file", "-e", kernel_commit.MENDED).returncode:
+        pytest.skip("the checkout has no history")
+    for commit in kernel_commit.FAULTY:
+        assert git("merge-base", "--is-ancestor", commit, kernel_commit.MENDED).returncode == 0
+    assert git("merge-base", "--is-ancestor", "3726eff", kernel_commit.MENDED).returncode == 1
+
+
+def test_the_commit_is_what_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_COMMIT", "abc1234")
+    assert results.commit() == "abc1234"
+    monkeypatch.delenv("SAGEBWD_COMMIT")
+    monkeypatch.chdir(tmp_path)  # the package's checkout counts, and not where one stands
+    found = subprocess.run(
+        ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
+    assert results.commit() == (found or None)

@@ -1,0 +1,239 @@
+"""The monitor in `pretrain`: measures what `sagebwd trace` does, disturbs nothing, warns, moves recipes."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from lab.training import pretrain
+from lab.training.model import build
+from sagebwd.diagnostics import monitor as monitoring
+from sagebwd.diagnostics.capture import capture
+from sagebwd.diagnostics.monitor import AttentionMonitor, choose_heads, ladder, worst_head
+from sagebwd.diagnostics.trace import measure
+from sagebwd.recipe import Recipe
+
+pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
+
+
+@pytest.fixture
+def watched(tiny):
+    """A check every other step, by the emulator."""
+    return tiny.replace({"monitor.every": 2, "attention.impl": "reference"})
+
+
+@pytest.fixture
+def outlier(monkeypatch):
+    """Every model is built with the keys of layer 1 scaled by 60."""
+
+    def build_with_outlier(config, vocabulary):
+        model = build(config, vocabulary)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_norm.weight.mul_(60)
+        return model
+
+    monkeypatch.setattr(pretrain, "build", build_with_outlier)
+
+
+def checks(folder):
+    return [line for line in pretrain.read_metrics(folder) if "monitor/share" in line]
+
+
+def numbers(folder):
+    """Every metric that does not depend on the clock."""
+    timed = ("seconds", "tokens_per_s", "monitor/seconds", "monitor/share")
+    return [{k: v for k, v in line.items() if k not in timed} for line in pretrain.read_metrics(folder)]
+
+
+def result(folder):
+    return json.loads((folder / pretrain.RESULT).read_text())
+
+
+def test_losses_are_the_same_bit_for_bit_with_and_without(watched, tmp_path):
+    pretrain.run(watched.replace({"monitor.every": 0}), tmp_path / "without")
+    pretrain.run(watched, tmp_path / "with")
+    assert len(checks(tmp_path / "with")) == 4
+    lines = [line for line in numbers(tmp_path / "with") if "monitor/layer_0/dq" not in line]
+    assert lines == numbers(tmp_path / "without")
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
+    assert result(tmp_path / "without")["monitor"] is None
+
+
+def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_were(model_and_ids):
+    model, ids = model_and_ids()
+    model.train()
+    model.model.layers[0].mlp.eval()  # as a frozen part would be
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradients = [weight.grad.clone() for weight in model.parameters()]
+    modes = [part.training for part in model.modules()]
+    random = torch.get_rng_state()
+    monitor = AttentionMonitor(ids)
+    monitor.layers = {0: monitoring.Layer("token", "token")}
+    captured = monitor._capture(model)
+    assert [call.layer for call in captured] == [0]
+    assert [part.training for part in model.modules()] == modes
+    assert all(torch.equal(weight.grad, before) for weight, before in zip(model.parameters(), gradients))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.config._attn_implementation == "sagebwd"
+
+
+def test_errors_are_those_of_trace_at_the_worst_head(model_and_ids):
+    model, ids = model_and_ids()
+    call = capture(model, ids, layers=[1])[0]
+    rows = measure([call], ["paper"])
+    monitor = AttentionMonitor(ids)
+    monitor.layers = {1: monitoring.Layer("paper", "paper")}
+    monitor._judge(call, 1, "reference")
+    found = monitor.layers[1]
+    assert found.errors == {name: max(row.relative_l2[name] for row in rows) for name in monitoring.TENSORS}
+    assert found.head == max(rows, key=lambda row: max(row.relative_l2["dq"], row.relative_l2["dk"])).head
+    rows[0].relative_l2["dq"] = math.nan
+    assert math.isnan(worst_head(rows)["dq"])
+
+
+def test_heads_checked_are_the_worst_the_largest_logits_and_others_in_turn(model_and_ids):
+    model, ids = model_and_ids(**{"model.heads": 4, "model.kv_heads": 2})
+    call = capture(model, ids, layers=[0])[0]
+    call.q[:, 2] *= 5
+    call.k[:, 0] += 100  # heads 0 and 1 read it; smoothing takes it out
+    assert choose_heads(call, 1, None, 0) == [2]
+    assert choose_heads(call, 2, 3, 0) == [2, 3]
+    assert [choose_heads(call, 3, 3, turn) for turn in range(4)] == [[0, 2, 3], [1, 2, 3], [0, 2, 3], [0, 2, 3]]
+    assert choose_heads(call, 9, 1, 7) == [0, 1, 2, 3]
+
+
+def test_every_check_is_logged_with_its_time_and_share(watched, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pretrain.run(watched, tmp_path / "run")
+    lines = checks(tmp_path / "run")
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    for line in lines:
+        assert 0 < line["monitor/share"] < 1
+        assert line["monitor/seconds"] > 0
+        assert all(0 < line[f"monitor/layer_{layer}/{name}"] < 1 for layer in (0, 1) for name in ("dq", "dk", "o"))
+    summary = result(tmp_path / "run")["monitor"]
+    assert summary["checks"] == 4
+    assert summary["seconds"] == pytest.approx(sum(line["monitor/seconds"] for line in lines))
+    assert 0 < summary["share"] <= summary["seconds"] / sum(line["monitor/seconds"] for line in lines)
+    assert [layer["recipe"] for layer in summary["layers"].values()] == ["token", "token"]
+    (folder,) = {path.parent for path in (tmp_path / "run" / "tensorboard").rglob("events*")}
+    board = EventAccumulator(str(folder)).Reload()
+    points = {point.step: point.value for point in board.Scalars("train/monitor/layer_1/dq")}
+    assert points == pytest.approx({line["step"]: line["monitor/layer_1/dq"] for line in lines})
+    assert "train/monitor/share" in board.Tags()["scalars"]
+
+
+def test_the_share_is_the_checks_part_of_the_time_and_too_much_is_said_once(watched, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: clock[0])
+    real_capture, real_step = AttentionMonitor._capture, pretrain._Trainer.training_step
+
+    def slow_capture(self, model):
+        clock[0] += 1
+        return real_capture(self, model)
+
+    def slow_step(self, *args, **kwargs):
+        clock[0] += 2  # two micro-batches a step: four seconds
+        return real_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(AttentionMonitor, "_capture", slow_capture)
+    monkeypatch.setattr(pretrain._Trainer, "training_step", slow_step)
+    pretrain.run(watched, tmp_path / "run")
+    lines = checks(tmp_path / "run")
+    assert [line["monitor/seconds"] for line in lines] == [1.0] * 4
+    assert [line["monitor/share"] for line in lines] == pytest.approx([1 / 9] * 4)
+    events = result(tmp_path / "run")["monitor"]["events"]
+    assert [event["message"] for event in events if event["layer"] is None] == [
+        "checks take 11.1% of the time, above 2%; monitor.every=12 would not"
+    ]
+
+
+def test_full_precision_and_no_checks_have_no_monitor(watched, tmp_path):
+    pretrain.run(watched.replace({"attention.recipe": "sdpa"}), tmp_path / "run")
+    assert checks(tmp_path / "run") == []
+    assert result(tmp_path / "run")["monitor"] is None
+
+
+def test_a_key_outlier_warns_of_its_layer_and_names_a_recipe(watched, tmp_path, outlier):
+    with pytest.warns(UserWarning, match="attention monitor") as caught:
+        pretrain.run(watched, tmp_path / "run")
+    messages = [str(one.message) for one in caught if "layer" in str(one.message)]
+    assert len(messages) == 1
+    assert re.match(r"attention monitor, step [24]: layer 1: relative L2 error of dQ 0\.", messages[0])
+    recipe, error = re.search(r"; (token\(.*?\)) has (\S+): set config", messages[0]).groups()
+    assert Recipe.parse(recipe) in ladder(Recipe.named("token"))[1:]
+    assert float(error) < 0.15
+    assert f'config.sagebwd["layers"]["1"] = {{"recipe": "{recipe}"}}, or monitor.precision=auto' in messages[0]
+    assert result(tmp_path / "run")["monitor"]["layers"]["1"]["recipe"] == "token"
+
+
+def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(watched, tmp_path, monkeypatch):
+    real = pretrain._Trainer.training_step
+
+    def training_step(self, model, *args, **kwargs):
+        if self.state.global_step == 3 and not getattr(self, "injected", False):
+            self.injected = True
+            with torch.no_grad():
+                model.model.layers[1].self_attn.k_norm.weight.mul_(60)
+        return real(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
+    overrides = {"monitor.precision": "auto", "monitor.checks": 1}
+    pretrain.run(watched.replace({**overrides, "optimisation.steps": 12}), tmp_path / "run")
+    events = result(tmp_path / "run")["monitor"]["events"]
+    # layer 0 may have events too; and what comes after is training's, and differs between seeds and processors
+    warned, moved, *_ = (event for event in events if event["layer"] == 1)
+    assert (warned["step"], moved["step"]) == (4, 4)
+    assert "the layer moves if that lasts" in warned["message"]
+    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ \d", moved["message"]).group(1)
+    steps = [str(step) for step in ladder(Recipe.named("token"))]
+    assert recipe in steps[1:]
+    rungs = [[line[f"monitor/layer_{layer}/rung"] for line in checks(tmp_path / "run")] for layer in (0, 1)]
+    assert rungs[1][:2] == [0, float(steps.index(recipe))]
+    saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    layers = {"0": {"recipe": "token"}} | saved["sagebwd"]["layers"]
+    assert layers == {str(layer): {"recipe": steps[int(rungs[layer][-1])]} for layer in (0, 1)}
+    losses = [line["loss"] for line in pretrain.read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(losses) == 12
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_move_changes_what_the_layer_computes(model_and_ids):
+    model, ids = model_and_ids()
+    before = model(input_ids=ids).logits
+    monitoring._set_recipe(model.config, 1, "full")
+    assert model.config.sagebwd == {"recipe": "token", "impl": "reference", "layers": {"1": {"recipe": "full"}}}
+    moved = model(input_ids=ids).logits
+    assert not torch.equal(moved, before)
+    monitoring._set_recipe(model.config, 1, "token")
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_recipes_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, monkeypatch, outlier):
+    config = watched.replace({"monitor.precision": "auto", "monitor.checks": 1})
+    pretrain.run(config, tmp_path / "whole")
+    real = pretrain._Record.on_log
+
+    def stop(self, args, state, control, **kwargs):
+        real(self, args, state, control, **kwargs)
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain._Record, "on_log", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.run(config, tmp_path / "broken")
+    monkeypatch.setattr(pretrain._Record, "on_log", real)
+    state = json.loads((tmp_path / "broken" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"][monitoring.STATE]["layers"]["1"]["recipe"] != "token"
+    pretrain.run(config, tmp_path / "broken", resume=True)
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
+    ends = [result(tmp_path / name)["monitor"] for name in ("broken", "whole")]
+    assert ends[0]["layers"] == ends[1]["layers"]
+    assert ends[0]["checks"] == ends[1]["checks"] == 4
+    moves = [[event for event in end["events"] if "moved" in event["message"]] for end in ends]
+    assert moves[0] == moves[1] != []

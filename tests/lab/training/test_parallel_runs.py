@@ -1,0 +1,116 @@
+"""Runs in processes of their own: the same numbers, kept, gone on with, and told of where they fail."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lab.training import compare as comparison
+from lab.training import parallel_runs
+from lab.training.run_dir import COMPLETE, RESULT, checkpoints
+from tests.lab.training.runs import command, losses
+
+
+@pytest.fixture
+def config(tiny):
+    variants = {"full precision": {"attention.recipe": "sdpa"}, "token": {}}
+    return tiny.replace({"variants": variants, "monitor.every": 0})
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(parallel_runs, "POLL_SECONDS", 0.1)
+
+
+class Forked:
+    """In place of subprocess.Popen: the command in a process that need not import torch again."""
+
+    def __init__(self, arguments, env, stdin, stdout, stderr):
+        assert arguments[:3] == [sys.executable, "-m", "lab"]
+        (self.process,) = command(arguments[3:], 1, Path(stdout.name))
+
+    def poll(self):
+        return self.process.exitcode
+
+
+def test_the_same_losses_as_in_one_process(config, tmp_path, monkeypatch):
+    streams = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(parallel_runs, "subprocess", SimpleNamespace(Popen=Forked, **streams))
+    comparison.compare(config, tmp_path / "one")
+    outcomes = comparison.compare(config, tmp_path / "two", jobs=2)
+    assert [outcome.variant for outcome in outcomes] == list(config.variants)
+    for name in config.variants:
+        assert losses(tmp_path / "two" / name) == losses(tmp_path / "one" / name)
+    # what was interrupted goes on
+    folder = tmp_path / "two" / "token"
+    (folder / RESULT).unlink()
+    (checkpoints(folder)[-1] / COMPLETE).unlink()
+    comparison.compare(config, tmp_path / "two", jobs=1)
+    assert losses(folder) == losses(tmp_path / "one" / "token")
+    assert (tmp_path / "two" / "token.log").read_text().count("finished:") == 2
+
+
+def test_a_run_that_fails_is_named_and_the_others_end(config, tmp_path):
+    blocked = tmp_path / "out" / "token"
+    blocked.parent.mkdir()
+    blocked.write_text("a file where its folder should be")
+    with pytest.raises(ValueError, match=r"token \(exit status 2: .*File exists.*\)\. Logs are in .*out; the same"):
+        parallel_runs.train(config.each_variant(), tmp_path / "out", 2)
+    assert json.loads((tmp_path / "out" / "full precision" / RESULT).read_text())["steps"] == 8
+
+
+class Endless:
+    """In place of subprocess.Popen: a process that ends when it is told to, one of "short" in names at once."""
+
+    started, stopped = [], []
+
+    def __init__(self, arguments, **streams):
+        self.name = Path(arguments[arguments.index("--output") + 1]).name
+        self.returncode = 1 if self.name == "short" else None
+        self.started.append(self.name)
+
+    def poll(self):
+        return self.returncode
+
+    def terminate(self):
+        self.stopped.append(self.name)
+
+    def wait(self):
+        return self.returncode
+
+
+def test_time_is_up(config, tmp_path, monkeypatch):
+    streams = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(parallel_runs, "subprocess", SimpleNamespace(Popen=Endless, **streams))
+    monkeypatch.setattr(parallel_runs, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(parallel_runs, "end_of", lambda config, run_dir: RESULT)
+    Endless.started, Endless.stopped = [], []
+    ended = []
+    one = next(iter(config.each_variant().values()))
+    runs = {f"seed-3/{name}": one for name in ("short", "long", "longer", "never")}
+    parallel_runs.train(runs, tmp_path, 2, seconds=0.5, ended=ended.append)
+    assert ended == ["seed-3/short"]
+    assert Endless.started == ["short", "long", "longer"]
+    assert Endless.stopped == ["long", "longer"]
+
+    # none is started that would outlast the rest of the time, as the longest so far tells
+    seconds = iter(range(0, 1000, 10))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda length: None)
+    monkeypatch.setattr(parallel_runs, "time", clock)
+    Endless.started = []
+    runs = {f"seed-{seed}/short": one for seed in range(9)}
+    parallel_runs.train(runs, tmp_path, 1, seconds=70)
+    assert 1 < len(Endless.started) < 5
+
+
+def test_bad_jobs(config, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
+        parallel_runs.train({}, tmp_path, 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start the command without torchrun"):
+        parallel_runs.train({}, tmp_path, 2)

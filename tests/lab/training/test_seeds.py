@@ -1,0 +1,100 @@
+"""Pairs of runs over seeds: what is trained, what is kept when time is up, and what counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.training import packed, parallel_runs, run_dir, seeds
+from lab.training.gaps import gaps
+from lab.training.run_dir import COMPARISON
+
+LOSSES = {"sdpa": 2.0, "mixed": 2.01}
+
+
+@pytest.fixture
+def config(tiny):
+    variants = {"full precision": {"attention.recipe": "sdpa"}, "mixed": {"attention.recipe": "mixed"}, "token": {}}
+    return tiny.replace({"variants": variants})
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """In place of processes: each run ends at once, until there have been ``trained.most``; their names in order."""
+    monkeypatch.setenv("SAGEBWD_COMMIT", "2534d87")
+
+    class Trained(list):
+        most = 100
+
+    names = Trained()
+
+    def train(runs, output, jobs, seconds, ended):
+        for name, config in list(runs.items())[: names.most]:
+            folder = output / name
+            folder.mkdir(parents=True)
+            loss = LOSSES[config.attention.recipe] + config.seed
+            line = {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0}
+            (folder / run_dir.METRICS).write_text(json.dumps(line) + "\n")
+            result = {
+                "digest": config.digest(), "held_out_loss": loss, "train_loss": loss, "largest_logit": 3.0, "steps": 8,
+                "seconds": 2.0, "tokens_per_s": 1024.0, "environment": {"commit": "2534d87"},
+            }  # fmt: skip
+            (folder / run_dir.RESULT).write_text(json.dumps(result))
+            names.append(name)
+            ended(name)
+
+    monkeypatch.setattr(parallel_runs, "train", train)
+    return names
+
+
+PAIR = ["full precision", "mixed"]
+
+
+def test_pairs_end_together_and_are_counted(config, trained, tmp_path):
+    left = seeds.train(config, [3, 4], tmp_path / "out", PAIR, results=tmp_path / "kept")
+    assert left == []
+    assert trained == [f"seed-{seed}/{name}" for seed in (3, 4) for name in PAIR]
+    (row,) = gaps([tmp_path / "kept"])
+    assert (row.variant, row.commits) == ("mixed", ("2534d87",))
+    assert row.gaps == pytest.approx([0.01, 0.01])
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [COMPARISON, "runs.jsonl.xz"]
+    assert [run["run"] for run in packed.read(tmp_path / "kept")] == trained
+
+
+def test_what_has_ended_when_time_is_up_counts_and_the_same_command_goes_on(config, trained, tmp_path):
+    trained.most = 3
+    left = seeds.train(config, [3, 4], tmp_path / "out", PAIR, results=tmp_path / "kept")
+    assert left == ["seed-4/mixed"]
+    (row,) = gaps([tmp_path / "kept"])
+    assert len(row.gaps) == 1
+    assert seeds.train(config, [3, 4, 5], tmp_path / "out", PAIR, results=tmp_path / "kept") == []
+    assert trained[3:] == ["seed-4/mixed", "seed-5/full precision", "seed-5/mixed"]
+    seeds.train(config, [6], tmp_path / "out", PAIR, results=tmp_path / "kept")
+    (row,) = gaps([tmp_path / "kept"])
+    assert len(row.gaps) == 4
+
+
+def test_a_pair_whose_baseline_has_not_ended_waits(config, trained, tmp_path):
+    seeds.train(config, [3, 4], tmp_path / "out", PAIR)
+    (tmp_path / "out" / "seed-4" / "full precision" / run_dir.RESULT).unlink()
+    seeds.gather(config, tmp_path / "out", None)
+    (row,) = gaps([tmp_path / "out"])
+    assert len(row.gaps) == 1
+
+
+def test_what_would_not_count_is_not_trained(config, trained, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="the gap is to 'full precision', which is none of them"):
+        seeds.train(config, [3], tmp_path, ["mixed"])
+    with pytest.raises(ValueError, match="expected at least one seed"):
+        seeds.train(config, [], tmp_path, PAIR)
+    monkeypatch.setenv("SAGEBWD_COMMIT", "a9c0339")
+    with pytest.raises(ValueError, match=r"runs of mixed would not count: the kernels of a9c0339 .* set SAGEBWD_COM"):
+        seeds.train(config, [3], tmp_path, PAIR)
+    assert trained == []
+
+
+def test_a_folder_of_other_settings_is_left_alone(config, trained, tmp_path):
+    seeds.train(config, [3], tmp_path, PAIR)
+    with pytest.raises(ValueError, match="holds a run of other settings"):
+        seeds.train(config.replace({"optimisation.steps": 9}), [3], tmp_path, PAIR)
+    assert Path(tmp_path / COMPARISON).exists()
