@@ -135,11 +135,11 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["auto", "token", "full"])
 def test_who_runs_a_call_is_asked_once(asked, recipe):
-    """By dense and packed calls, forward and backward together."""
+    """By dense and packed calls that lie alike, forward and backward together."""
     q, k, v = (torch.randn(2, 2, 40, 32, requires_grad=True) for _ in range(3))
-    for count in (1, 2, 3):
+    for _ in range(3):
         sage_attention(q, k, v, is_causal=True, recipe=recipe).sum().backward()
-        assert len(asked) == count
+        assert len(asked) == 1
     asked.clear()
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     offsets = torch.tensor([0, 17, 40], dtype=torch.int32)

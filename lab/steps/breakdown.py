@@ -26,7 +26,9 @@ PACKAGE = Path(sagebwd.__file__).parent
 # Folders whose kernels are passes; those of all others are attention itself.
 OF_PASSES = ("operands", "sinks", "masks")
 PARTS = ("attention", "passes", "copies", "other", "idle")
-OPERATOR = re.compile(r"sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+")
+OPERATOR = re.compile(
+    r"SageAttention(Backward)?|sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+"
+)
 ATTENTION = re.compile(
     r".*(sagebwdkernels"  # CuTe DSL's of this project, named after their module
     r"|FlashAttention(Forward|Backward)Sm\d+"  # FlashAttention-4

@@ -356,8 +356,8 @@ def _tensors_in(x: object) -> list[Tensor]:
     return [tensor for field in x for tensor in _tensors_in(field)] if hasattr(x, "_fields") else []
 
 
-class Attention(torch.autograd.Function):
-    """A plan and its derivative."""
+class SageAttention(torch.autograd.Function):
+    """A plan and its derivative, by whose name profilers call them."""
 
     @staticmethod
     def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k):

@@ -163,7 +163,8 @@ def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, 
     assert {"forward_kernel", *backward} <= set(first["compiled"])
     assert len(ragged["compiled"]) == again
     assert [row["length"] for row in others if row["compiled"]] == []
-    assert first["timed"] > 0  # of Hopper's calls the portable forward's
+    # of Hopper's calls the portable forward's; packed calls take what dense ones were tuned to
+    assert (first["timed"] > 0) == (layout != "packed")
     assert [row["length"] for row in (ragged, *others) if row["timed"]] == []
 
 

@@ -37,7 +37,7 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
     config = choose(kernel, call.head_dim, call.recipe, arch)
     if call.lists is not None:
         config = config.under_a_mask()
-    if is_on("SAGEBWD_AUTOTUNE") and arch and call.lists is None and not call.packed:  # a trial's bytes are no offsets
+    if is_on("SAGEBWD_AUTOTUNE") and arch and call.lists is None:
         config = _tuned(kernel, call, run, config)
     key = (kernel, call.head_dim, call.recipe, call.dtype, call.lists is None, arch)
     config = _FITTING.get(key, config)
@@ -58,6 +58,8 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
 def _tuned(kernel: str, call: Call, run: Callable[[Config], None], default: Config) -> Config:
     key = f"{torch.cuda.get_device_name()} triton {triton.__version__} {kernel} {call.head_dim} {call.recipe}"
     known = _read()
+    if key not in known and call.packed:  # a trial's bytes are no offsets
+        return default
     if key not in known:
         times = {config: _time(call, run, config) for config in candidates(default)}
         known[key] = dataclasses.asdict(min(times, key=times.get))
