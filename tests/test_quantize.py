@@ -123,6 +123,12 @@ def test_blocks_are_powers_of_two(head_dim, expected):
     assert sizes(head_dim) == expected
 
 
+def test_a_rotation_that_is_kept_holds_numbers_whatever_the_default_device_was():
+    rotation.cache_clear()
+    with torch.device("meta"):
+        assert rotation(48).device.type == "cpu"
+
+
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 64, 80, 100, 128, 192, 250, 256])
 def test_it_is_orthogonal_and_its_own_inverse(head_dim):
     r = rotation(head_dim)

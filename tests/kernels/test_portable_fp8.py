@@ -39,7 +39,8 @@ CALLS = {
 def forward(call: KernelCall) -> tuple[tuple[Tensor | None, ...], Call, Saved]:
     inputs = call.inputs()
     asked = call.call(*inputs[:2])
-    return inputs, asked, driver.forward(launch, (call.head_dim,) * 2, asked, *inputs[:3])
+    *saved, _ = driver.forward(launch, (call.head_dim,) * 2, asked, *inputs[:3])
+    return inputs, asked, Saved(*saved)
 
 
 def largest_scores(call: Call, saved: Saved) -> Tensor:
