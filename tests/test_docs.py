@@ -57,6 +57,24 @@ def test_pages_are_short():
     assert lengths[Path("README.md")] <= 110
 
 
+def test_the_readme_installs_and_calls_before_it_explains():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(number for number, line in enumerate(lines, 1) if "pip install" in line) < 25
+    assert lines.index("```python") + 1 < 45
+
+
+def test_imports_in_the_tables_of_the_readme_run(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*) \|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == ["SDPA", "flash-attn", "Transformers", "FlexAttention", "SageAttention"]
+    found = {name: re.findall(r"`(from .*? import .*?)`", cells) for name, cells in rows}
+    assert all(found.values())
+    optional = importlib.util.find_spec("transformers") is None
+    imports = [line for name, own in found.items() for line in own if name != "Transformers" or not optional]
+    outcome = programs.run("\n".join(imports), tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+
+
 def test_every_page_is_two_clicks_from_the_readme():
     """But the log's, which its own index lists."""
     found = met = {ROOT / "README.md"}

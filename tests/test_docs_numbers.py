@@ -20,8 +20,8 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRODUCTS = ("o", "dq", "dk", "dv")
 OWN_TESTS = {
-    "README.md: Speed": "test_docs_results.py::test_speeds_in_the_readme_are_those_of_the_file",
-    "README.md: Error": "test_docs_results.py::test_errors_in_the_readme_are_those_of_the_files",
+    "accuracy.md: Four kinds of data side by side":
+        "test_docs_results.py::test_errors_side_by_side_are_those_of_the_files",
     "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
     "masks.md: Speed under block masks": "test_docs_results.py::test_the_table_of_block_masks_is_the_files",
     "auto.md: One H100": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
@@ -41,7 +41,6 @@ OWN_TESTS = {
     "trained-variants.md: Gradients of all weights by the kernels":
         "test_docs_numbers.py::test_gradients_of_a_trained_model_by_the_kernels",
     "sinks.md: What happens": "test_docs_numbers.py::test_errors_by_the_strength_of_a_sink",
-    "README.md: Training": "test_docs_training.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
     "pretraining.md: A trained model, trained on":
         "test_docs_training.py::test_gaps_of_a_model_trained_on_are_those_of_the_files",
     "continued.md: By step, at 1e-4": "test_docs_training.py::test_gaps_by_step_are_those_of_the_files",
