@@ -6,6 +6,7 @@ Every key is a field below, in its section; one that does not exist is an error 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -241,19 +242,27 @@ def check_seeds(seeds: list[int]) -> None:
 def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
     """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied.
 
-    Raises ValueError for a file that is missing, is not YAML, holds a key that does not exist or a value of the wrong
-    type, or a setting that is not key=value.
+    Raises ValueError for a file that is missing, is not YAML, is a config of other commands, holds a key that does not
+    exist or a value of the wrong type, or a setting that is not key=value.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"config {path}: there is no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"config {path}: a folder; expected a YAML file") from None
+    except OSError as error:
+        raise ValueError(f"config {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"config {path}: expected sections and keys, got {type(content).__name__}")
     content.setdefault("name", path.stem)
-    config = build(kind, content, "")
+    try:
+        config = build(kind, content, "")
+    except ValueError:
+        _refuse_another_kind(path, content, kind)
+        raise
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -261,6 +270,23 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
             raise ValueError(f"--set {setting}: expected section.key=value")
         overrides[key.strip()] = yaml.safe_load(value)
     return config.replace(overrides)
+
+
+def _refuse_another_kind(path: Path, content: dict[str, object], kind: type) -> None:
+    """Raises ValueError for a content that is a config of other commands than those of ``kind``."""
+    from lab.training.continued.config import Continued
+    from lab.training.finetune_config import Finetuning
+
+    commands = {Config: "pretrain, compare, seeds and tokenize", Finetuning: "finetune", Continued: "continue"}
+    for other in commands.keys() - {kind}:
+        with contextlib.suppress(ValueError):
+            build(other, content, "")
+            break
+    else:
+        return
+    raise ValueError(
+        f"config {path}: a config of `python -m lab` {commands[other]}; expected one of {commands[kind]}"
+    ) from None
 
 
 def build(kind: type, content: dict[str, object], section: str) -> typing.Any:
