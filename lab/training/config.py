@@ -6,7 +6,6 @@ Every key is a field below, in its section; one that does not exist is an error 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -242,8 +241,8 @@ def check_seeds(seeds: list[int]) -> None:
 def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
     """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied.
 
-    Raises ValueError for a file that is missing, is not YAML, is a config of other commands, holds a key that does not
-    exist or a value of the wrong type, or a setting that is not key=value.
+    Raises ValueError for a file that is missing, is not YAML, holds a key that does not exist or a value of the wrong
+    type, or a setting that is not key=value.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -258,11 +257,7 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
     if not isinstance(content, dict):
         raise ValueError(f"config {path}: expected sections and keys, got {type(content).__name__}")
     content.setdefault("name", path.stem)
-    try:
-        config = build(kind, content, "")
-    except ValueError:
-        _refuse_another_kind(path, content, kind)
-        raise
+    config = build(kind, content, "")
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -270,23 +265,6 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
             raise ValueError(f"--set {setting}: expected section.key=value")
         overrides[key.strip()] = yaml.safe_load(value)
     return config.replace(overrides)
-
-
-def _refuse_another_kind(path: Path, content: dict[str, object], kind: type) -> None:
-    """Raises ValueError for a content that is a config of other commands than those of ``kind``."""
-    from lab.training.continued.config import Continued
-    from lab.training.finetune_config import Finetuning
-
-    commands = {Config: "pretrain, compare, seeds and tokenize", Finetuning: "finetune", Continued: "continue"}
-    for other in commands.keys() - {kind}:
-        with contextlib.suppress(ValueError):
-            build(other, content, "")
-            break
-    else:
-        return
-    raise ValueError(
-        f"config {path}: a config of `python -m lab` {commands[other]}; expected one of {commands[kind]}"
-    ) from None
 
 
 def build(kind: type, content: dict[str, object], section: str) -> typing.Any:
