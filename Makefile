@@ -10,6 +10,7 @@ SOURCES := src lab benchmarks tests tools examples
 .PHONY: demo test test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \

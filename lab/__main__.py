@@ -41,7 +41,7 @@ def pretrain(
     resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint.")] = False,
 ) -> None:
     """Pre-train a Llama (with QK-norm: a Qwen3) under one attention."""
-    from lab.training.config import load
+    from lab.commands.configs import load
 
     chosen = load(config, setting)
     quiet()
@@ -70,7 +70,7 @@ def compare(
 
     Variants that have finished are kept, one that was interrupted goes on where it stopped.
     """
-    from lab.training.config import load
+    from lab.commands.configs import load
 
     chosen = load(config, setting)
     quiet()
@@ -95,7 +95,7 @@ def tokenize(
     setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
 ) -> None:
     """Make the token files of a config's data, which its runs share; they are kept if they are there."""
-    from lab.training.config import load
+    from lab.commands.configs import load
 
     chosen = load(config, setting)
     from lab.training import data

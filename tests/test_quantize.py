@@ -123,12 +123,6 @@ def test_blocks_are_powers_of_two(head_dim, expected):
     assert sizes(head_dim) == expected
 
 
-def test_a_rotation_that_is_kept_holds_numbers_whatever_the_default_device_was():
-    rotation.cache_clear()
-    with torch.device("meta"):
-        assert rotation(48).device.type == "cpu"
-
-
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 64, 80, 100, 128, 192, 250, 256])
 def test_it_is_orthogonal_and_its_own_inverse(head_dim):
     r = rotation(head_dim)
@@ -178,3 +172,11 @@ def test_outlier_channels_of_queries_cost_less(name):
     assert turned[0] < 0.75 * plain[0]
     # Q's e4m3 copy has the outliers whatever S does: dK of `mixed` gains nothing
     assert all(b < 1.05 * a for name, a, b in zip(("o", "dq", "dk", "dv"), plain, turned) if name != "dk")
+
+
+def test_the_rotation_is_kept_with_its_numbers():
+    """Regression: first asked for where models are built without memory, every later call failed."""
+    rotation.cache_clear()
+    with torch.device("meta"):
+        rotation(24)
+    assert rotation(24).device.type == "cpu"

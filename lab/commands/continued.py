@@ -25,7 +25,7 @@ def continued(
 
     Runs that have finished are kept; the same command trains the others, from their beginning.
     """
-    from lab.training.config import load
+    from lab.commands.configs import load
     from lab.training.continued.config import Continued
 
     chosen = load(config, setting, Continued)

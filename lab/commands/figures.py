@@ -193,7 +193,11 @@ def figure(
     import matplotlib
 
     matplotlib.use("Agg")
-    save(KINDS[kind](files), output, dpi=130)
+    try:
+        drawn = KINDS[kind](files)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"{error.filename}: there is no such file; expected a file of results") from None
+    save(drawn, output, dpi=130)
     console.print(str(output), highlight=False, markup=False)
 
 

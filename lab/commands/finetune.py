@@ -18,7 +18,7 @@ def finetune(
     resume: Annotated[bool, typer.Option(help="Keep runs that have finished, and go on with the others.")] = False,
 ) -> None:
     """Fine-tune a checkpoint on JSON lines under each variant of attention and seed, and report the accuracies."""
-    from lab.training.config import load
+    from lab.commands.configs import load
     from lab.training.finetune_config import Finetuning
 
     chosen = load(config, setting, Finetuning)

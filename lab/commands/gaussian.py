@@ -40,8 +40,8 @@ def gaussian(
     sigmas = sigma or (list(study.PAPER_TABLE_1) if plain else [1.0, 3.0])
     with progress() as tell:
         rows = study.measure(
-            recipes, sigmas, kind=kind, tokens=tokens or (4096 if plain else 2048),
-            head_dim=head_dim or (128 if plain else 64), seeds=seeds or (1 if plain else 8), is_causal=causal,
+            recipes, sigmas, kind=kind, tokens=_or(tokens, 4096 if plain else 2048),
+            head_dim=_or(head_dim, 128 if plain else 64), seeds=_or(seeds, 1 if plain else 8), is_causal=causal,
             impl=impl, device=device, progress=tell,
         )  # fmt: skip
     published = "first simulation" if biased else "published"
@@ -64,6 +64,10 @@ def gaussian(
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n", encoding="utf-8")
         console.print(f"wrote {output}")
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def _published(cosine: float | None, relative_l2: float | None) -> str:

@@ -34,7 +34,7 @@ def seeds(
 
     Runs that have finished are kept; the same command goes on with those that were stopped.
     """
-    from lab.training.config import load
+    from lab.commands.configs import load
 
     chosen = load(config, setting)
     quiet()

@@ -42,11 +42,11 @@ def bench_training(
     """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
     quiet()
     from benchmarks.results import save
+    from lab.commands.configs import load
     from lab.steps import largest_context as longest
     from lab.steps import tables as tables
     from lab.steps import timing as benchmark
     from lab.training import processes
-    from lab.training.config import load
     from sagebwd.hardware import check_device
 
     check_device(device)

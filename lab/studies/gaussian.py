@@ -134,11 +134,17 @@ def measure(
     With ``impl="reference"`` products are emulated in FP32 from the BF16 inputs, so that the error is the recipe's
     alone; a kernel runs on the BF16 inputs as they are. ``progress`` is called before each step.
 
-    Raises ValueError for no recipe, no seed or an unknown kind.
+    Raises ValueError for no recipe, seed, token or channel, a sigma that is not above 0, or an unknown kind.
     """
-    recipes = [Recipe.parse(recipe) for recipe in recipes]
-    if not recipes or seeds < 1:
-        raise ValueError(f"recipes={recipes!r} and seeds={seeds}: at least one of each is needed")
+    recipes, sigmas = [Recipe.parse(recipe) for recipe in recipes], list(sigmas)
+    if not recipes:
+        raise ValueError("recipes: got none, at least one is needed")
+    for name, value in (("tokens", tokens), ("head_dim", head_dim), ("seeds", seeds)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    for sigma in sigmas:
+        if not 0 < sigma < math.inf:
+            raise ValueError(f"sigma={sigma:g} must be above 0 and finite")
     dtype = torch.float32 if impl == "reference" else torch.bfloat16
     rows = []
     for sigma in sigmas:

@@ -248,6 +248,10 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"config {path}: there is no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"config {path}: a folder; expected a YAML file") from None
+    except OSError as error:
+        raise ValueError(f"config {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

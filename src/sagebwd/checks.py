@@ -18,6 +18,7 @@ from sagebwd.kernels import table
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
+_INSTEAD = f"leave recipe and impl out, or use {_SDPA} for this layer"
 _ITS_OWN = torch._C._nn.scaled_dot_product_attention
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 # Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way, of each thread its own.
@@ -162,10 +163,9 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
         )
 
 
-def _refuse_head_dim(name: str, tensor: Tensor) -> None:
+def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None:
     raise ValueError(
-        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {table.MAX_HEAD_DIM}. Leave recipe and "
-        f"impl out, or keep {_SDPA} for this layer"
+        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {table.MAX_HEAD_DIM}; {instead}"
     )
 
 
@@ -185,20 +185,22 @@ def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: flo
     return None
 
 
-def refuse_only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> None:
+def refuse_only_torch(
+    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, instead: str = _INSTEAD
+) -> None:
     """Raises where `only_torch` names something: of calls that torch's own attention is not to run, or cannot."""
     for name, tensor in (("query", query), ("value", value)):
         if tensor.shape[-1] > table.MAX_HEAD_DIM:
-            _refuse_head_dim(name, tensor)
+            _refuse_head_dim(name, tensor, instead)
     if dropout_p != 0:
         raise NotImplementedError(
             f"dropout_p={dropout_p} is not supported, only 0: each kernel would draw the same random numbers again; "
-            f"apply dropout to the output, leave recipe and impl out, or call {_SDPA}"
+            f"apply dropout to the output, {instead}"
         )
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "attn_mask: gradients of an additive mask are not supported; pass attn_mask.detach() if it needs none, "
-            f"leave recipe and impl out, or use {_SDPA}"
+            f"{instead}"
         )
 
 

@@ -57,9 +57,21 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     assert "self-test PASS" in out
 
 
+@pytest.mark.parametrize(("recipe", "who"), [("auto", "torch's scaled_dot_product_attention"), ("token", "refused")])
+def test_doctor_says_of_a_wide_head_that_nothing_here_runs_it(command, recipe, who):
+    """Regression: it said that the reference runs it, and then exited with code 2."""
+    code, out, err = command("doctor", "--device", "cpu", "--head-dim", 512, "--recipe", recipe)
+    assert (code, err) == (1, "")
+    assert "runs it:" not in out
+    assert out.count("head_dim 512 is not supported; accepted: 1 to 256") == 3
+    assert "No implementation takes this call" in out
+    assert who in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("doctor", "--head-dim", "0"), "head_dim=0 must be at least 1"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
         (("doctor", "--device", "tpu"), "device='tpu' is not known; accepted: cpu, cuda, cuda:N"),
         (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),

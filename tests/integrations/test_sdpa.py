@@ -321,6 +321,17 @@ def test_unsupported_calls_raise_where_that_is_asked_for(name):
     assert sdpa.counts == {"replaced": 1, "kept": {}}
 
 
+@pytest.mark.parametrize("name", ["dropout", "head_dim 264", "attn_mask needs a gradient"])
+def test_a_refusal_advises_what_was_not_done_yet(name):
+    """Regression: to leave out the recipe, and to call the function that was called."""
+    arguments, options = KEPT[name]
+    with replace_sdpa(unsupported="raise"), pytest.raises((NotImplementedError, ValueError)) as refused:
+        F.scaled_dot_product_attention(*arguments, **options)
+    assert "make this call outside of replace_sdpa, or use replace_sdpa(unsupported='original')" in str(refused.value)
+    assert "leave recipe" not in str(refused.value)
+    assert "torch.nn.functional" not in str(refused.value)
+
+
 def test_every_kept_call_but_the_short_one_is_refused():
     assert set(KEPT) - set(REFUSED) == {"fewer keys than min_tokens"}
 

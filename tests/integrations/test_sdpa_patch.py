@@ -4,12 +4,14 @@ import collections
 import itertools
 import re
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
+from sagebwd.integrations import sdpa as sdpa_integration
 from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 from tests.integrations.test_sdpa import is_original_or_int8
@@ -18,7 +20,8 @@ ORIGINAL = F.scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
-def left_as_found():
+def left_as_found(monkeypatch):
+    monkeypatch.setattr(sdpa_integration, "_is_traced", False)
     yield
     uninstall_sdpa()
     assert F.scaled_dot_product_attention is ORIGINAL
@@ -233,3 +236,60 @@ def test_opinfo_samples_through_the_patch(dtype, record_property):
     record_property("counted", listed(seen))
     assert seen["replaced"] >= 4
     assert seen["kept"] >= 4
+
+
+# what leaving says
+
+
+def unwarned(run, *arguments, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with replace_sdpa(*arguments, **options) as sdpa:
+            run()
+    return sdpa
+
+
+def test_leaving_warns_where_no_call_was_reached():
+    """nn.MultiheadAttention with need_weights=True, its default, computes attention itself."""
+    layer, x = torch.nn.MultiheadAttention(32, 2, batch_first=True), torch.zeros(1, 8, 32)
+    with pytest.warns(UserWarning, match=r"replaced nothing: no call .* need_weights=True") as seen, replace_sdpa():
+        layer(x, x, x)
+    assert seen[0].filename == __file__
+    unwarned(lambda: layer(x, x, x, need_weights=False), impl="reference")
+
+
+def test_leaving_warns_where_every_call_was_kept():
+    with pytest.warns(UserWarning, match=r"replaced nothing: all calls were kept: \{'dropout': 1\}"), replace_sdpa():
+        F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
+    unwarned(lambda: F.scaled_dot_product_attention(*qkv()), min_tokens=1000)
+
+
+def test_leaving_does_not_warn_of_what_is_not_counted():
+    def refused():
+        with pytest.raises(NotImplementedError):
+            F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
+
+    def inside():
+        with replace_sdpa(impl="reference"):
+            F.scaled_dot_product_attention(*qkv())
+
+    unwarned(refused, unsupported="raise")
+    unwarned(inside)
+    with pytest.raises(StopIteration):
+        unwarned(iter(()).__next__)
+
+
+def test_leaving_does_not_warn_of_compiled_calls():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert unwarned(lambda: compiled(*qkv()), impl="reference").counts == {"replaced": 0, "kept": {}}
+
+
+def test_repr():
+    with replace_sdpa("token", "reference", min_tokens=4) as sdpa:
+        F.scaled_dot_product_attention(*qkv())
+        settings = "replace_sdpa(recipe='token', impl='reference', min_tokens=4, unsupported='original')"
+        assert repr(sdpa) == f"<{settings}, in use: replaced 1, kept {{}}>"
+    assert repr(replace_sdpa()).startswith("<replace_sdpa(recipe='auto', impl=None")
+    assert "not in use: replaced 0, kept {}" in repr(replace_sdpa())

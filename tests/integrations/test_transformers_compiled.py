@@ -99,6 +99,19 @@ def test_packing_that_a_compiled_model_cannot_see_is_an_error():
             compiled(input_ids=ids, position_ids=positions % 8)
 
 
+def test_compiled_positions_that_jump_are_sdpas():
+    """Regression: they were an error. Without a mask and a cache they are documents, as under SDPA."""
+    torch._dynamo.reset()
+    theirs, ours = pair(DECODERS["llama"]())
+    compiled, ids = torch.compile(ours, fullgraph=True, backend="aot_eager"), tokens(2, 20)
+    for positions in (3 * torch.arange(20)[None], torch.arange(20)[None] // 2):
+        for beside in ({"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}):
+            inputs = {"input_ids": ids, "position_ids": positions, **beside}
+            assert relative_l2(compiled(**inputs).logits, theirs(**inputs).logits) < 1e-5
+        with pytest.raises(RuntimeError, match="packed documents are not seen"):
+            compiled(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])
 def test_layers_that_are_compiled_by_themselves_share_what_is_compiled(implementation, monkeypatch):
     """Regression: under torch 2.11 the index of a layer was guarded, and the eleventh layer ran uncompiled."""

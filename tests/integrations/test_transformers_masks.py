@@ -24,6 +24,8 @@ from transformers import (
     ModernBertModel,
     PhimoeConfig,
     PhimoeForCausalLM,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
     Qwen3Config,
     masking_utils,
 )
@@ -246,6 +248,60 @@ def test_packed_documents_of_every_row(rows):
             models[0].config.use_cache = False  # with one, SDPA's mask leaves documents out
             models[1].config.use_cache = cache
             assert_same(models, input_ids=ids, position_ids=positions)
+
+
+JUMPING = {
+    "PoSE": lambda n: torch.arange(n) + 30 * (torch.arange(n) >= n // 2),
+    "strided": lambda n: 3 * torch.arange(n),
+    "repeated": lambda n: torch.arange(n) // 2,
+    "interpolated": lambda n: torch.arange(n) / 4,
+    "constant": lambda n: torch.zeros(n, dtype=torch.long),
+}
+
+
+@pytest.mark.parametrize("kind", JUMPING)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("beside", ["nothing", "cache", "mask"])
+def test_positions_that_do_not_fall_are_sdpas(name, kind, beside):
+    """Regression: beside an all-ones mask or a cache they were cut into documents, logits .39 to .93 off."""
+    models, ids = pair(DECODERS[name]()), tokens(2, 20)
+    inputs = {"attention_mask": torch.ones_like(ids)} if beside == "mask" else {"use_cache": beside == "cache"}
+    for rows in (1, 2):
+        assert_same(models, input_ids=ids, position_ids=JUMPING[kind](20).expand(rows, -1), **inputs)
+
+
+def test_documents_begin_where_positions_fall():
+    """Also where they stride, in one of the rows alone."""
+    models, ids = pair(DECODERS["llama"]()), tokens(2, 20)
+    positions = torch.stack((3 * torch.arange(20) % 36, 3 * torch.arange(20)))
+    documents = torch.stack((torch.arange(20) // 12, torch.zeros(20, dtype=torch.long)))
+    visible = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    expected = models[0](input_ids=ids, position_ids=positions, attention_mask=visible).logits
+    for beside in ({"attention_mask": torch.ones_like(ids)}, {"use_cache": True}):
+        assert relative_l2(models[1](input_ids=ids, position_ids=positions, **beside).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_positions_of_padding_are_no_documents(side):
+    """Of zeros or ones, as Transformers' generation and collators have them."""
+    models = pair(DECODERS["llama"]())
+    ids, attention_mask = padded(side)
+    for value in (0, 1):
+        positions = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, value)
+        inputs = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
+        ours, theirs = (model(**inputs).logits[attention_mask == 1] for model in models)
+        assert relative_l2(ours, theirs) < 1e-5
+
+
+def test_positions_of_several_axes_are_no_documents():
+    """M-RoPE: of images they repeat and fall; Qwen-VL's fourth row, of text, tells documents apart."""
+    config = Qwen2_5_VLTextConfig(**SIZES, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]})
+    models, ids = pair(config, Qwen2_5_VLTextModel), tokens(2, 20)
+    axes = torch.stack([torch.arange(20) % n for n in (20, 5, 7)])[:, None].expand(3, 2, 20)
+    packed = torch.cat((torch.arange(8), torch.arange(12))).expand(1, 2, 20)
+    for positions in (axes, torch.cat((packed, axes))):
+        ours, theirs = (model(ids, position_ids=positions, use_cache=False)[0] for model in models)
+        assert relative_l2(theirs, ours) < 1e-5
 
 
 def test_an_attention_that_contradicts_its_mask_is_refused():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sagebwd import dispatch
+from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
 from sagebwd.hardware import peak_rates
@@ -87,6 +87,7 @@ def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> l
 
     def asked(impl: str | None) -> dispatch.Choice | str:
         try:
+            checks.refuse_only_torch(query, query, None, 0)
             return dispatch.choose(ask_of(query, query, recipe, impl))
         except (ValueError, TypeError, NotImplementedError) as error:
             return str(error)

@@ -75,6 +75,8 @@ def doctor(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
+    if head_dim < 1:
+        raise ValueError(f"head_dim={head_dim} must be at least 1")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if measure:
@@ -103,6 +105,10 @@ def doctor(
         console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
         if not passed:
             raise typer.Exit(1)
+    else:
+        runs = "torch's scaled_dot_product_attention runs it" if recipe == AUTO else "it is refused"
+        console.print(f"No implementation takes this call: {runs}.")
+        raise typer.Exit(1)
     if not any(answer.chosen and answer.impl != "reference" for answer in found):
         console.print("No kernel runs here: calls use the reference, which is right and slow.")
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -30,6 +31,7 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch
 from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
+from sagebwd.auto.traced import asked_once
 from sagebwd.cache import Cache
 from sagebwd.kernels import table
 from sagebwd.plan import spec_of
@@ -43,6 +45,14 @@ _SHORT = "fewer keys than min_tokens"
 _FASTER = "faster in full precision"
 _ASKED_FOR = (_LEFT, _SHORT, _FASTER)
 """Reasons that send a call to the original whatever ``unsupported`` says."""
+
+_OUTSIDE = "make this call outside of replace_sdpa, or use replace_sdpa(unsupported='original')"
+_NEVER_REACHED = (
+    "no call of torch.nn.functional.scaled_dot_product_attention reached it; nn.MultiheadAttention makes none with "
+    "need_weights=True, nor where torch takes its fused path in evaluation, and a name that was imported from "
+    "torch.nn.functional before stays the original"
+)
+_is_traced = False  # whether torch.compile has traced a replaced call: those are not counted
 
 _lock = threading.RLock()
 _active: list[SdpaReplacement] = []
@@ -67,6 +77,7 @@ class SdpaReplacement:
         self.min_tokens = min_tokens
         self.unsupported = unsupported
         self._entered = False
+        self._is_used = False  # by a refused call, or a replacement entered inside: neither is counted
         self._original: Callable = F.scaled_dot_product_attention
         self._previous: Callable = self._original
         self._function = _function_of(self)
@@ -87,6 +98,8 @@ class SdpaReplacement:
                 raise ValueError("replace_sdpa: this object is in use already; make another with replace_sdpa(...)")
             checks.refuse_divided()
             current = F.scaled_dot_product_attention
+            for other in _active:
+                other._is_used = True
             outer = next((other for other in _active if other._function is current), None)
             # the innermost decides alone: what it keeps does not go to the settings around it
             self._original = outer._original if outer else current
@@ -108,6 +121,23 @@ class SdpaReplacement:
             for other in _active:
                 if other._previous is self._function:
                     other._previous = self._previous
+        if kind is None and self is not _installed:
+            self._warn_of_nothing()
+
+    def __repr__(self) -> str:
+        counts, state = self.counts, "in use" if self._entered else "not in use"
+        recipe = "auto" if self.recipe == AUTO else str(self.recipe)
+        return (
+            f"<replace_sdpa(recipe={recipe!r}, impl={self.impl!r}, min_tokens={self.min_tokens}, "
+            f"unsupported={self.unsupported!r}), {state}: replaced {counts['replaced']}, kept {counts['kept']}>"
+        )
+
+    def _warn_of_nothing(self) -> None:
+        counts = self.counts
+        if counts["replaced"] or self._is_used or _is_traced or any(reason in counts["kept"] for reason in _ASKED_FOR):
+            return
+        reason = f"all calls were kept: {counts['kept']}" if counts["kept"] else _NEVER_REACHED
+        warnings.warn(f"replace_sdpa replaced nothing: {reason}", stacklevel=3)
 
     def _count(self, reason: str | None) -> None:
         with self._count_lock:
@@ -142,6 +172,7 @@ def replace_sdpa(
     Returns:
         An object to enter with ``with``, which yields itself. Its ``counts`` are ``{"replaced": n, "kept": {reason:
         n}}``; calls inside torch.compile are replaced or kept alike, but not counted, nor are calls that are refused.
+        Leaving the block warns where no call was replaced, unless all that reached it were kept as you asked.
 
     Process-wide, whichever thread enters. Where several are entered the last decides alone, and leaving in any order
     is safe. Entering one object twice raises ValueError; make two.
@@ -204,9 +235,13 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             options = attn_mask, 0.0, is_causal, scale, enable_gqa
             reason = _reason_of_kind(arguments, options, window, replacement)
         if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
+            if not torch.compiler.is_compiling():
+                replacement._is_used = True
             _refuse(reason, replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         # a graph cannot hold the side effect of counting
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _note_trace()
+        else:
             replacement._count(reason)
         if reason is not None:
             if window is not None:
@@ -217,6 +252,12 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
         return sage_attention(*arguments, *options, window=window, recipe=replacement.recipe, impl=replacement.impl)
 
     return scaled_dot_product_attention
+
+
+@asked_once
+def _note_trace() -> None:
+    global _is_traced
+    _is_traced = True
 
 
 def _is_causal_bias(mask: Tensor | None) -> bool:
@@ -259,14 +300,16 @@ def _refuse(
 ) -> NoReturn:
     """Raise what `sage_attention` raises for a call; NotImplementedError where it has no check of its own."""
     checked = _reason_in_kind(query, key, value) is None and not (attn_mask is not None and is_causal)
+    only_torch = reason in ("dropout", "attn_mask needs a gradient") or reason.startswith("head_dim ")
+    if checked and only_torch and checks.only_torch(query, value, attn_mask, dropout_p) is not None:
+        checks.refuse_only_torch(query, value, attn_mask, dropout_p, _OUTSIDE)
     if checked:
         sage_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             recipe="token" if settings.recipe == AUTO else settings.recipe, impl=settings.impl,
         )  # fmt: skip
     raise NotImplementedError(
-        f"scaled_dot_product_attention: {reason}: not supported under replace_sdpa(unsupported='raise'); make this "
-        "call outside of it, or use unsupported='original'"
+        f"scaled_dot_product_attention: {reason}: not supported under replace_sdpa(unsupported='raise'); {_OUTSIDE}"
     )
 
 

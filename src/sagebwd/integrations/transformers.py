@@ -303,7 +303,10 @@ def _unpadded(
 def _packed_offsets(
     mask: Mask, query: Tensor, key: Tensor, kwargs: dict[str, object]
 ) -> tuple[Tensor, Tensor, int, int] | None:
-    """cu_seqlens and longest lengths of packed documents, as given or from position_ids that start again."""
+    """cu_seqlens and longest lengths of packed documents, as given or from position_ids.
+
+    Without a mask and a cache Transformers has cut those itself, as for SDPA, wherever they do not rise by 1.
+    """
     if kwargs.get("cu_seq_lens_q") is not None:
         if mask.padding is not None:
             raise NotImplementedError(
@@ -319,8 +322,11 @@ def _packed_offsets(
     if query.device.type == "meta":
         return None
     if is_tracing(query):
-        given = (x for x in (mask.visible.positions, positions) if x is not None)
-        alone = [(x.diff(dim=1) == 1).all() for x in given] + ([] if ids is None else [(ids == ids[:, :1]).all()])
+        alone = [] if mask.visible.positions is None else [(mask.visible.positions.diff(dim=1) == 1).all()]
+        if ids is not None:
+            alone.append((ids == ids[:, :1]).all())
+        elif positions is not None:
+            alone.append((positions.diff(dim=1) >= 0).all())
         for is_alone in alone:
             torch._assert_async(is_alone, f"attn_implementation='sagebwd': {_COMPILED_PACKING}")
         return None

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from sagebwd.mask_argument import read_block_mask, read_mask
@@ -322,10 +322,14 @@ class Mask(BlockMask):
         return _offsets_of(self.visible.documents)
 
     def documents_of(self, position_ids: Tensor) -> tuple[Tensor, int] | None:
-        """`documents` by (batch or 1, tokens) position_ids that start again, read once; None where none do."""
+        """`documents` by (batch or 1, tokens) position_ids, read once: one begins where they fall; None of one each.
+
+        Positions that jump or repeat are those of one document. Where Transformers looks for documents itself, it
+        starts another there too, and `documents` are its.
+        """
         if self._read is None or self._read[0] is not position_ids:
-            ids = find_packed_sequence_indices(position_ids.expand(self._shape[0], -1))
-            self._read = position_ids, None if ids is None else _offsets_of(ids)
+            ids = (position_ids.diff(dim=1) < 0).cumsum(1).expand(self._shape[0], -1)
+            self._read = position_ids, _offsets_of(F.pad(ids, (1, 0))) if bool((ids > 0).any()) else None
         return self._read[1]
 
     @property

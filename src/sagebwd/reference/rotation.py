@@ -21,7 +21,7 @@ def sizes(head_dim: int) -> tuple[int, ...]:
 
 def hadamard(size: int) -> Tensor:
     """Sylvester's matrix of 1 and -1, of a power of two; (i, j) is -1 where i & j has an odd number of ones."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # inside `torch.device("meta")` too: R is kept
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix

@@ -71,7 +71,7 @@ def test_rows_average_seeds():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="at least one of each"):
+    with pytest.raises(ValueError, match="recipes: got none"):
         measure([], [1])
     with pytest.raises(ValueError, match="kind='uniform'"):
         draw("uniform", 1, 8, 8, 0)
