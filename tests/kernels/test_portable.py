@@ -273,7 +273,9 @@ def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
     if bad is not None:
         do.view(-1)[5] = bad
     # parts of a tile add up in FP32 in another order
-    monkeypatch.setattr(tune, "choose", lambda *args: dataclasses.replace(choose(*args), step=None))
+    monkeypatch.setattr(
+        tune, "choose", lambda *args, **options: dataclasses.replace(choose(*args, **options), step=None)
+    )
     shared = call.run("triton", inputs)
     monkeypatch.setattr(launch, "_tile_maxima", lambda *args: None)
     own = call.run("triton", inputs)

@@ -110,9 +110,14 @@ _AMPERE: dict[tuple[str, int, int], Config] = {
 }
 
 
-def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> Config:
-    """The configuration of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``."""
-    table = _HOPPER if arch == 90 else _AMPERE if 80 <= arch < 90 and recipe.s == INT8 else _PORTABLE
+def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int, *, masked: bool = False) -> Config:
+    """The configuration of ``kernel`` ("forward", "dkdv", "dkdv_given" or "dq") under ``recipe``.
+
+    masked: beside the elements of a mask, whose registers the rows of `_AMPERE` have not.
+    """
+    table = _HOPPER if arch == 90 else _PORTABLE
+    if 80 <= arch < 90 and recipe.s == INT8 and not masked:
+        table = _AMPERE
     block = recipe.block_q if kernel.startswith("dkdv") else recipe.block_k
     width = max(64, padded_head_dim(head_dim))
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
@@ -155,7 +160,7 @@ def list_tile(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> tuple[tu
 
     No configuration that is tuned or fitted has larger ones.
     """
-    config = choose(kernel, head_dim, recipe, arch)
+    config = choose(kernel, head_dim, recipe, arch, masked=True)
     if kernel.startswith("dkdv"):
         return (config.block_q(recipe), config.rows), True
     return (config.rows, recipe.block_k), False

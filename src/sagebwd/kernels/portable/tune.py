@@ -34,7 +34,7 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
     Raises NotImplementedError where no launch fits this GPU's shared memory.
     """
     arch = device.capability(call.device)
-    config = choose(kernel, call.head_dim, call.recipe, arch)
+    config = choose(kernel, call.head_dim, call.recipe, arch, masked=call.lists is not None)
     if call.lists is not None:
         config = config.under_a_mask()
     if is_on("SAGEBWD_AUTOTUNE") and arch and call.lists is None:
