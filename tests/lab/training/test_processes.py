@@ -120,7 +120,10 @@ def test_two_processes_that_divide_the_model_train_as_one(config, forked, tmp_pa
             assert two[step, name] == pytest.approx(value, rel=2e-3), (step, name)
         elif step <= 3:
             assert two[step, name] == pytest.approx(value, rel=1e-2), (step, name)
-    assert checks(tmp_path / "two", 3) == pytest.approx(checks(tmp_path / "one", 3), rel=0.3)
+    # errors of a recipe are of that size however the numbers before were rounded; a part of a tensor's would be far off
+    measured, alone = checks(tmp_path / "two", 3), checks(tmp_path / "one", 3)
+    assert measured.keys() == alone.keys()
+    assert all(value / 2 < measured[name] < 2 * value for name, value in alone.items()), (measured, alone)
     result = json.loads((tmp_path / "two" / "result.json").read_text())
     assert result["parameters_held"] < 0.6 * result["parameters"]
     for name in ("model", "checkpoint-4"):
