@@ -120,7 +120,7 @@ def test_two_processes_that_divide_the_model_train_as_one(config, forked, tmp_pa
             assert two[step, name] == pytest.approx(value, rel=2e-3), (step, name)
         elif step <= 3:
             assert two[step, name] == pytest.approx(value, rel=1e-2), (step, name)
-    # errors of a recipe are of that size however the numbers before were rounded; a part of a tensor's would be far off
+    # a recipe errs by as much however the numbers before were rounded; a part of a tensor would be far off
     measured, alone = checks(tmp_path / "two", 3), checks(tmp_path / "one", 3)
     assert measured.keys() == alone.keys()
     assert all(value / 2 < measured[name] < 2 * value for name, value in alone.items()), (measured, alone)
