@@ -12,19 +12,13 @@ try:
     import typer
     from rich.table import Table
 
-    from sagebwd.cli.terminal import console, progress, quiet, run
+    from sagebwd.cli.terminal import command_line, console, progress, quiet, run
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
 KERNELS = "src/sagebwd/kernels"
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own drops what is in brackets
-    help="Speed and memory of attention.",
-)
+app = command_line("Speed and memory of attention.")
 
 
 @app.command()

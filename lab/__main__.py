@@ -19,18 +19,12 @@ try:
     from lab.commands import gaussian as random_inputs
     from lab.commands.terminal import interruptible
     from sagebwd.cli import trace as cli_trace
-    from sagebwd.cli.terminal import console, quiet
+    from sagebwd.cli.terminal import command_line, console, quiet
     from sagebwd.cli.terminal import run as run_app
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"lab: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own drops what is in brackets
-    help="Training runs under low-bit attention, their comparisons, and studies of errors.",
-)
+app = command_line("Training runs under low-bit attention, their comparisons, and studies of errors.")
 
 
 @app.command()

@@ -13,6 +13,9 @@ from threading import Lock
 from typing import Any
 
 ENTRIES = 2048
+# Addresses that kernels take as they are: multiples of TAKEN bytes. Pieces of one allocation begin at multiples of
+# ALIGNMENT, as PyTorch's own do.
+TAKEN, ALIGNMENT = 16, 512
 
 
 class Cache:
@@ -49,6 +52,11 @@ class Cache:
         """Entries, the one that was used last at the end."""
         with self._lock:
             return list(self._found.values())
+
+
+def rounded(size: int) -> int:
+    """Bytes of a piece of an allocation."""
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 PLANS = Cache()

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch
 from sagebwd.auto.thresholds import FULL, MASK
-from sagebwd.cache import PLANS
+from sagebwd.cache import PLANS, TAKEN
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.plan import TAKEN, Plan, device_of, once_differentiable, pieces_of
+from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of
 from sagebwd.recipe import AUTO, Recipe
 
 _LIBRARY = torch.library.Library("sagebwd", "DEF")

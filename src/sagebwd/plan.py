@@ -19,17 +19,16 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch, mask_argument, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import TORCH, answer
-from sagebwd.cache import Cache
+from sagebwd.cache import TAKEN, Cache, rounded
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.table import BACKWARD, FORWARD
 from sagebwd.masks.mask import Mask
+from sagebwd.masks.parts import tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.sinks import epilogue
 
 PLAIN = (Tensor, torch.nn.Parameter)
-# Addresses that kernels take as they are are multiples of so many bytes; pieces of a workspace begin at multiples too.
-TAKEN, ALIGNMENT = 16, 512
 # Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.
 MOST_PROGRAMS = 32
 
@@ -133,7 +132,7 @@ def pieces_of(
         for n in shape:
             size = size * n
         pieces[name] = Piece(end, size, dtype, shape)
-        end = end + (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        end = end + rounded(size)
     return pieces, end
 
 
@@ -244,7 +243,7 @@ class Plan:
         def make() -> _Read:
             call = self._call(key_mask, mask, None, None)._replace(deterministic=deterministic)
             call = dispatch.prepared(direction, self.choice, call)
-            tensors = (call.key_mask, *_tensors_in(call.lists))
+            tensors = (call.key_mask, *tensors_in(call.lists))
             layouts = tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() % TAKEN) for x in tensors])
             return _Read({"key_mask": call.key_mask, "lists": call.lists}, tensors, layouts)
 
@@ -349,13 +348,6 @@ def device_of(x: Tensor) -> AbstractContextManager:
     if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return nullcontext()
     return torch.cuda.device(x.device)
-
-
-def _tensors_in(x: object) -> list[Tensor]:
-    """The tensors of named tuples in named tuples, in their order."""
-    if isinstance(x, Tensor):
-        return [x]
-    return [tensor for field in x for tensor in _tensors_in(field)] if hasattr(x, "_fields") else []
 
 
 class SageAttention(torch.autograd.Function):

@@ -15,19 +15,13 @@ try:
     from rich.markup import escape
 
     from sagebwd.cli import trace as cli_trace
-    from sagebwd.cli.terminal import console, run
+    from sagebwd.cli.terminal import command_line, console, run
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a clone of sagebwd: pip install '.[cli]'")
 
 from sagebwd.version import __version__
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own drops what is in brackets
-    help="Trainable low-bit attention.",
-)
+app = command_line("Trainable low-bit attention.")
 
 
 def _version(wanted: bool) -> None:

@@ -34,6 +34,17 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+def command_line(text: str) -> typer.Typer:
+    """A command line without commands yet; text, its help."""
+    return typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",  # rich's own drops what is in brackets
+        help=text,
+    )
+
+
 def run(app: typer.Typer, name: str) -> None:
     """Run a command line: an error that a person can mend is one line, which begins with ``name``, and exit code 2."""
     try:

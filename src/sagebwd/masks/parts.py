@@ -76,7 +76,7 @@ class _Part:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.on_gpu = [x for x in _tensors(value) if x.is_cuda]
+        self.on_gpu = [x for x in tensors_in(value) if x.is_cuda]
         self.stream = self.event = None
 
     def is_captured(self) -> bool:
@@ -111,9 +111,10 @@ class _Part:
         return True
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """Tensors in tuples, in their order."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, tuple):
         for field in x:
-            yield from _tensors(field)
+            yield from tensors_in(field)

@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from sagebwd.cache import PLANS
+from sagebwd.cache import PLANS, TAKEN, rounded
 from sagebwd.kernels.host.device import clear, current_stream
 from sagebwd.kernels.host.ffi import Function
 from sagebwd.kernels.host.launchers import Descriptor, Launcher, Place, launcher_of
 
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5
-# Pieces of one allocation begin at multiples of so many bytes, as PyTorch's own do; kernels read from multiples of 16.
-ALIGNMENT, TAKEN = 512, 16
 # Compilers that were announced.
 _told: set[str] = set()
 _local = threading.local()
@@ -302,11 +300,6 @@ def dense(x: Tensor) -> Tensor:
     """A copy in memory of its own, with dimensions that are expanded expanded still."""
     once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
     return copy(torch.empty_like(once), once).expand(x.shape)
-
-
-def rounded(size: int) -> int:
-    """Bytes of a piece of an allocation."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _tensors_of(x: Any) -> Iterator[Tensor]:
