@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sagebwd import sage_attention
+from sagebwd.cache import ALIGNMENT
 from sagebwd.checkpointing import keep_attention
 from sagebwd.integrations.transformers import register
-from sagebwd.plan import ALIGNMENT, Plan
+from sagebwd.plan import Plan
 
 WIDTH, HEADS, HEAD_DIM, TOKENS = 64, 2, 32, 40
 
