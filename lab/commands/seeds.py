@@ -63,6 +63,9 @@ def gaps(
     by_step: Annotated[
         bool, typer.Option("--by-step", help="At each evaluation, with the change since the one before.")
     ] = False,
+    since: Annotated[
+        int | None, typer.Option(help="Take off each pair's gap at this step, and print later evaluations.")
+    ] = None,
 ) -> None:
     """Paired gaps to full precision over seeds: mean, 95% interval, and a test of equivalence within a margin.
 
@@ -70,10 +73,12 @@ def gaps(
     """
     from lab.training import gaps as measured
 
-    if by_step and noise_of:
-        raise ValueError("--noise-of measures the noise of losses at the end; expected no --by-step beside it")
-    if by_step:
-        found = measured.by_step(folders, margin, in_full_precision)
+    if (by_step or since is not None) and noise_of:
+        raise ValueError(
+            "--noise-of measures the noise of losses at the end; expected no --by-step and no --since beside it"
+        )
+    if by_step or since is not None:
+        found = measured.by_step(folders, margin, in_full_precision, since)
         console.print(measured.table_by_step(found, margin))
     else:
         console.print(measured.table(measured.gaps(folders, noise_of, margin, in_full_precision), margin))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import correlation, mean, stdev
 
 from rich.table import Table
 
@@ -54,11 +54,17 @@ class Gap:
 
 @dataclass(frozen=True)
 class AtStep:
-    """A variant's gap at an evaluation. ``changes``, one a pair, are since the one before; none at the first."""
+    """A variant's gap at an evaluation.
+
+    ``changes``, one a pair, are since the evaluation before; none at the first. ``r`` is the correlation over pairs
+    of this gap with that of the last evaluation: where it is near 1 the scatter of the last is here already, and no
+    mean of later weights or losses narrows it. None for fewer than three pairs, and where gaps do not differ.
+    """
 
     step: int
     gap: Gap
     changes: tuple[float, ...]
+    r: float | None
 
 
 def gaps(
@@ -82,11 +88,15 @@ def gaps(
     return [_gap([row for row in rows if row["variant"] == name], single, margin) for name in variants]
 
 
-def by_step(folders: list[Path], margin: float = MARGIN, in_full_precision: bool = False) -> list[AtStep]:
+def by_step(
+    folders: list[Path], margin: float = MARGIN, in_full_precision: bool = False, since: int | None = None
+) -> list[AtStep]:
     """The gaps of the pairs that `gaps` counts, at each step at which all of a variant's were evaluated.
 
-    Each folder holds runs.jsonl.xz beside its comparison. Raises ValueError as `gaps` does, and where a run of the
-    comparison or its evaluations are not in that file.
+    Args: since, a step: each pair's gap at that step is taken off, and later steps alone are given.
+
+    Each folder holds runs.jsonl.xz beside its comparison. Raises ValueError as `gaps` does, where a run of the
+    comparison or its evaluations are not in that file, and where a variant has no evaluation at ``since``.
     """
     _check(folders, margin)
     suffix = "_in_full_precision" if in_full_precision else ""
@@ -105,11 +115,29 @@ def by_step(folders: list[Path], margin: float = MARGIN, in_full_precision: bool
     found = []
     for of_variant in pairs.values():
         before: tuple[float, ...] = ()
-        for step in sorted(set.intersection(*(set(at) for _, at in of_variant))):
-            gap = _gap([{**row, "gap": at[step]} for row, at in of_variant], None, margin)
-            found.append(AtStep(step, gap, tuple(now - then for now, then in zip(gap.gaps, before))))
+        steps = sorted(set.intersection(*(set(at) for _, at in of_variant)))
+        if since is not None:
+            if since not in steps:
+                evaluated = ", ".join(map(str, steps))
+                raise ValueError(
+                    f"since={since} is no step at which all of {of_variant[0][0]['variant']!r} were "
+                    f"evaluated; accepted: {evaluated}"
+                )
+            of_variant = [(row, {step: gap - at[since] for step, gap in at.items()}) for row, at in of_variant]
+            steps = [step for step in steps if step > since]
+        at_steps = [_gap([{**row, "gap": at[step]} for row, at in of_variant], None, margin) for step in steps]
+        for step, gap in zip(steps, at_steps):
+            changes = tuple(now - then for now, then in zip(gap.gaps, before))
+            found.append(AtStep(step, gap, changes, _correlation(gap.gaps, at_steps[-1].gaps)))
             before = gap.gaps
     return found
+
+
+def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson's; None for fewer than three values, and where either has no scatter."""
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
+        return None
+    return correlation(x, y)
 
 
 def _check(folders: list[Path], margin: float) -> None:
@@ -215,14 +243,16 @@ def table(found: list[Gap], margin: float = MARGIN) -> Table:
 
 
 def table_by_step(found: list[AtStep], margin: float = MARGIN) -> Table:
-    """The gaps at each evaluation for a terminal; ``change`` is the mean of a pair's since the evaluation before.
+    """The gaps at each evaluation for a terminal.
+
+    ``change`` is the mean of a pair's since the evaluation before, ``r`` the correlation with the last gap.
 
     Where all pairs have the same gap, as before the first step, they are one measurement: no interval and no p.
     """
     title = f"held-out loss minus the baseline's, nats a token; p: of a gap beyond ±{margin:g} (TOST)"
     drawn = Table(title=title, title_justify="left", box=None)
     digits = _digits(margin)
-    for heading in ("variant", "step", "gap", "95%", "pairs", "p", "change", "95% of it", "each"):
+    for heading in ("variant", "step", "gap", "95%", "pairs", "p", "change", "95% of it", "r", "each"):
         drawn.add_column(heading, justify="left" if heading in ("variant", "each") else "right")
     for at in found:
         one = len(set(at.gap.gaps)) < 2
@@ -235,6 +265,7 @@ def table_by_step(found: list[AtStep], margin: float = MARGIN) -> Table:
             "" if one or at.gap.p is None else f"{at.gap.p:.4f}",
             f"{mean(at.changes):+.{digits}f}" if at.changes else "",
             _spelt(interval(at.changes), digits),
+            "" if at.r is None else f"{at.r:.2f}",
             _each(at.gap, digits),
         )
     return drawn

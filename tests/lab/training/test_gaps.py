@@ -177,6 +177,28 @@ def test_gaps_at_each_evaluation(tmp_path):
         by_step([comparison(tmp_path / "2", {"full": 2.0, "token": 2.1})])
 
 
+def test_scatter_is_followed_to_the_end_and_later_changes_are_apart(tmp_path):
+    gaps_of = {0: (0.5, 0.5, 0.5), 5: (0.2, 0.1, 0.3), 7: (0.3, 0.2, 0.1), 9: (0.21, 0.11, 0.32)}
+    folders = []
+    for pair in range(3):
+        folder = comparison(tmp_path / str(pair), {"full": 2.0, "token": 2.0 + gaps_of[9][pair]})
+        token = {step: 2.0 + of_pairs[pair] for step, of_pairs in gaps_of.items()}
+        folders.append(pack(folder, {"full": dict.fromkeys(gaps_of, 2.0), "token": token}))
+    start, early, middle, end = by_step(folders)
+    assert start.r is None, "gaps that are one and the same have no scatter"
+    assert (early.r, end.r) == (pytest.approx(0.021 / math.sqrt(0.02 * 0.0220667), abs=1e-6), pytest.approx(1))
+    assert middle.r < 0
+    assert all(at.r is None for at in by_step(folders[:2]))
+    (late,) = by_step(folders, since=7)
+    assert (late.step, late.gap.gaps) == (9, pytest.approx((-0.09, -0.09, 0.22)))
+    assert late.gap.interval == interval(late.gap.gaps)
+    assert by_step(folders, since=9) == []
+    with pytest.raises(
+        ValueError, match="since=6 is no step at which all of 'token' were evaluated; accepted: 0, 5, 7"
+    ):
+        by_step(folders, since=6)
+
+
 def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
     folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
     (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
@@ -185,7 +207,7 @@ def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
 
 
 def test_noise_is_of_losses_at_the_end_alone(tmp_path):
-    with pytest.raises(ValueError, match="expected no --by-step beside it"):
+    with pytest.raises(ValueError, match="expected no --by-step and no --since"):
         command.gaps([tmp_path], noise_of=[tmp_path], by_step=True)
 
 
