@@ -14,6 +14,7 @@ from tests.kernels.calls import TENSORS, KernelCall
 pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
+from sagebwd.kernels.host import device
 from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
 from sagebwd.kernels.portable import launch, tune
@@ -111,6 +112,18 @@ UNALIGNED = [
 @pytest.mark.parametrize("name", CALLS)
 def test_is_the_recipe(name):
     dataclasses.replace(CALLS[name], device=DEVICE).check("triton")
+
+
+@pytest.mark.parametrize("call", [
+    KernelCall(recipe="full", head_dim=256, is_causal=True, with_dlse=True),
+    KernelCall(recipe="full", head_dim=192, window=(40, 9), mask="bias-matrix", masked=True),
+    KernelCall(recipe="full", head_dim=200, mask="document"),
+    KernelCall(recipe="full", head_dim=256, lengths_q=[33, 1, 60], lengths_k=[70, 5, 90]),
+], ids=["causal", "bias-and-window", "tiles", "packed"])  # fmt: skip
+def test_is_the_recipe_in_the_steps_of_small_cards(call, monkeypatch):
+    """Cards of 99 KB of shared memory take fewer keys at a time than the recipe's block."""
+    monkeypatch.setattr(device, "capability", lambda device: 89)
+    dataclasses.replace(call, device=DEVICE).check("triton")
 
 
 # one token's gradients are zeros but for rounding, and of that `check` knows seed 0's

@@ -16,7 +16,7 @@ from sagebwd.kernels.portable import tune
 from sagebwd.kernels.portable.config import Config, choose, smaller
 from sagebwd.recipe import Recipe
 
-TOKEN, PAPER = Recipe.named("token"), Recipe.named("paper")
+TOKEN, PAPER, FULL = map(Recipe.named, ("token", "paper", "full"))
 
 
 @pytest.fixture
@@ -64,6 +64,29 @@ def test_where_nothing_fits_the_message_names_a_way_out(call):
 
     with pytest.raises(NotImplementedError, match=r"use recipe token\(block_k=64\), or impl='reference'"):
         tune.run_best("dq", call, run)
+
+
+def test_no_message_advises_what_was_done(call):
+    """Regression: `paper`, whose blocks have 64 keys, was told to take blocks of 64 keys."""
+    call.recipe = PAPER
+
+    def run(config):
+        raise OutOfResources(172_036, 101_376, "shared memory")
+
+    with pytest.raises(NotImplementedError, match=r"recipe paper needs .*; use recipe token\(block_k=64\), or"):
+        tune.run_best("dq", call, run)
+
+
+def test_keys_of_a_step_are_fewer_only_where_no_scale_is_a_group_of_them():
+    for kernel in ("forward", "dq"):
+        for arch in (86, 89, 120):
+            full = choose(kernel, 256, FULL, arch)
+            assert full.block_k(FULL) < FULL.block_k
+            assert full.block_k(FULL.replace(block_k=16)) == 16
+            for recipe in (TOKEN, PAPER, TOKEN.replace(s="16bit")):
+                assert choose(kernel, 256, recipe, arch).block_k(recipe) == recipe.block_k
+            assert choose(kernel, 128, FULL, arch).block_k(FULL) == FULL.block_k
+        assert choose(kernel, 256, FULL, 90).block_k(FULL) == FULL.block_k
 
 
 @pytest.fixture

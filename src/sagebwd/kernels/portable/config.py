@@ -22,6 +22,7 @@ class Config:
     ``tma``: read blocks through TMA descriptors, where strides are multiples of 16 bytes.
     ``registers``: a cap for each thread, so that more programs share an SM; None leaves it to the compiler.
     ``step``: queries, at most, that "dkdv_given" takes at a time; None, as for all others, takes the recipe's block.
+    ``keys``: the same of keys, of "forward" and "dq" without INT8 products, whose scales are groups of the block.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class Config:
     tma: bool = False
     registers: int | None = None
     step: int | None = None
+    keys: int | None = None
 
     def under_a_mask(self) -> Config:
         """The same for a call with a mask, whose elements take registers; chosen from SASS, never timed."""
@@ -38,6 +40,10 @@ class Config:
     def block_q(self, recipe: Recipe) -> int:
         """Queries of a step of dK and dV."""
         return recipe.block_q if self.step is None else min(recipe.block_q, self.step)
+
+    def block_k(self, recipe: Recipe) -> int:
+        """Keys of a step of the forward and of dQ."""
+        return recipe.block_k if self.keys is None else min(recipe.block_k, self.keys)
 
     def options(self, call: Call) -> dict[str, int | float | bool | None]:
         """What Triton takes at a launch, and what all kernels take of a call by name."""
@@ -108,6 +114,12 @@ _AMPERE: dict[tuple[str, int, int], Config] = {
     ("dq", 64, 128): Config(64, 4, 3),
     ("dq", 128, 128): Config(32, 4, 2),
 }
+# 99 KB of shared memory, 16-bit products: Q, dO, K and V of 256 channels do not fit beside 128 keys. Chosen from SASS.
+_SMALL_MEMORY = (86, 89, 120)
+_SMALL_MEMORY_16BIT: dict[tuple[str, int], Config] = {
+    ("forward", 256): Config(64, 8, 1, keys=32),
+    ("dq", 256): Config(32, 8, 1, keys=32),
+}
 
 
 def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int, *, masked: bool = False) -> Config:
@@ -120,6 +132,9 @@ def choose(kernel: str, head_dim: int, recipe: Recipe, arch: int, *, masked: boo
         table = _AMPERE
     block = recipe.block_q if kernel.startswith("dkdv") else recipe.block_k
     width = max(64, padded_head_dim(head_dim))
+    has_int8 = INT8 in (recipe.s, recipe.o if kernel == "forward" else recipe.dq)
+    if arch in _SMALL_MEMORY and (kernel, width) in _SMALL_MEMORY_16BIT and not has_int8:
+        return _SMALL_MEMORY_16BIT[kernel, width]
     row = max(key for key in table if key[:2] == (kernel, width) and key[2] <= block)
     config = table[row]
     rows = _whole_groups(kernel, recipe)
@@ -163,7 +178,7 @@ def list_tile(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> tuple[tu
     config = choose(kernel, head_dim, recipe, arch, masked=True)
     if kernel.startswith("dkdv"):
         return (config.block_q(recipe), config.rows), True
-    return (config.rows, recipe.block_k), False
+    return (config.rows, config.block_k(recipe)), False
 
 
 def _whole_groups(kernel: str, recipe: Recipe) -> int | None:

@@ -261,7 +261,7 @@ def launch_dq(
     def run(config: Config) -> None:
         tma = {}
         if config.tma:
-            rows_block = (recipe.block_k, call.block_d)
+            rows_block = (config.block_k(recipe), call.block_d)
             views = {"k": (keys.view(k), rows_block), "v": (keys.view(v), rows_block)}
             if k_t is not None:
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
@@ -290,15 +290,15 @@ def launch_dq(
             keys.tokens,
             keys.total,
             queries.blocks(recipe.block_q),
-            keys.blocks(recipe.block_k),
-            keys.grid(recipe.block_k),
+            keys.blocks(config.block_k(recipe)),
+            keys.grid(config.block_k(recipe)),
             grid,
             TURNED=call.turned if recipe.dq == INT8 else 0,
             K_TOKEN=recipe.k_scale != "block",
             DS_PER_QUERY=recipe.ds_scale_dq == "query",
             PAD_Q=recipe.block_q,
             BLOCK_Q=config.rows,
-            BLOCK_K=recipe.block_k,
+            BLOCK_K=config.block_k(recipe),
             **config.options(call),
         )
 

@@ -345,7 +345,7 @@ def launch_forward(
     def run(config: Config) -> None:
         tma = {}
         if config.tma:
-            block = (recipe.block_k, call.block_d)
+            block = (config.block_k(recipe), call.block_d)
             v_view = (transposed_view(v.at, call.head_dim), block[::-1]) if o_int8 else (keys.view(v.at), block)
             tma = described({"k": (keys.view(k), block), "v": v_view}) or {}
         grid = queries.grid(config.rows)
@@ -372,13 +372,13 @@ def launch_forward(
             queries.total,
             keys.total,
             queries.blocks(recipe.block_q),
-            keys.blocks(recipe.block_k),
+            keys.blocks(config.block_k(recipe)),
             grid,
             INT8_O=o_int8,
             K_TOKEN=recipe.k_scale != "block",
             V_SCALE=recipe.v_scale,
             BLOCK_Q=config.rows,
-            BLOCK_K=recipe.block_k,
+            BLOCK_K=config.block_k(recipe),
             **config.options(call),
         )
 

@@ -21,6 +21,7 @@ from sagebwd.environment import cache_folder, is_on, warn_of_unwritable, write_w
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.program import Program
 from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
+from sagebwd.recipe import Recipe
 
 CACHE = cache_folder() / "launch.json"
 
@@ -49,9 +50,10 @@ def run_best(kernel: str, call: Call, run: Callable[[Config], None]) -> None:
         if fitting != config:
             _FITTING[key] = fitting
         return
+    other = call.recipe.replace(block_k=64) if call.recipe.block_k > 64 else Recipe.named("token").replace(block_k=64)
     raise NotImplementedError(
         f"impl='triton': head_dim {call.head_dim} with recipe {call.recipe} needs more shared memory than this GPU "
-        f"has; use recipe {call.recipe.replace(block_k=64)!s}, or impl='reference'"
+        f"has; use recipe {other}, or impl='reference'"
     )
 
 
