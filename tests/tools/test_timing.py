@@ -1,4 +1,4 @@
-"""What times kernels and calls: medians by the profiler, a budget by bytes, two source trees by turns, power."""
+"""What times kernels and calls: medians by the profiler, a budget by bytes, two source trees by turns."""
 
 import json
 import re
@@ -15,7 +15,6 @@ from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
 from tools import beside, passes, timing
 from tools.passes import Launch, Row
-from tools.power import speedups
 
 pytest.importorskip("triton")
 
@@ -90,10 +89,6 @@ def test_a_step_has_every_gradient():
         assert all(x.isfinite().all() for x in gradients)
 
 
-def test_every_case_has_a_size_of_its_own():
-    assert len(set(passes.CASES.values())) == len(passes.CASES)
-
-
 SMALL = {
     "dense": beside.Case(16, 2, 2, 1, 20, value_dim=8),
     "packed": beside.Case(16, heads=2, kv_heads=2, lengths=(5, 12)),
@@ -162,11 +157,3 @@ def test_trees_that_are_none(arguments, said, capsys):
     with pytest.raises(SystemExit):
         beside.main(arguments)
     assert re.search(said, capsys.readouterr().err)
-
-
-def test_means_are_over_the_best_of_each_shape():
-    figures = [
-        {"mixed kernel": (800, 700), "mixed forward": (700, 600), "fa4": (400, 350), "cudnn": (200, 100)},
-        {"mixed kernel": (100, 100), "mixed forward": (90, 90), "fa4": (50, 400), "cudnn": (200, 100)},
-    ]
-    assert speedups(figures, "mixed kernel") == pytest.approx((1.0, 0.5**0.5))
