@@ -11,8 +11,12 @@ from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
-SHAPES = [(2, 4, 300, 500), (1, 2, 128, 96), (2, 2, 257, 130), (1, 1, 1, 1)]
-BANDS = [Band(), Band(lower=-70, upper=0)]
+BAND = Band(lower=-70, upper=0)
+# Shapes and bands that every kind of mask is listed under.
+CALLS = [
+    ((2, 4, 300, 500), BAND), ((1, 2, 128, 96), Band()), ((2, 2, 257, 130), BAND), ((2, 2, 257, 130), Band()),
+    ((1, 1, 1, 1), BAND),
+]  # fmt: skip
 FORWARD_TILES = [(192, 128), (128, 128), (192, 96), (128, 96)]
 
 
@@ -60,10 +64,13 @@ def test_bits_of_a_tile():
     assert all(torch.equal(unpacked(words), tile) for words, tile in zip(pack(tiles), tiles))
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_queries_meet_what_they_see(shape, kind, band):
+def test_queries_meet_what_they_see(kind):
+    for shape, band in CALLS:
+        check_lists_of_queries(kind, shape, band)
+
+
+def check_lists_of_queries(kind, shape, band):
     mask, key_mask = case(kind, shape)
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
@@ -91,10 +98,13 @@ def test_queries_meet_what_they_see(shape, kind, band):
                 assert torch.equal(of_bits, elements)
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_meet_the_queries_that_see_them(shape, kind, band):
+def test_keys_meet_the_queries_that_see_them(kind):
+    for shape, band in CALLS:
+        check_lists_of_keys(kind, shape, band)
+
+
+def check_lists_of_keys(kind, shape, band):
     mask, key_mask = case(kind, shape)
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
@@ -147,8 +157,9 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
     assert of_keys(double, *settings).bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("by_turns", [False, True])
-@pytest.mark.parametrize(("most", "least"), [(264, 32), (264, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("most", "least", "by_turns"), [(264, 32, False), (264, 32, True), (264, 1, True), (5, 2, False)]
+)
 @pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
 def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
     monkeypatch.setattr(shares, "MOST", most)
