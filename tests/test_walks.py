@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sagebwd.masks import shares
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import TILE, Mask, shown
+from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
@@ -96,6 +96,14 @@ def check_lists_of_queries(kind, shape, band):
                 # what bits show is what elements show
                 elements = shown(mask.part(slice(0, tokens[0]), slice(0, tokens[1]))).expand(*shape)[b, h]
                 assert torch.equal(of_bits, elements)
+
+
+def test_the_first_of_whole_blocks_counts_as_one_seen_in_part_and_once():
+    """The forward's first step is one with masks."""
+    documents = torch.arange(512) // 256
+    mask = of_tensor((documents[:, None] == documents)[None, None])
+    lists = of_queries(mask, torch.ones(1, 512, dtype=torch.bool), (512, 512), Band(), (128, 128)).lists
+    assert lists[0, 0, :, :4].tolist() == [[1, 1, 0, 1]] * 2 + [[1, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,3 +206,5 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monk
     assert sum(len(taken) > 1 for taken in met.values()) == len(cut)
     if least == 1 and kind == "bool-none":
         assert cut
+    whole = [program[1::-1] if by_turns else program[:2] for program in programs[: sum(there)] if program[5] == 1]
+    assert whole == sorted(whole)  # key heads by turns, or one after another
