@@ -172,7 +172,7 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
 def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
     monkeypatch.setattr(shares, "MOST", most)
     monkeypatch.setattr(shares, "LEAST", least)
-    shape, heads = (2, 4, 700, 500), 2
+    shape, heads = (2, 4, 700, 380), 2
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
