@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TIMED_TRITON := 3.6.0
 SOURCES := src lab benchmarks tests tools examples
 
-.PHONY: demo test test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
+.PHONY: demo test test-lab test-all test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
@@ -20,13 +20,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m lab compare --config configs/demo.yaml --output runs/demo
 
+# The library's tests, and those of tools and benchmarks. A test marked slow compiles or trains what another test has
+# in a smaller form; it and the laboratory's run in test-all.
 test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/lab
+
+test-lab: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" tests/lab
+
+# Every test that needs no GPU: before a release, and after a change to a kernel
+test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 # What holds a tolerance or what training comes to, on another processor as far as rounding goes: without AVX.
 test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
-		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu"
+		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu and not slow" --ignore=tests/lab
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
 package: $(INSTALLED)

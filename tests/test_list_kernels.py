@@ -16,8 +16,10 @@ from sagebwd.masks.mask import Mask
 from tests.masks import drawn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# folders of other tritons, and None for the installed one
-TRITONS = None, *map(str, sorted(Path(sys.prefix).glob("triton-*")))
+# the installed triton, and folders of others
+TRITONS = [pytest.param(None, id="installed")] + [
+    pytest.param(str(folder), id=folder.name, marks=pytest.mark.slow) for folder in Path(sys.prefix).glob("triton-*")
+]
 gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
 CAUSAL, WINDOW, ONE_SIDED = Band(upper=0), Band(lower=-70, upper=5), Band(lower=-40)
 # kind of mask, (batch, heads, queries, keys), band, tile of the forward, query heads of a key head
@@ -120,7 +122,7 @@ def test_shares_are_torchs(heads, most, least, by_turns, monkeypatch):
     assert torch.equal(found[:, 1], expected[:, 1])
 
 
-@pytest.mark.parametrize("folder", TRITONS, ids=["installed", *(Path(x).name for x in TRITONS[1:])])
+@pytest.mark.parametrize("folder", TRITONS)
 def test_they_compile_for_hopper(folder):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in [folder, *sys.path] if path)

@@ -6,13 +6,17 @@ from torch import Tensor
 
 from sagebwd.masks import shares
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import TILE, Mask, shown
+from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
-SHAPES = [(2, 4, 300, 500), (1, 2, 128, 96), (2, 2, 257, 130), (1, 1, 1, 1)]
-BANDS = [Band(), Band(lower=-70, upper=0)]
+BAND = Band(lower=-70, upper=0)
+# Shapes and bands that every kind of mask is listed under.
+CALLS = [
+    ((2, 4, 300, 500), BAND), ((1, 2, 128, 96), Band()), ((2, 2, 257, 130), BAND), ((2, 2, 257, 130), Band()),
+    ((1, 1, 1, 1), BAND),
+]  # fmt: skip
 FORWARD_TILES = [(192, 128), (128, 128), (192, 96), (128, 96)]
 
 
@@ -60,10 +64,13 @@ def test_bits_of_a_tile():
     assert all(torch.equal(unpacked(words), tile) for words, tile in zip(pack(tiles), tiles))
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_queries_meet_what_they_see(shape, kind, band):
+def test_queries_meet_what_they_see(kind):
+    for shape, band in CALLS:
+        check_lists_of_queries(kind, shape, band)
+
+
+def check_lists_of_queries(kind, shape, band):
     mask, key_mask = case(kind, shape)
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
@@ -91,10 +98,21 @@ def test_queries_meet_what_they_see(shape, kind, band):
                 assert torch.equal(of_bits, elements)
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_first_of_whole_blocks_counts_as_one_seen_in_part_and_once():
+    """The forward's first step is one with masks."""
+    documents = torch.arange(512) // 256
+    mask = of_tensor((documents[:, None] == documents)[None, None])
+    lists = of_queries(mask, torch.ones(1, 512, dtype=torch.bool), (512, 512), Band(), (128, 128)).lists
+    assert lists[0, 0, :, :4].tolist() == [[1, 1, 0, 1]] * 2 + [[1, 1, 2, 3]] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_meet_the_queries_that_see_them(shape, kind, band):
+def test_keys_meet_the_queries_that_see_them(kind):
+    for shape, band in CALLS:
+        check_lists_of_keys(kind, shape, band)
+
+
+def check_lists_of_keys(kind, shape, band):
     mask, key_mask = case(kind, shape)
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
@@ -147,13 +165,14 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
     assert of_keys(double, *settings).bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("by_turns", [False, True])
-@pytest.mark.parametrize(("most", "least"), [(264, 32), (264, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("most", "least", "by_turns"), [(264, 32, False), (264, 32, True), (264, 1, True), (5, 2, False)]
+)
 @pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
 def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
     monkeypatch.setattr(shares, "MOST", most)
     monkeypatch.setattr(shares, "LEAST", least)
-    shape, heads = (2, 4, 700, 500), 2
+    shape, heads = (2, 4, 700, 380), 2
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
@@ -187,3 +206,5 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monk
     assert sum(len(taken) > 1 for taken in met.values()) == len(cut)
     if least == 1 and kind == "bool-none":
         assert cut
+    whole = [program[1::-1] if by_turns else program[:2] for program in programs[: sum(there)] if program[5] == 1]
+    assert whole == sorted(whole)  # key heads by turns, or one after another

@@ -2,13 +2,18 @@
 
 `python -m tools.passes --recipe mixed` prints a table a case: a launch's megabytes, of each tensor that it is given
 once; the microseconds that these take at 4.3 TB/s; the measured ones, by the profiler; and those since the launch
-before ended. The sums say what fewer or fuller passes could gain. `--json FILE` writes the rows. Attention kernels
-compute more than they move, and take longer.
+before ended. The sums say what fewer or fuller passes could gain. Attention kernels compute more than they move, and
+take longer. Behind a table stand the gradients' errors against recipe `full`. `--json FILE` writes the rows.
+
+For work on a kernel, `--replace backward_kernel=variant.py` runs another file's kernel of that name in place of
+Hopper's, and `--set backward.64.stages=2` changes a row of `sagebwd.kernels.sm90.widths`; both may be repeated. Claims
+come from `python -m benchmarks attention`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +27,9 @@ from torch import Tensor
 from benchmarks.results import environment
 from sagebwd.cache import PLANS
 from sagebwd.kernels.host import program
+from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.backward import launch
+from sagebwd.reference.metrics import relative_l2
 from tools.beside import Case, runs_of
 
 # What an H200's memory gave a pass that reads and writes once, of 4.8 on paper.
@@ -55,6 +63,28 @@ class Row(NamedTuple):
     moved: int | None
     took: float
     waited: float
+
+
+def replace_kernel(text: str) -> None:
+    """Put NAME=FILE's kernel where Hopper's is launched."""
+    name, path = text.split("=", 1)
+    spec = importlib.util.spec_from_file_location(f"replaced_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(launch, name):
+        raise ValueError(f"--replace {text}: {launch.__name__} launches no {name}")
+    setattr(launch, name, getattr(module, name))
+
+
+def change_launch(text: str) -> None:
+    """DIRECTION.HEAD_DIM.OPTION=VALUE of a row of `sagebwd.kernels.sm90.widths`."""
+    path, value = text.split("=", 1)
+    direction, head_dim, option = path.split(".")
+    row = widths.width(int(head_dim), int(head_dim))
+    tile = getattr(row, direction)
+    if option not in tile._fields:
+        raise ValueError(f"--set {text}: {direction} has {', '.join(tile._fields)}")
+    widths._OF[row[:2]] = row._replace(**{direction: tile._replace(**{option: int(value)})})
 
 
 def bytes_of(arguments: tuple) -> int:
@@ -156,6 +186,12 @@ def measure(case: Case, recipe: str) -> list[Row]:
     return rows_of(launches, [(name, start, end) for start, end, name in events], RUNS)
 
 
+def errors(case: Case, recipe: str, device: str) -> list[float]:
+    """Relative L2 of dQ, dK and dV against those of recipe `full`."""
+    found, exact = (runs_of(case, name, device)["both"]() for name in (recipe, "full"))
+    return [relative_l2(a, e) for a, e in zip(found, exact)]
+
+
 def main() -> None:
     """Parse the command line and print a table for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,12 +199,20 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=tuple(CASES))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--commit", help="what the results are of; of this checkout by default")
+    parser.add_argument("--replace", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="DIRECTION.HEAD_DIM.OPTION=VALUE")
     arguments = parser.parse_args()
+    for text in arguments.replace:
+        replace_kernel(text)
+    for text in arguments.set:
+        change_launch(text)
     found = {}
     for name in arguments.case or CASES:
         rows = measure(CASES[name], arguments.recipe)
         found[name] = [row._asdict() for row in rows]
-        print(table(f"{name}, {arguments.recipe}", rows), end="\n\n", flush=True)
+        print(table(f"{name}, {arguments.recipe}", rows))
+        off = errors(CASES[name], arguments.recipe, "cuda")
+        print("\nerrors of dQ, dK and dV: " + ", ".join(f"{error:.4f}" for error in off), end="\n\n", flush=True)
         if arguments.json:  # after each case: what was measured is kept
             facts = environment("cuda", arguments.commit) | {"recipe": arguments.recipe}
             arguments.json.write_text(json.dumps({"environment": facts, "cases": found}, indent=1))

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.integrations.sageattention import sageattn, sageattn_varlen
-from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding
@@ -28,15 +26,17 @@ def swapped(tensors):
     return [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "is_causal"), [("HND", 1, True), ("HND", 4, False), ("NHD", 4, True), ("NHD", 2, False)]
+)
 def test_is_sage_attention_in_either_layout(layout, kv_heads, is_causal):
     tensors, do = inputs(kv_heads=kv_heads, kv_tokens=31)
-    expected = sage_attention(*tensors, is_causal=is_causal, scale=0.3, enable_gqa=True, **OPTIONS)
+    options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True, "return_lse": True, **OPTIONS}
+    expected, expected_lse = sage_attention(*tensors, **options)
     gradients = torch.autograd.grad(expected, tensors, do)
     given = tensors if layout == "HND" else swapped(tensors)
-    out = sageattn(*given, layout, is_causal, 0.3, impl="reference")
+    out, lse = sageattn(*given, layout, is_causal, 0.3, True, impl="reference")
+    assert torch.equal(lse, expected_lse)
     assert out.is_contiguous()
     assert out.shape == given[0].shape
     if layout == "HND":
@@ -45,28 +45,6 @@ def test_is_sage_attention_in_either_layout(layout, kv_heads, is_causal):
         actual = [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out, given, do.transpose(1, 2)))]
     for a, e in zip(actual, (expected, *gradients)):
         assert torch.equal(a, e)
-
-
-def test_error_against_full_precision():
-    tensors, do = inputs()
-    exact = F.scaled_dot_product_attention(*(x.double() for x in tensors))
-    out = sageattn(*tensors, impl="reference")
-    assert relative_l2(out, exact) < 0.015  # measured 0.010
-    gradients = torch.autograd.grad(out, tensors, do)
-    for actual, expected in zip(gradients, torch.autograd.grad(exact, tensors, do.double())):
-        assert relative_l2(actual, expected) < 0.025
-
-
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_lse_is_of_the_unsmoothed_scores(layout):
-    tensors, _ = inputs(kind="mean-and-outliers")
-    q, k, _ = tensors
-    expected = (q @ k.mT * 16**-0.5).logsumexp(-1)
-    given = tensors if layout == "HND" else swapped(tensors)
-    _, lse = sageattn(*given, tensor_layout=layout, return_lse=True, impl="reference")
-    assert lse.shape == (2, 4, 40)
-    assert lse.dtype == torch.float32
-    assert relative_l2(lse, expected) < 0.01
 
 
 def test_recipe_and_smoothing_reach_the_call():
@@ -81,8 +59,6 @@ def test_recipe_and_smoothing_reach_the_call():
     ):
         expected = sage_attention(*tensors, recipe=recipe, impl="reference")
         assert torch.equal(sageattn(*tensors, impl="reference", **given), expected), given
-    smooth, rough = (sageattn(*tensors, impl="reference", smooth_k=smooth_k) for smooth_k in (True, False))
-    assert not torch.equal(smooth, rough)
 
 
 def packed_inputs(**changes):
@@ -111,22 +87,14 @@ def test_varlen_is_sage_attention_varlen(given, recipe):
         assert torch.equal(a, e)
 
 
-def test_varlen_sequences_are_apart():
-    tensors, (offsets, *_) = packed_inputs(dtype=torch.float64)
-    out = sageattn_varlen(*tensors, offsets, offsets, 23, 23, impl="reference")
-    second = [x[17:40].transpose(0, 1).unsqueeze(0) for x in tensors]
-    alone = sageattn(*second, impl="reference")[0].transpose(0, 1)
-    assert relative_l2(out[17:40], alone) < 1e-12
-
-
-@pytest.mark.parametrize("keyword", ["attn_mask", "dropout_p", "smooth_v", "smoothk"])
-def test_unknown_keywords_are_named(keyword):
+def test_unknown_keywords_are_named():
     tensors, _ = inputs()
-    with pytest.raises(TypeError, match=f"sageattn: keyword '{keyword}'"):
-        sageattn(*tensors, impl="reference", **{keyword: None})
     packed, packing = packed_inputs()
-    with pytest.raises(TypeError, match=f"sageattn_varlen: keyword '{keyword}'"):
-        sageattn_varlen(*packed, *packing, impl="reference", **{keyword: None})
+    for keyword in ("attn_mask", "smoothk"):
+        with pytest.raises(TypeError, match=f"sageattn: keyword '{keyword}'"):
+            sageattn(*tensors, impl="reference", **{keyword: None})
+        with pytest.raises(TypeError, match=f"sageattn_varlen: keyword '{keyword}'"):
+            sageattn_varlen(*packed, *packing, impl="reference", **{keyword: None})
 
 
 def test_tuning_keywords_have_no_effect():

@@ -20,8 +20,16 @@ SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
 # each product appears twice: in the loop over whole blocks and in the loop over masked ones
 PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}
 
-# folders of other tritons, and None for the installed one
-TRITONS = None, *map(str, sorted(Path(sys.prefix).glob("triton-*")))
+# the installed triton, and folders of others
+TRITONS = [pytest.param(None, id="installed")] + [
+    pytest.param(str(folder), id=folder.name, marks=pytest.mark.slow) for folder in Path(sys.prefix).glob("triton-*")
+]
+
+
+def slow(*values):
+    """A row that `make test-all` alone compiles."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
 
 # of Hopper's backward where dK and dV have no room beside one another
 IN_TWO = "value_kernel", "key_query_kernel"
@@ -39,8 +47,13 @@ def launches(arch, head_dim, recipe, mask="causal"):
     return machine_code.launches((arch, head_dim, recipe, mask))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [
+        *((80, 64), (86, 128), (89, 64), (90, 128), (100, 64), (120, 128)),
+        *(slow(*row) for row in ((80, 128), (86, 64), (89, 128), (90, 64), (100, 128), (120, 64))),
+    ],
+)
 def test_token_on(arch, head_dim):
     rows = launches(arch, head_dim, "token")
     attention = {row["kernel"]: row for row in rows if row["kernel"] in PRODUCTS}
@@ -67,7 +80,7 @@ def test_masks_on(arch, head_dim, mask):
         assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [(89, 128), (90, 64)])
+@pytest.mark.parametrize(("arch", "head_dim"), [(89, 128), slow(90, 64)])
 def test_paper_on(arch, head_dim):
     rows = launches(arch, head_dim, "paper")
     for row in rows:
@@ -77,7 +90,7 @@ def test_paper_on(arch, head_dim):
             assert INT8_OPCODE.get(arch, "IMMA") in row["opcodes"], row
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [(89, 256)])
+@pytest.mark.parametrize(("arch", "head_dim"), [(89, 256), slow(86, 192), slow(120, 192), slow(120, 256)])
 def test_full_precision_of_wide_heads_fits_small_cards(arch, head_dim):
     """Regression: at 192 and 256 channels dQ took 106,496 bytes, the forward 114,688 and 193 spills."""
     rows = {row["kernel"]: row for row in launches(arch, head_dim, "full")}
@@ -89,6 +102,7 @@ def test_full_precision_of_wide_heads_fits_small_cards(arch, head_dim):
             assert 1000 * row["spills_in_loops"] <= SPILLS * row["instructions_in_loops"], row
 
 
+@pytest.mark.slow
 def test_p_by_tile_and_ds_by_key():
     kernels = {row["kernel"] for row in launches(80, 64, "paper(ds_scale_dk=key)")}
     assert PRODUCTS.keys() <= kernels
@@ -105,8 +119,8 @@ def test_full_uses_no_int8():
     [
         (64, "ungrouped", 1, 1, 1, 40),
         (128, "ungrouped", 2, 2, 1, 40),
-        (96, "causal", 3, 3, 2, 0),
-        ("192/128", "causal", 3, 2, 2, 100),
+        slow(96, "causal", 3, 3, 2, 0),
+        slow("192/128", "causal", 3, 2, 2, 100),
     ],
 )
 def test_hopper_backward(dims, mask, pieces, value_pieces, of_dq, spills):
@@ -127,8 +141,15 @@ def test_hopper_backward(dims, mask, pieces, value_pieces, of_dq, spills):
 
 
 # without a mask they need no more than under one with grouped heads
-@pytest.mark.parametrize("mask", ["causal", "ungrouped"])
-@pytest.mark.parametrize(("head_dim", "pieces", "parts_of_k"), [(192, 3, 3), (256, 1, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "pieces", "parts_of_k", "mask"),
+    [
+        (256, 1, 2, "ungrouped"),
+        slow(256, 1, 2, "causal"),
+        slow(192, 3, 3, "ungrouped"),
+        slow(192, 3, 3, "causal"),
+    ],
+)
 def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
     of_v, *of_kq = (row for row in launches("hopper", head_dim, "mixed", mask) if row["kernel"] in IN_TWO)
     assert [row["kernel"] for row in (of_v, *of_kq)] == [IN_TWO[0], IN_TWO[1], IN_TWO[1]]
@@ -152,7 +173,7 @@ def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):
         assert row["spills"] <= (25 if row["deterministic"] else 16 if head_dim == 192 else 0), row
 
 
-@pytest.mark.parametrize("folder", TRITONS, ids=["installed", *(Path(x).name for x in TRITONS[1:])])
+@pytest.mark.parametrize("folder", TRITONS)
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_hopper_backward_under_a_bias_with_a_stride_of_1(head_dim, folder):
     """With one key the stride of queries or of heads is 1, which triton makes a constant."""

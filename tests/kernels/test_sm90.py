@@ -28,8 +28,17 @@ MOST_WITHOUT_MAXIMA = {
     (64, 64): (6.1, 7.55), (96, 96): (7.2, 8.7), (128, 128): (6.3, 7.75), (192, 128): (6.5, 7.85),
     (192, 192): (6.6, 8.05), (256, 256): (7.6, 9.3),
 }  # fmt: skip
-# Widths that are compiled under every mask.
+# Widths that are compiled under every mask, and of which `make test` compiles more than one variant.
 ALL_KINDS = ((64, 64), (128, 128))
+
+
+def row(dims: tuple[int, int], *values: object, slow: bool | None = None):
+    """Parameters, which `make test-all` alone compiles where ``slow`` or, by default, of the other widths."""
+    is_slow = dims not in ALL_KINDS if slow is None else slow
+    return pytest.param(*values, dims, marks=pytest.mark.slow if is_slow else ())
+
+
+ROWS = [row(dims) for dims in sorted(TILES)]
 KINDS = {
     "full": {},
     "causal": {"upper": True},
@@ -56,7 +65,16 @@ def loops(variant: Variant) -> list[Counter]:
 
 @pytest.mark.parametrize(
     ("kind", "dims"),
-    [(kind, dims) for dims in sorted(TILES) for kind in KINDS if dims in ALL_KINDS or kind in ("key mask", "packed")],
+    [
+        row(
+            dims,
+            kind,
+            slow=kind in ("full", "packed") if dims == (64, 64) else dims != (128, 128) and kind == "packed",
+        )
+        for dims in sorted(TILES)
+        for kind in KINDS
+        if dims in ALL_KINDS or kind in ("key mask", "packed")
+    ],
 )
 def test_loops_have_their_products_and_spill_nothing(kind, dims):
     variant = Variant(*dims, "bfloat16", TILES[dims], **KINDS[kind])
@@ -69,7 +87,7 @@ def test_loops_have_their_products_and_spill_nothing(kind, dims):
         assert body["STL"] + body["LDL"] == 0
 
 
-@pytest.mark.parametrize("dims", sorted(TILES))
+@pytest.mark.parametrize("dims", ROWS)
 def test_whole_blocks_take_few_instructions(dims):
     def least(dtype: str, row_max: bool) -> float:
         variant = Variant(*dims, dtype, TILES[dims], upper=True, row_max=row_max)
@@ -81,7 +99,7 @@ def test_whole_blocks_take_few_instructions(dims):
     assert least("bfloat16", row_max=True) <= looking
 
 
-@pytest.mark.parametrize("dims", sorted(TILES))
+@pytest.mark.parametrize("dims", ROWS)
 def test_products_of_a_step_are_queued_together(dims):
     # ptxas waits for every one of them where it cannot keep their registers apart
     for dtype in ("float16", "bfloat16"):
@@ -95,7 +113,7 @@ ROTATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dims", "turned"), ROTATED)
+@pytest.mark.parametrize(("turned", "dims"), [row(dims, turned) for dims, turned in ROTATED])
 def test_a_rotation_costs_a_tile_little(dims, turned):
     """No loop is touched, and what sums take is saved where fewer threads share a row."""
     plain = Variant(*dims, "bfloat16", TILES[dims], upper=True, row_max=True)

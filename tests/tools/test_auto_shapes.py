@@ -34,16 +34,6 @@ def test_both_compute_the_same(kind):
     torch.testing.assert_close(ours(*tensors), theirs["torch"](*tensors), rtol=0.1, atol=0.06)
 
 
-def test_calls_are_of_many_kinds():
-    assert len(set(map(str, auto_shapes.CALLS))) == len(auto_shapes.CALLS) >= 40
-    assert {call.kind for call in auto_shapes.CALLS} == set(KINDS)
-    assert {min(call.tokens for call in auto_shapes.CALLS), max(call.tokens for call in auto_shapes.CALLS)} == {
-        128, 32768,
-    }  # fmt: skip
-    assert {call.trains for call in auto_shapes.CALLS} == {True, False}
-    assert any(call.heads > call.kv_heads for call in auto_shapes.CALLS)
-
-
 def test_the_command_says_what_has_lost(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(auto_shapes, "CALLS", (SMALL[0], Call(FULL, 16, 16, 1, 2, 2, 32, kv_tokens=8, trains=False)))
     times = iter([0.9, 1.1])

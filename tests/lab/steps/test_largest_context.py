@@ -1,5 +1,6 @@
 """The search for the longest sequence, with memory that ends where the test says."""
 
+import itertools
 import json
 import sys
 from dataclasses import asdict
@@ -25,16 +26,16 @@ def tried(limit, start, multiple, **memory):
     return [trial.context for trial in found]
 
 
-@pytest.mark.parametrize("limit", [0, 1, 4095, 4096, 4097, 33000, 98304, 131071, 500000])
-@pytest.mark.parametrize("start", [4096, 30000, 131072])
-@pytest.mark.parametrize("memory", [{}, {"before": 100, "capacity": 700000}, {"before": 100, "capacity": 50000}])
-def test_the_search_ends_beside_the_limit(limit, start, memory):
-    contexts = tried(limit, start, 4096, **memory)
-    low = max((n for n in contexts if n <= limit), default=0)
-    high = min(n for n in contexts if n > limit)
-    assert 0 < high - low <= 4096
-    assert len(set(contexts)) == len(contexts) <= 128
-    assert all(n % 4096 == 0 for n in contexts[1:])
+def test_the_search_ends_beside_the_limit():
+    limits = 0, 1, 4095, 4096, 4097, 33000, 98304, 131071, 500000
+    memories = {}, {"before": 100, "capacity": 700000}, {"before": 100, "capacity": 50000}
+    for limit, start, memory in itertools.product(limits, (4096, 30000, 131072), memories):
+        contexts = tried(limit, start, 4096, **memory)
+        low = max((n for n in contexts if n <= limit), default=0)
+        high = min(n for n in contexts if n > limit)
+        assert 0 < high - low <= 4096, (limit, start, memory)
+        assert len(set(contexts)) == len(contexts) <= 128, (limit, start, memory)
+        assert all(n % 4096 == 0 for n in contexts[1:]), (limit, start, memory)
 
 
 def test_what_memory_says_takes_three_trials():
