@@ -41,9 +41,14 @@ test-rounding: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python -m tools.package
 
-# docs/reference, from the docstrings
-docs: $(INSTALLED)
+# docs/reference, from the docstrings, then site/ from all pages: open site/index.html. A broken link is an error.
+docs: $(INSTALLED) $(VENV)/.site
 	PYTHONPATH=src $(BIN)/python -m tools.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.site: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
+	touch $@
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
 test-gpu:
@@ -80,4 +85,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) runs build dist site

@@ -146,7 +146,7 @@ def lines_of(page: str) -> Iterator[str]:
             "." if number else ", from its docstrings (`make docs`). [All pages](README.md)"
         )
         for member in members(module, names):
-            yield f"## {member.name}"
+            yield f"## {member.name}".replace("__", r"\_\_")  # not bold
             yield f"```py\n{heading(member)}\n```"
             yield described(member)
             for method in getattr(member, "own_members", []):
