@@ -25,7 +25,7 @@ from sagebwd import sage_attention
 from sagebwd.call import Call
 from sagebwd.kernels.sm90.forward.launch import launch_forward
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
-from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
+from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from sagebwd.kernels.sm90.widths import HEAD_DIMS
 from sagebwd.recipe import Recipe
 
@@ -67,7 +67,7 @@ def forwards(shape: Shape) -> dict[str, Callable[[], object]]:
     call = Call.of(
         q, k, None, None, None, shape.tokens, shape.tokens, shape.is_causal, -1, -1, shape.head_dim**-0.5, recipe
     )
-    codes = launch_codes(k, call.keys, None, SCALE_BLOCK, k_sampled=True)
+    codes = launch_quantize_k(k, call.keys, None, SCALE_BLOCK, k_sampled=True)
 
     def bound(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
         return lambda: attention(q, k, v)

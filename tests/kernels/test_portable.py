@@ -14,8 +14,8 @@ from tests.kernels.calls import TENSORS, KernelCall
 pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.portable import launch, tune
 from sagebwd.kernels.portable.config import choose
 
