@@ -9,7 +9,7 @@ import json
 import torch
 from triton.runtime.jit import JITFunction
 
-from sagebwd.masks import list_kernels, passes, shares
+from sagebwd.masks import list_kernels, mask_blocks, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import BLOCK, TILE
 from tools.cross_compile import Launch, count, registers, sass
@@ -43,9 +43,9 @@ if __name__ == "__main__":
     on = {"device": "meta"}
     for dtype in (torch.bool, torch.bfloat16):
         for shape in ((1, 1, 300, 500), (2, 4, 2048, 2048)):
-            passes._read(torch.empty(shape, dtype=dtype, **on), 2, True, True, True)
-    passes._read(torch.empty(1, 1, 1, 500, dtype=torch.float32, **on), 2, True, False, False)
-    passes._read(torch.empty(9, 1, TILE, TILE, dtype=torch.bool, **on), 9, False, False, True)
+            mask_blocks._read(torch.empty(shape, dtype=dtype, **on), 2, True, True, True)
+    mask_blocks._read(torch.empty(1, 1, 1, 500, dtype=torch.float32, **on), 2, True, False, False)
+    mask_blocks._read(torch.empty(9, 1, TILE, TILE, dtype=torch.bool, **on), 9, False, False, True)
     for heads, kv_heads, tokens, band in CASES:
         blocks = torch.empty(1, heads, *(-(-n // BLOCK) for n in tokens), dtype=torch.uint8, **on)
         tiles = torch.empty(1, heads, *(-(-n // TILE) for n in tokens), dtype=torch.int32, **on)
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         first = torch.empty(2, dtype=torch.int64, **on)
         for by_key, apart, stored in ((False, first, tiles), (True, None, None)):
             list_kernels._lists(blocks, stored, key_mask, apart, tokens, (64, 128), band, by_key)
-        limits = shares.MOST, shares.LEAST
+        limits = work_splits.MOST, work_splits.LEAST
         for heads_cut, by_turns in ((0, False), (kv_heads, True)):
             given = (64, 128), 4 // kv_heads, heads_cut, by_turns, limits
             list_kernels._key_lists(blocks, tiles, key_mask, tokens, band, *given)

@@ -8,7 +8,7 @@ import torch
 from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
 from sagebwd.arguments import ask_of
 from sagebwd.call import Ask
-from sagebwd.kernels import table
+from sagebwd.kernels import capabilities
 from sagebwd.kernels.sm90 import widths
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -92,7 +92,7 @@ def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
         dispatch.choose(ASK._replace(recipe=sixteen, impl="hopper"))
 
 
-@pytest.mark.parametrize("row", table.ROWS, ids=lambda row: f"{row.direction}-{row.impl}")
+@pytest.mark.parametrize("row", capabilities.ROWS, ids=lambda row: f"{row.direction}-{row.impl}")
 def test_a_choice_has_the_rows_of_its_name(row):
     name = f"{row.impl}/{row.impl}"
     choice = dispatch.named(TOKEN, name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import list_kernels, lists, shares, walks
+from sagebwd.masks import list_kernels, lists, sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from tests.masks import drawn
@@ -54,14 +54,14 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 def check_queries(name: str) -> None:
     mask, key_mask, *settings, _, _ = case(name)
     found = list_kernels.of_queries(*on_device(mask.blocks, key_mask), *settings)
-    assert torch.equal(found.cpu(), walks.query_lists(mask.blocks, key_mask, *settings))
+    assert torch.equal(found.cpu(), sm90_block_lists.query_lists(mask.blocks, key_mask, *settings))
 
 
 def check_keys(name: str, queries: int, by_turns: bool) -> None:
     mask, key_mask, tokens, band, _, group, heads = case(name)
-    tiles = walks._packed(mask, tokens, True)[1]
+    tiles = sm90_block_lists._packed(mask, tokens, True)[1]
     settings = tokens, band, (queries, 128), group, heads, by_turns
-    expected, programs = walks.key_lists(mask.blocks, tiles, key_mask, *settings)
+    expected, programs = sm90_block_lists.key_lists(mask.blocks, tiles, key_mask, *settings)
     ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
     assert torch.equal(ours.cpu(), expected)
     there = programs[:, 1] < expected.shape[2]  # of what comes behind nothing else is read
@@ -111,11 +111,11 @@ def test_lists_longer_than_a_chunk(name, monkeypatch):
 def test_shares_are_torchs(heads, most, least, by_turns, monkeypatch):
     """Of lists of any lengths, more of them than are looked at together."""
     monkeypatch.setattr(list_kernels, "LISTS", 8)
-    monkeypatch.setattr(shares, "MOST", most)
-    monkeypatch.setattr(shares, "LEAST", least)
+    monkeypatch.setattr(work_splits, "MOST", most)
+    monkeypatch.setattr(work_splits, "LEAST", least)
     lengths = torch.randint(0, 9, (2, heads, 7, 16), generator=torch.Generator().manual_seed(heads), dtype=torch.int32)
     lengths[0, 0, 3, 1] = 60
-    expected = shares.shares_of(lengths, 2, 3, by_turns)
+    expected = work_splits.shares_of(lengths, 2, 3, by_turns)
     found = list_kernels._shares(lengths.to(DEVICE), 3, by_turns, most, least).cpu()
     there = expected[:, 1] < 7
     assert torch.equal(found[there], expected[there])

@@ -13,11 +13,11 @@ from torch.nn.attention.flex_attention import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.mask_cases import KINDS, Case
-from sagebwd.masks import pairs
+from sagebwd.masks import eval_mask_mod
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import of_tensor
+from sagebwd.masks.sm90_block_lists import of_keys, of_queries
 from sagebwd.masks.tiles import tiles_of
-from sagebwd.masks.walks import of_keys, of_queries
 
 # Operators that wait for the device, for a number or for how many there are.
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2")
@@ -125,8 +125,8 @@ VMAPPED = {
 @pytest.mark.parametrize("name", BROADCAST | VMAPPED)
 def test_mask_mods_of_every_kind(name, monkeypatch):
     """Element by element without vmap; all others with it, bit for bit what torch makes of them."""
-    vmapped, calls = pairs._vmapped, []
-    monkeypatch.setattr(pairs, "_vmapped", lambda *args: calls.append(1) or vmapped(*args))
+    vmapped, calls = eval_mask_mod._vmapped, []
+    monkeypatch.setattr(eval_mask_mod, "_vmapped", lambda *args: calls.append(1) or vmapped(*args))
     mask_mod = (BROADCAST | VMAPPED)[name]
     expected = create_mask(mask_mod, 2, 3, 300, 270, device="cpu")
     mask = tiles_of(create_block_mask(mask_mod, 2, 3, 300, 270, device="cpu"))

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from sagebwd import dispatch, mask_argument, ops, read_block_mask, read_mask, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.kernels.table import BACKWARD, FORWARD
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST

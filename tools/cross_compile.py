@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.host import device
-from sagebwd.kernels.sm90.operands.lane_codes import launch_codes
+from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from tests.kernels.calls import KernelCall
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
@@ -261,7 +261,7 @@ def launches(arch: str, kernel_call: KernelCall, until: str = "cubin") -> list[d
         saved = kernel_call.forward(impl, call, inputs)
     kernel_call.backward(impl, call, saved, inputs)
     if gluon:  # the forward itself, in CuTe DSL, is another compiler's
-        launch_codes(
+        launch_quantize_k(
             inputs[1], call.keys, call.key_mask, call.recipe.block_k, k_sampled=call.recipe.k_mean == "sample",
             turned=call.turned,
         )  # fmt: skip

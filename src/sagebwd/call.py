@@ -23,7 +23,7 @@ from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists
-    from sagebwd.masks.walks import Walk
+    from sagebwd.masks.sm90_block_lists import Walk
 
 
 class Packing(NamedTuple):
@@ -209,8 +209,8 @@ class Saved(NamedTuple):
 
     ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean
     taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape but as wide as
-    the kernels are (`sagebwd.kernels.table`), with one FP32 scale a token, shaped as lse. Where a gradient product is
-    FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse.
+    the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
+    product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse.
     """
 
     o: Tensor

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd.auto.traced import asked_once
-from sagebwd.kernels import table
+from sagebwd.auto.assume_constant import assume_constant
+from sagebwd.kernels import capabilities
 
-REFERENCE_DTYPES = tuple(getattr(torch, name) for name in table.REFERENCE_DTYPES)
+REFERENCE_DTYPES = tuple(getattr(torch, name) for name in capabilities.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
 _INSTEAD = f"leave recipe and impl out, or use {_SDPA} for this layer"
 _ITS_OWN = torch._C._nn.scaled_dot_product_attention
@@ -45,7 +45,7 @@ def is_divided() -> bool:
     return F.scaled_dot_product_attention is not _ITS_OWN and _is_of_context_parallel()
 
 
-@asked_once
+@assume_constant
 def _is_of_context_parallel() -> bool:
     if _CONTEXT_PARALLEL not in sys.modules or getattr(_rings, "count", 0):
         return False
@@ -147,7 +147,7 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
             raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in REFERENCE_DTYPES:
             raise TypeError(
-                f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(table.REFERENCE_DTYPES)}"
+                f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(capabilities.REFERENCE_DTYPES)}"
             )
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
@@ -165,7 +165,7 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
 
 def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None:
     raise ValueError(
-        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {table.MAX_HEAD_DIM}; {instead}"
+        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {capabilities.MAX_HEAD_DIM}; {instead}"
     )
 
 
@@ -176,8 +176,8 @@ def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: flo
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
     for tensor in (query, value):
-        if tensor.shape[-1] > table.MAX_HEAD_DIM:
-            return f"head_dim {tensor.shape[-1]}, over {table.MAX_HEAD_DIM}"
+        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
+            return f"head_dim {tensor.shape[-1]}, over {capabilities.MAX_HEAD_DIM}"
     if dropout_p != 0:
         return "dropout_p"
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -190,7 +190,7 @@ def refuse_only_torch(
 ) -> None:
     """Raises where `only_torch` names something: of calls that torch's own attention is not to run, or cannot."""
     for name, tensor in (("query", query), ("value", value)):
-        if tensor.shape[-1] > table.MAX_HEAD_DIM:
+        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
             _refuse_head_dim(name, tensor, instead)
     if dropout_p != 0:
         raise NotImplementedError(

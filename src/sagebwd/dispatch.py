@@ -1,7 +1,7 @@
 """Who runs a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
-The rows that it chooses from are static (`sagebwd.kernels.table`); a module is imported when a call first runs on it.
-So is from how many tokens "auto" runs in low precision (`sagebwd.auto.thresholds`).
+The rows that it chooses from are static (`sagebwd.kernels.capabilities`); a module is imported when a call first runs
+on it. So is from how many tokens "auto" runs in low precision (`sagebwd.auto.thresholds`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto import thresholds
+from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.thresholds import Threshold
-from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
-from sagebwd.kernels import table
-from sagebwd.kernels.table import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
+from sagebwd.kernels import capabilities
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
 from sagebwd.recipe import AUTO, Recipe
 
 # What "auto" stands for in low precision, by implementation.
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
 
 # Torch's own attention, which "auto" hands a call to.
-IN_TORCH = Choice(Recipe.named("full"), table.row(FORWARD, TORCH), table.row(BACKWARD, TORCH))
+IN_TORCH = Choice(Recipe.named("full"), capabilities.row(FORWARD, TORCH), capabilities.row(BACKWARD, TORCH))
 
 
 def choose(ask: Ask, size: Size | None = None) -> Choice:
@@ -95,7 +95,7 @@ def hands_over(ask: Ask, size: Size | None) -> bool:
     return True
 
 
-@asked_once
+@assume_constant
 def _thresholds(*asked: object) -> tuple[tuple[int, int | None], ...]:
     """(elements, tokens) of `thresholds_of` an `Ask`, of which a trace hands on the parts alone.
 
@@ -188,7 +188,7 @@ def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
         for candidate in (impl, "triton") if impl == "hopper" else (impl,):
-            row = table.row(direction, candidate)
+            row = capabilities.row(direction, candidate)
             reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype) or (_missing() if row.extra else None)
             if reason is None:
                 rows.append(row)
@@ -231,7 +231,7 @@ def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool)
 
 
 def _check_dtype(impl: str, dtype: torch.dtype) -> None:
-    accepted = table.row(FORWARD, impl).dtypes
+    accepted = capabilities.row(FORWARD, impl).dtypes
     name = str(dtype).removeprefix("torch.")
     if name not in accepted:
         raise TypeError(
@@ -243,7 +243,7 @@ def _check_dtype(impl: str, dtype: torch.dtype) -> None:
 def named(recipe: Recipe, name: str) -> Choice:
     """The choice of a recipe and a `Choice.name`."""
     forward, _, backward = name.partition(SEPARATOR)
-    return Choice(recipe, table.row(FORWARD, forward), table.row(BACKWARD, backward))
+    return Choice(recipe, capabilities.row(FORWARD, forward), capabilities.row(BACKWARD, backward))
 
 
 def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:

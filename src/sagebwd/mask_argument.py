@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks
-from sagebwd.masks import walks
+from sagebwd.masks import sm90_block_lists
 from sagebwd.masks.mask import Mask, of_tensor
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.tiles import tiles_of
@@ -90,7 +90,7 @@ def read(
             return elements[:, 0, 0].expand(shape[0], shape[3]), None
         if choice is not None and "hopper" in (choice.forward.impl, choice.backward.impl):
             by_query, by_key = choice.forward.impl == "hopper", by_key and choice.backward.impl == "hopper"
-            mask = walks.read(elements, shape[0], shape[2:], by_query=by_query, by_key=by_key)
+            mask = sm90_block_lists.read(elements, shape[0], shape[2:], by_query=by_query, by_key=by_key)
             return _keys(mask.keys, shape), mask
         blocks, keys = torch.ops.sagebwd.mask_blocks(elements)
         parts = None if torch.compiler.is_compiling() else PartsOfCall()

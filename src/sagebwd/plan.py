@@ -22,7 +22,7 @@ from sagebwd.auto.counts import TORCH, answer
 from sagebwd.cache import TAKEN, Cache, rounded
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
-from sagebwd.kernels.table import BACKWARD, FORWARD
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe

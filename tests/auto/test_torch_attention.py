@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sagebwd
 from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import counts, torch_attention
+from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.thresholds import CAUSAL, FULL, MASK, PADDING, WINDOW
-from sagebwd.auto.traced import asked_once
 from sagebwd.call import Ask
 from sagebwd.plan import spec_of
 from sagebwd.reference.metrics import relative_l2
@@ -271,13 +271,13 @@ def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
 TRACED = []
 
 
-@asked_once
+@assume_constant
 def never_faster(*asked):
     TRACED.append(Ask(*asked).training)
     return ((0, None),)
 
 
-@asked_once
+@assume_constant
 def threshold_of_100(*asked):
     assert Ask(*asked).device == CARD
     return ((0, 100),)

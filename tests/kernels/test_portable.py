@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host import device
-from sagebwd.kernels.operands.codes import launch_quantize
 from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.portable import launch, tune
 from sagebwd.kernels.portable.config import choose
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.sm90.backward import launch
-from sagebwd.kernels.sm90.backward.turns import backward_turns
+from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_turns
 from sagebwd.kernels.sm90.widths import FORMS
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

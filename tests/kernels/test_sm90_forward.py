@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.host.device import capability
-from sagebwd.kernels.operands.codes import launch_quantize
+from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
-from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
+from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_quantize_k
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens
@@ -84,7 +84,7 @@ class Case:
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
     def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
-        return launch_codes(k, self.packings()[1], key_mask, 128, k_sampled=True, turned=self.turned)
+        return launch_quantize_k(k, self.packings()[1], key_mask, 128, k_sampled=True, turned=self.turned)
 
     def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""

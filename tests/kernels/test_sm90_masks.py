@@ -10,7 +10,7 @@ from tests.kernels.calls import KernelCall
 pytest.importorskip("triton")
 from sagebwd.kernels.sm90.backward.launch import prepare
 from sagebwd.kernels.sm90.widths import FORMS
-from sagebwd.masks import shares
+from sagebwd.masks import work_splits
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
@@ -68,7 +68,7 @@ SHARED = {
 @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
 @pytest.mark.parametrize("name", SHARED)
 def test_lists_that_programs_share(name, head_dim, value_dim, least, monkeypatch):
-    monkeypatch.setattr(shares, "LEAST", least)
+    monkeypatch.setattr(work_splits, "LEAST", least)
     shape = {"head_dim": head_dim, "value_dim": value_dim, "device": "cuda", "recipe": "mixed"}
     call = dataclasses.replace(SHARED[name], **shape)
     inputs = call.inputs()

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from sagebwd.call import Call, Packing, Saved
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.operands import fp8_dq, fp8_rows
-from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
+from sagebwd.kernels.sm90.operands import bwd_postprocess, bwd_preprocess
+from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
@@ -34,8 +34,8 @@ LOG2_E = 1.4426950408889634
 def parts_of(x, parts, weight):
     """The channels of 16 values, and what those of a product are multiplied by."""
     local = tl.arange(0, 16)
-    fp8_rows.store_delta_parts(parts, tl.load(x + local), local)
-    tl.store(weight + local, fp8_rows.delta_parts_weight(local))
+    bwd_preprocess.store_delta_parts(parts, tl.load(x + local), local)
+    tl.store(weight + local, bwd_preprocess.delta_parts_weight(local))
 
 
 class Operands:
@@ -78,9 +78,9 @@ class Operands:
         saved = Saved(o, lse, *q, *k, row_max, None)
         self.do_scaled = torch.empty_like(o)
 
-        def run(tile: widths.BackwardTile) -> fp8_rows.RowValues:
+        def run(tile: widths.BackwardTile) -> bwd_preprocess.RowValues:
             given = v_maxima.view(torch.int32), signs(turned), device(self.do), device(self.dlse)
-            return fp8_rows.launch_row_values(call, saved, *given, self.largest, self.do_scaled, tile)
+            return bwd_preprocess.launch_row_values(call, saved, *given, self.largest, self.do_scaled, tile)
 
         self.run, self.values = run, run(TILE)
         grouped = lambda x: x.double().unflatten(1, (HEADS_K, GROUP))  # noqa: E731
@@ -139,7 +139,7 @@ def test_operands_are_the_emulators(operands, name):
     assert (codes[:, :, TOKENS:] == 0).all(), "zeros up to the end of a block"
     largest = codes.unflatten(2, (-1, BLOCK)).abs().amax((-2, -1))
     assert (largest >= 224).all(), "the largest is within an octave of 448"
-    scales = operands.values.scales.cpu().double().view(BATCH, HEADS_K * GROUP, -1, fp8_rows.SCALES.value)
+    scales = operands.values.scales.cpu().double().view(BATCH, HEADS_K * GROUP, -1, bwd_preprocess.SCALES.value)
     scale = scales[..., ["do", "q"].index(name)].repeat_interleave(BLOCK, 2)[:, :, :TOKENS, None]
     scale /= torch.tensor(RESTORED).float().double()
     assert (torch.frexp(scale).mantissa == 0.5).all()
@@ -248,8 +248,8 @@ def test_finished_dq(operands, lengths, tile):
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.in_rows else summed
-    fp8_dq.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
-    unit = 0.3 / fp8_dq.dq_sum_scale(call) * RESTORED
+    bwd_postprocess.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
+    unit = 0.3 / bwd_postprocess.dq_sum_scale(call) * RESTORED
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
         rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)
@@ -269,7 +269,7 @@ def test_no_sum_of_dq_overflows():
     for keys in (1, 2, 128, 129, 4096, 131072, 2**20):
         packing = Packing(1, 1, keys, keys, None)
         call = Call(Recipe.named("mixed"), 1.0, torch.float16, torch.device("cpu"), 64, 64, packing, packing)
-        worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * fp8_dq.dq_sum_scale(call)
+        worst = 448 * 2 * 448 * keys * (1 + 2.0**-4) * bwd_postprocess.dq_sum_scale(call)
         assert 65504 / 4 < worst < 65504
 
 
@@ -296,7 +296,7 @@ def test_packed_passes_are_those_of_each_sequence(operands):
         largest = torch.zeros(call.keys.batch * HEADS_K, dtype=torch.int32, device=DEVICE)
         saved = Saved(o, lse, q, q_scale, k, k_scale, row_max, None)
         do_scaled = torch.empty_like(o)
-        values = fp8_rows.launch_row_values(
+        values = bwd_preprocess.launch_row_values(
             call, saved, v_maxima, signs(call.turned), do, None, largest, do_scaled, TILE
         )
         copies = [x.view(torch.int8).view(*x.shape[:1], HEAD_DIM, -1) for x in (values.do_t, values.q_t)]
@@ -363,10 +363,10 @@ def test_rows_narrower_than_a_form_are_those_filled_up(form, channels):
         launch_channel_maxima(given[2], packing, None, maxima, signs, call.turned)
         largest = torch.zeros(heads, dtype=torch.int32, device=DEVICE)
         scaled = torch.empty_like(given[0])
-        values = fp8_rows.launch_row_values(call, saved, maxima, signs, given[0], None, largest, scaled, tile)
+        values = bwd_preprocess.launch_row_values(call, saved, maxima, signs, given[0], None, largest, scaled, tile)
         sums = torch.randn(values.dq_sums.shape, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
         dq = torch.full((1, heads, tokens, call.columns[0]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        fp8_dq.launch_finish_dq(call, sums, values.spread, largest, dq, tile)
+        bwd_postprocess.launch_finish_dq(call, sums, values.spread, largest, dq, tile)
         found.append((values, scaled[..., : channels[1]], dq[..., : channels[0]]))
     for name in ("planes", "spread", "delta_parts"):
         ours, theirs = (getattr(values, name) for values, *_ in found)
@@ -429,7 +429,7 @@ def check_gradients(inputs: tuple[Tensor, ...], rotate: bool, most: float) -> No
     )  # fmt: skip
     largest = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     do_scaled = torch.empty(do.shape, dtype=dtype, device=DEVICE)
-    values = fp8_rows.launch_row_values(
+    values = bwd_preprocess.launch_row_values(
         call,
         Saved(*(x.to(DEVICE) for x in given), None),
         v.float().abs().amax(2).to(DEVICE).view(torch.int32),
@@ -440,14 +440,14 @@ def check_gradients(inputs: tuple[Tensor, ...], rotate: bool, most: float) -> No
         do_scaled,
         widths.width(head_dim, value_dim).backward,
     )
-    values, largest = fp8_rows.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
+    values, largest = bwd_preprocess.RowValues(*(x.cpu() for x in values)), largest.cpu().view(torch.float32)
 
     def rows(x: Tensor) -> Tensor:
         return x.reshape(2, -1)[:, :tokens, None].float()
 
     shifted = rows(values.planes.view(2, -1, 2, block)[:, :, 0])
     weight = torch.exp2((shifted - lse[0, :, :, None].float() * LOG2_E).round())  # 2^-e
-    parts = values.delta_parts.view(2, -1, fp8_rows.DELTA_PARTS.value)[..., :3].double()
+    parts = values.delta_parts.view(2, -1, bwd_preprocess.DELTA_PARTS.value)[..., :3].double()
     delta = rows(parts @ torch.tensor([1024, 1, 1 / 1024], dtype=torch.float64))
     spread = values.spread.view(2, tokens, 1)
     do_unit, q_unit = (rows(values.scales[..., n].repeat_interleave(block, 1)) / RESTORED for n in (0, 1))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.kernels.sm90.widths import FORMS as HOPPER
-from sagebwd.kernels.table import MAX_HEAD_DIM
 from tools import fuzz
 from tools.matrix import __main__ as matrix
 from tools.matrix import check, exact, forms, groups, large, sizes, workers

@@ -12,7 +12,7 @@ from torch import Tensor
 from sagebwd import RECIPES, dispatch, read_block_mask
 from sagebwd.auto.thresholds import FULL, MASK
 from sagebwd.call import Ask
-from sagebwd.kernels.table import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, FP8
 from tests.inputs import draw

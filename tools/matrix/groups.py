@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.kernels.sm90.widths import FORMS as HOPPER
-from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix import large
 from tools.matrix.forms import FORMS, LIKE, Cell

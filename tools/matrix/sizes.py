@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.table import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
 

@@ -1,6 +1,6 @@
 """From how many tokens low precision is faster than torch's own attention: what was measured, by card.
 
-Imports neither torch nor triton, as `sagebwd.kernels.table`. ``thresholds.json`` beside this file has what was
+Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``thresholds.json`` beside this file has what was
 measured on the cards of this project, each row with the results file that says so; `python -m tools.thresholds` writes
 it. `sagebwd doctor --measure` keeps what it measures on a machine in the cache folder.
 """

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.thresholds import CAUSAL, FULL, WINDOW
-from sagebwd.auto.traced import asked_once
 from sagebwd.masks.band import Band
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
@@ -108,7 +108,7 @@ def settled(way: Way, query: Tensor, key: Tensor, mask: Tensor | None, scale: fl
     return run
 
 
-@asked_once
+@assume_constant
 def takes_packed(head_dim: int, value_dim: int, grouped: bool) -> bool:
     """Whether this torch has an attention over packed sequences that takes such a call on a GPU."""
     widths = head_dim == value_dim <= _PACKED_WIDTH and head_dim % _PACKED_STEP == 0

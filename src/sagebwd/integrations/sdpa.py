@@ -31,9 +31,9 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch
 from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
-from sagebwd.auto.traced import asked_once
+from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.cache import Cache
-from sagebwd.kernels import table
+from sagebwd.kernels import capabilities
 from sagebwd.plan import spec_of
 from sagebwd.recipe import AUTO, Recipe
 
@@ -254,7 +254,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
     return scaled_dot_product_attention
 
 
-@asked_once
+@assume_constant
 def _note_trace() -> None:
     global _is_traced
     _is_traced = True
@@ -362,7 +362,7 @@ def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: boo
     if not query.dim() == key.dim() == value.dim() >= 2:
         return "dimensions differ"
     for head_dim in (query.shape[-1], value.shape[-1]):
-        if not 1 <= head_dim <= table.MAX_HEAD_DIM:
+        if not 1 <= head_dim <= capabilities.MAX_HEAD_DIM:
             return f"head_dim {head_dim}"
     if query.shape[-1] != key.shape[-1]:
         return "head_dims differ"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sagebwd.attention import sage_attention
 from sagebwd.auto import counts
-from sagebwd.kernels.table import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 
 _said: set[str] = set()

@@ -1,5 +1,5 @@
-"""Lists of a mask's blocks on a GPU, a program a list: what `sagebwd.masks` makes with torch in `lists`, `walks` and
-`shares`.
+"""Block lists of a mask made on a GPU, a program a list: the numbers of `lists`, `sm90_block_lists` and `work_splits`
+of `sagebwd.masks`, which make them with torch.
 
 Every number is theirs, those beyond a list's counts too: the backward looks at a list's first block before it knows
 that there is one. Blocks are put in their order by cumulative sums, `CHUNK` after `CHUNK`.
@@ -13,20 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.masks import mask as masks
-from sagebwd.masks import shares, walks
+from sagebwd.masks import sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
-from sagebwd.masks.passes import program
+from sagebwd.masks.mask_blocks import program
 
 BLOCK, STORED = tl.constexpr(masks.BLOCK), tl.constexpr(masks.TILE)
 SKIP, WHOLE = tl.constexpr(masks.SKIP), tl.constexpr(masks.WHOLE)
-HEAD_BIT, LENGTHS = tl.constexpr(walks.HEAD_BIT), tl.constexpr(walks.LENGTHS)
-ENTRY, FIELDS = tl.constexpr(shares.ENTRY), tl.constexpr(shares.FIELDS)
+HEAD_BIT, LENGTHS = tl.constexpr(sm90_block_lists.HEAD_BIT), tl.constexpr(sm90_block_lists.LENGTHS)
+ENTRY, FIELDS = tl.constexpr(work_splits.ENTRY), tl.constexpr(work_splits.FIELDS)
 # Blocks of a list that are looked at together; lists whose lengths are.
 CHUNK, LISTS = 128, 1024
 
 
 def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Tensor:
-    """The lists of `sagebwd.masks.walks.of_queries`; blocks, of the mask."""
+    """The lists of `sagebwd.masks.sm90_block_lists.of_queries`; blocks, of the mask."""
     return program().run(_query_lists, blocks, key_mask, tokens, band, tile)[0]
 
 
@@ -34,8 +34,8 @@ def of_keys(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
     group: int, heads: int, by_turns: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The lists of `sagebwd.masks.walks.of_keys`, and their shares if they have heads; tiles, of the words."""
-    limits = shares.MOST, shares.LEAST
+    """The lists of `sagebwd.masks.sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
+    limits = work_splits.MOST, work_splits.LEAST
     return program().run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, by_turns, limits)
 
 
@@ -83,7 +83,7 @@ def _key_lists(
     seen = _seen(blocks, key_mask, tokens, band)
     codes = torch.empty(batch, of_blocks, columns, rows, dtype=torch.int32, device=blocks.device)
     program().launch(_codes_kernel, (batch * of_blocks * rows,), *seen, codes, of_blocks, **options)
-    length = -(-(shares.ENTRY * (1 + group * rows)) // walks.LENGTHS) * walks.LENGTHS
+    length = -(-(work_splits.ENTRY * (1 + group * rows)) // sm90_block_lists.LENGTHS) * sm90_block_lists.LENGTHS
     lists = torch.empty(batch, of_lists, columns, length, dtype=torch.int32, device=blocks.device)
     program().launch(
         _key_lists_kernel,
@@ -105,7 +105,7 @@ def _key_lists(
 def _shares(lists: Tensor, heads: int, by_turns: bool, most: int, least: int) -> Tensor:
     (batch, _, columns, _), device = lists.shape, lists.device
     count = batch * heads * columns
-    programs = torch.empty(count + most, shares.FIELDS, dtype=torch.int32, device=device)
+    programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
     given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
     program().launch(_places_kernel, (1,), *given, BY_TURNS=by_turns, MOST=most, LEAST=least, LISTS=LISTS, num_warps=8)
@@ -362,13 +362,13 @@ def _places_kernel(
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
         total += tl.sum(length, 0)
     longest = tl.maximum(total // MOST + 1, LEAST)
-    cut_in_all, shares_in_all = 0, 0
+    cut_in_all, splits_in_all = 0, 0
     for first in range(0, count, LISTS):
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
         is_cut = (length > longest).to(tl.int32)
         cut_in_all += tl.sum(is_cut, 0)
-        shares_in_all += tl.sum(is_cut * tl.cdiv(length, longest), 0)
-    cut_before, shares_before = 0, 0
+        splits_in_all += tl.sum(is_cut * tl.cdiv(length, longest), 0)
+    cut_before, splits_before = 0, 0
     for first in range(0, count, LISTS):
         turn = first + along
         # past the last list, where heads take turns, are no other's
@@ -377,15 +377,15 @@ def _places_kernel(
         is_cut = (length > longest).to(tl.int32)
         of_list = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
         cut = cut_before + tl.cumsum(is_cut, 0) - is_cut
-        begun = shares_before + tl.cumsum(is_cut * of_list, 0) - is_cut * of_list
+        begun = splits_before + tl.cumsum(is_cut * of_list, 0) - is_cut * of_list
         uncut = turn - cut
         at = places + number * 3
-        tl.store(at, tl.where(is_cut == 1, begun, shares_in_all + uncut), mask=turn < count)
+        tl.store(at, tl.where(is_cut == 1, begun, splits_in_all + uncut), mask=turn < count)
         tl.store(at + 1, of_list, mask=turn < count)
         tl.store(at + 2, tl.where(is_cut == 1, cut, cut_in_all + uncut), mask=turn < count)
         cut_before += tl.sum(is_cut, 0)
-        shares_before += tl.sum(is_cut * of_list, 0)
-    used = shares_in_all + count - cut_in_all
+        splits_before += tl.sum(is_cut * of_list, 0)
+    used = splits_in_all + count - cut_in_all
     field = tl.arange(0, FIELDS)[None, :]
     for first in range(used, count + MOST, LISTS // FIELDS):
         row = (first + tl.arange(0, LISTS // FIELDS))[:, None]

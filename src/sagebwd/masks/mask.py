@@ -126,10 +126,10 @@ def hidden(dtype: torch.dtype) -> float:
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`Mask.blocks` of a tensor in four dimensions, and which keys any query of any head sees, (B or 1, M or 1)."""
     if elements.is_cuda:
-        from sagebwd.masks import passes
+        from sagebwd.masks import mask_blocks
 
-        if passes.takes(elements):
-            return passes.blocks_of(elements)
+        if mask_blocks.takes(elements):
+            return mask_blocks.blocks_of(elements)
     blocks, keys = [], None
     for rows in elements.split(ROWS, 2):
         visible = shown(rows)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sagebwd.masks.eval_mask_mod import at_pairs
 from sagebwd.masks.mask import BLOCK, HIDES_ALL, MASKED, SHOWS_ALL, SKIP, TILE, WHOLE, Mask
-from sagebwd.masks.pairs import at_pairs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

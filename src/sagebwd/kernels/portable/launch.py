@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.kernels.operands.codes import Quantized, launch_quantize
-from sagebwd.kernels.operands.grad_out import launch_grad_out
 from sagebwd.kernels.operands.means import launch_statistics
+from sagebwd.kernels.operands.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.operands.quantize import Quantized, launch_quantize
 from sagebwd.kernels.operands.transposed import launch_transpose
 from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
@@ -103,7 +103,7 @@ def backward(
         q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys, q_pass.turned_mean)
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
-    row_values, do_scale, do_t, q_t = launch_grad_out(
+    row_values, do_scale, do_t, q_t = launch_preprocess_do(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
     )
     shared = q_operand, k_operand, v, do, k_scale

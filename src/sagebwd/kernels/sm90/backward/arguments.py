@@ -14,7 +14,7 @@ from sagebwd.call import Call
 
 
 class Walk(NamedTuple):
-    """A mask of elements: a `sagebwd.masks.walks.Walk` of keys, and strides of its lists, 0 of what is one for all."""
+    """Block lists of an element mask (`sagebwd.masks.sm90_block_lists`), and their strides, 0 where broadcast."""
 
     lists: Tensor
     words: Tensor
@@ -33,7 +33,7 @@ class Bias(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What programs take of lists (`sagebwd.masks.shares`), and for each list that is cut, zeros to be added to."""
+    """Work splits of long block lists (`sagebwd.masks.work_splits`), and zeros that the splits of one list add to."""
 
     programs: Tensor
     sums: Tensor  # (lists, 128 keys, dK's channels and dV's) FP32
@@ -72,7 +72,7 @@ class Tensors(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What scores are multiplied by, and where a kernel adds to dQ's sums, what these are (`fp8_dq.dq_sum_scale`)."""
+    """The softmax scale, and the scale of dQ's FP16 sums if a kernel adds to them (`bwd_postprocess.dq_sum_scale`)."""
 
     scale: float
     sum_scale: float | None = None

@@ -17,7 +17,7 @@ def dq_rows_product(k_t_memory, ds_memory, slot, none, piece, FIRST: gl.constexp
     """As many channels of dQ as ``none`` has, from FIRST of a piece on, for 64 queries, over the keys of both
     warpgroups; in flight.
 
-    none, never: as of `promotion.new_product`.
+    none, never: as of `fp32_accumulate.new_product`.
     """
     N: gl.constexpr = none.shape[1]
     PIECES: gl.constexpr = k_t_memory.shape[0] // CONSUMERS

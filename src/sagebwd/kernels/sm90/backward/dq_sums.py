@@ -85,7 +85,7 @@ def copy_piece(memory, k, key_scale, largest):
 def dq_product(k_t, ds_memory, slot, none, never, FIRST: gl.constexpr, BLOCK_Q: gl.constexpr):
     """64 rows of dQ^T, those of k_t, for 64 queries from FIRST on, over the keys of both warpgroups; in flight.
 
-    none, never: as of `promotion.new_product`.
+    none, never: as of `fp32_accumulate.new_product`.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     low = reinterpret(ds_memory.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
     SLOTS,
@@ -34,6 +35,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     store_no_ds,
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_both
+from sagebwd.kernels.sm90.backward.fp32_accumulate import add_in_halves, add_in_pieces, add_whole
 from sagebwd.kernels.sm90.backward.key_blocks import (
     block_cut,
     cut_at_both_ends,
@@ -44,10 +46,8 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
-from sagebwd.kernels.sm90.backward.promotion import add_in_halves, add_in_pieces, add_whole
 from sagebwd.kernels.sm90.backward.scores import (
     difference,
     ds_operand,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.listed import of_share
+from sagebwd.kernels.sm90.backward.block_sparse import of_share
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
 
 

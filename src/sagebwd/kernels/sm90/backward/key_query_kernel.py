@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_part, dq_rows_product, store_dq_part
 from sagebwd.kernels.sm90.backward.dq_sums import (
     SLOTS,
@@ -29,6 +30,7 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     store_no_ds,
 )
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
+from sagebwd.kernels.sm90.backward.fp32_accumulate import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.key_blocks import (
     block_cut,
     block_met,
@@ -38,7 +40,6 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load_keys, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import (
     load_copy,
@@ -49,7 +50,6 @@ from sagebwd.kernels.sm90.backward.pieces import (
     repeated,
     scaled,
 )
-from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import (
     ds_operand,
     keys_and_scales,
@@ -58,7 +58,6 @@ from sagebwd.kernels.sm90.backward.scores import (
     same_of_pairs,
     scores,
 )
-from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -73,6 +72,7 @@ from sagebwd.kernels.sm90.backward.tile import (
     ring,
     store_transposed,
 )
+from sagebwd.kernels.sm90.backward.work_splits import summed
 
 # Barriers of what a step reads: Q; dO with row values; Q's transposed copy with its scale.
 OF_Q, OF_DO, OF_Q_T, OPERANDS = (gl.constexpr(number) for number in (0, 1, 2, 3))

@@ -14,16 +14,16 @@ from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Shares, Sizes, Tensors, walk_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
-from sagebwd.kernels.sm90.backward.launch_in_two import launch_in_two
-from sagebwd.kernels.sm90.backward.shares import COUNTERS
+from sagebwd.kernels.sm90.backward.launch_split_dkdv import launch_split_dkdv
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.sm90.backward.turns import backward_heads_at_once, backward_turns
-from sagebwd.kernels.sm90.operands.fp8_dq import dq_sum_scale, launch_finish_dq
-from sagebwd.kernels.sm90.operands.fp8_rows import DELTA_PARTS, SCALES, launch_row_values
-from sagebwd.kernels.sm90.operands.lane_codes import launch_channel_maxima
+from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_turns
+from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
+from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
+from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, launch_row_values
+from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 from sagebwd.masks.band import Band
-from sagebwd.masks.shares import MOST
-from sagebwd.masks.walks import of_keys
+from sagebwd.masks.sm90_block_lists import of_keys
+from sagebwd.masks.work_splits import MOST
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32
@@ -125,7 +125,7 @@ def backward(
         turns = backward_turns(call, span, block_q, device.num_sms(call.device))
     if tile.in_two:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
-        launch_in_two(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
+        launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
     grid = -(-keys.grid(span) // turns)

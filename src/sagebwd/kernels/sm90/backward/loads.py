@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.key_blocks import block_met, key_block, queries_met
-from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
 

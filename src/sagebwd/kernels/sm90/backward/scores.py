@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sagebwd.kernels.sm90.backward.listed import bias_of, pairs_seen
+from sagebwd.kernels.sm90.backward.block_sparse import bias_of, pairs_seen
 from sagebwd.kernels.sm90.backward.pieces import pieces_of
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,

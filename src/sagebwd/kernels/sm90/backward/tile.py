@@ -7,16 +7,16 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from sagebwd.kernels.operands import tile
-from sagebwd.kernels.sm90.operands import fp8_rows
+from sagebwd.kernels.sm90.operands import bwd_preprocess
 
 sequence = gluon.jit(tile.sequence.fn)
 padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 interleave = gluon.jit(tile.interleave.fn)
-float8_factor = gluon.jit(fp8_rows.float8_factor.fn)
-delta_parts_weight = gluon.jit(fp8_rows.delta_parts_weight.fn)
-DELTA_CHANNELS = gl.constexpr(fp8_rows.DELTA_CHANNELS.value)
+float8_factor = gluon.jit(bwd_preprocess.float8_factor.fn)
+delta_parts_weight = gluon.jit(bwd_preprocess.delta_parts_weight.fn)
+DELTA_CHANNELS = gl.constexpr(bwd_preprocess.DELTA_CHANNELS.value)
 load_tile = tma.async_copy_global_to_shared
 store_tile = tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 renamed it

@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
+from sagebwd.kernels.sm90.backward.fp32_accumulate import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.key_blocks import (
     block_cut,
     block_met,
@@ -25,12 +27,9 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     queries_met,
     queries_of,
 )
-from sagebwd.kernels.sm90.backward.listed import head_and_block, list_of, met_of
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces, loaded, parts_of_copy, pieces_of, repeated
-from sagebwd.kernels.sm90.backward.promotion import add_by_turns, add_here, new_product
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
-from sagebwd.kernels.sm90.backward.shares import summed
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -42,6 +41,7 @@ from sagebwd.kernels.sm90.backward.tile import (
     program_number,
     ring,
 )
+from sagebwd.kernels.sm90.backward.work_splits import summed
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
-"""A mask of elements in the forward: which of a thread's scores of a block count, and what is added to them.
+"""Element masks in the forward: visibility bits and bias of a thread's scores of a key block.
 
-Registers are as `softmax` has them. Of each row a word has a bit for each of its registers (`sagebwd.masks.walks`).
+Registers are laid out as in `softmax`. A word holds a bit a register of a row (`sagebwd.masks.sm90_block_lists`).
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.host.alignment import contiguous, fits_tma
 from sagebwd.kernels.host.device import num_sms
 from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.codes import launch_quantize
+from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
-from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_codes
+from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_quantize_k
 from sagebwd.masks.band import Band
-from sagebwd.masks.walks import of_queries
+from sagebwd.masks.sm90_block_lists import of_queries
 from sagebwd.recipe import FP8
 
 # Rows narrower than the form are read as they are.
@@ -49,7 +49,7 @@ class Written(NamedTuple):
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     sampled = call.recipe.k_mean == "sample"
-    codes = launch_codes(
+    codes = launch_quantize_k(
         k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
     )
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too

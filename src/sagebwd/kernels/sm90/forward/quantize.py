@@ -1,4 +1,4 @@
-"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.lane_codes` has K's).
+"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.quantize_k` has K's).
 
 A recipe that rotates has the codes of Q R (`rotation`).
 """

@@ -85,7 +85,7 @@ class Arguments(NamedTuple):
     )
     largest_k_norm: Any  # FP32, (batch * key heads,): no norm of a key as codes is larger
     key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
-    lists: Any  # None, or with words and tiles a `sagebwd.masks.walks.Walk`, of tiles of queries; (B, H, ., .)
+    lists: Any  # None, or with words and tiles those of `masks.sm90_block_lists`, of tiles of queries; (B, H, ., .)
     words: Any
     tiles: Any  # (B, H, ., .)
     bias: Any  # None, or what is added to scores, (B, H, N, M), any strides but the last

@@ -1,4 +1,4 @@
-"""A mask_mod at many pairs of query and key at once: what ``torch.vmap`` makes of it, without vmap where that can be.
+"""Evaluate a mask_mod at many (query, key) pairs at once: as ``torch.vmap`` would, without vmap where possible.
 
 A mask_mod is a function of four scalars. vmap hands it these at about 2 ms of host time for each tensor that it
 indexes. Indices that broadcast give the same wherever all that is done with them is done element by element; whether

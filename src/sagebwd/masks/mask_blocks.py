@@ -1,7 +1,7 @@
-"""One pass over a mask's elements on a GPU: the map of its blocks, which keys are seen, and bits, a program a tile.
+"""Block map, visible keys and bit words of a mask, by one GPU pass over its elements, one program a tile.
 
-What it writes is what `sagebwd.masks.mask.blocks_of` and `sagebwd.masks.walks.words_of` compute with torch, which is
-how a CPU does it.
+The same numbers as `sagebwd.masks.mask.blocks_of` and `sagebwd.masks.sm90_block_lists.words_of`, which compute them
+with torch on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     """What a pass writes; None where it was not asked for.
 
     blocks: of `sagebwd.masks.mask.Mask`. keys: (batch, M) bool, which keys any query of any head sees. words: bits of
-    rows of queries, and words_by_key of rows of keys, (tiles, TILE, 4) int32, as `sagebwd.masks.walks.pack` has them.
+    rows of queries, and words_by_key of rows of keys, (tiles, TILE, 4) int32, as `sm90_block_lists.pack` has them.
     tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     """
 
@@ -57,7 +57,7 @@ def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
-    """`sagebwd.masks.walks.words_of` a tensor in four dimensions."""
+    """`sagebwd.masks.sm90_block_lists.words_of` a tensor in four dimensions."""
     found = read(elements, blocks=False, words=not by_key, words_by_key=by_key)
     return found.words_by_key if by_key else found.words, found.tiles
 

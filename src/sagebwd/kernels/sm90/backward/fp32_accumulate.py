@@ -1,4 +1,4 @@
-"""FP32 sums of e4m3 products, of which the tensor core keeps some 13 bits of the sum that they are added to.
+"""Accumulate e4m3 products in FP32 registers: a tensor core keeps some 13 bits of an accumulator of e4m3 products.
 
 Hopper aligns the terms of an e4m3 product to the largest of them, the accumulator, and cuts what lies below: a sum of
 thousands of terms of one sign comes out too small by several percent. So each step's product is a new one, and is

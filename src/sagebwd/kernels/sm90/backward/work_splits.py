@@ -1,9 +1,9 @@
-"""A list of blocks that several programs share: they add dK and dV up in memory, and the last of them stores both."""
+"""Work splits: programs that share one block list add up dK and dV in FP32 in memory; the last one stores both."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.listed import of_share
+from sagebwd.kernels.sm90.backward.block_sparse import of_share
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, barrier, program_number
 
 # Counters of a list that is cut: one for each of `CONSUMERS`, and what makes 16 bytes.

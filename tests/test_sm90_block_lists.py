@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import shares
+from sagebwd.masks import work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.walks import HEAD_BIT, Walk, of_keys, of_queries, pack
+from sagebwd.masks.sm90_block_lists import HEAD_BIT, Walk, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
 BAND = Band(lower=-70, upper=0)
@@ -170,13 +170,13 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
 )
 @pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
 def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
-    monkeypatch.setattr(shares, "MOST", most)
-    monkeypatch.setattr(shares, "LEAST", least)
+    monkeypatch.setattr(work_splits, "MOST", most)
+    monkeypatch.setattr(work_splits, "LEAST", least)
     shape, heads = (2, 4, 700, 380), 2
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
-    programs = shares.shares_of(lists, shape[0], heads, by_turns)
+    programs = work_splits.shares_of(lists, shape[0], heads, by_turns)
     if (most, least) == (264, 32):
         walk = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads, heads, by_turns)
         assert torch.equal(walk.shares, programs)

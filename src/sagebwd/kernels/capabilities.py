@@ -1,4 +1,4 @@
-"""Who can run what: a row for each implementation of a direction.
+"""Capabilities: recipes, dtypes and head sizes of each implementation, a row for each direction.
 
 Imports neither torch nor triton: `sagebwd.dispatch` asks the rows before it imports any kernels, and tests, tools,
 `doctor` and error messages read the same rows. What is tried first, and on which architecture, `dispatch` says.

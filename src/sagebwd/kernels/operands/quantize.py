@@ -1,4 +1,4 @@
-"""INT8 codes and scales of blocks of tokens, smoothed if asked: psi, as every recipe but those by lane has it.
+"""Quantize blocks of tokens to INT8 with psi, smoothed if asked: every scale group but those by lane.
 
 Bound by memory: each tensor is read once, and what the attention kernels read is written.
 """

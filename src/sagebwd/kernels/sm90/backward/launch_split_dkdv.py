@@ -1,4 +1,4 @@
-"""The launch of the kernels where dK and dV have no room beside one another: one of dV, one of dK and dQ."""
+"""Launches of the split backward, where registers cannot hold dK beside dV: one kernel for dV, one for dK and dQ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagebwd.kernels.sm90.backward.descriptor import gradient_strides, matrix, t
 from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
-from sagebwd.kernels.sm90.operands.fp8_rows import RowValues
+from sagebwd.kernels.sm90.operands.bwd_preprocess import RowValues
 from sagebwd.kernels.sm90.widths import Width
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sagebwd.kernels.sm90.backward.launch import Operands
 
 
-def launch_in_two(
+def launch_split_dkdv(
     call: Call, width: Width, operands: Operands, values: RowValues, scales: TensorDescriptor, tensors: Tensors,
     factors: Factors, heads_at_once: int, **options: int,
 ) -> None:  # fmt: skip

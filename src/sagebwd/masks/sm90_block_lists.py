@@ -1,4 +1,4 @@
-"""A mask of elements as the kernels on Hopper read it: lists of blocks, and a bit for each pair of a tile.
+"""Block lists and bit words of a mask for the kernels on Hopper: which blocks a tile meets, one bit a (query, key).
 
 A thread there holds columns 8j + 2t and 8j + 2t + 1 of a row of scores, t of 0 to 3. A tile of `TILE` x `TILE` pairs
 is so four words a row: word t has those of its 128 columns at bits 2j and 2j + 1. Of rows of queries the forward reads
@@ -17,7 +17,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
 from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.shares import shares_of
+from sagebwd.masks.work_splits import shares_of
 
 # Where a listed block of queries has its head, of those that share a key head.
 HEAD_BIT = 20
@@ -35,7 +35,7 @@ class Walk(NamedTuple):
     program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
-    shares: `sagebwd.masks.shares.shares_of`, of the backward where its lists may be cut.
+    shares: `sagebwd.masks.work_splits.shares_of`, of the backward where its lists may be cut.
     """
 
     lists: Tensor
@@ -72,7 +72,7 @@ def of_keys(
     heads: int = 0, by_turns: bool = False,
 ) -> Walk:  # fmt: skip
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
-    programs then come ``by_turns`` or not (`sagebwd.masks.shares.shares_of`)."""
+    programs then come ``by_turns`` or not (`sagebwd.masks.work_splits.shares_of`)."""
     words, tiles = _bits(mask, tokens, True)
     settings = tokens, band, tile, group, heads, by_turns
     lists, shares = mask.made(
@@ -142,11 +142,11 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
 
     by_query, by_key: whether kernels will read bits of rows of queries, and of keys.
     """
-    from sagebwd.masks import passes
+    from sagebwd.masks import mask_blocks
 
-    if not passes.takes(elements):
+    if not mask_blocks.takes(elements):
         return Mask(elements, None, *blocks_of(elements), PartsOfCall())
-    found = passes.read(elements.expand(-1, -1, *tokens), batch, words=by_query, words_by_key=by_key)
+    found = mask_blocks.read(elements.expand(-1, -1, *tokens), batch, words=by_query, words_by_key=by_key)
     parts = PartsOfCall()
     for by_key, words in enumerate((found.words, found.words_by_key)):
         if words is not None:
@@ -172,10 +172,10 @@ def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
     And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
     """
     if elements.is_cuda:
-        from sagebwd.masks import passes
+        from sagebwd.masks import mask_blocks
 
-        if passes.takes(elements):
-            return passes.words_of(elements, by_key)
+        if mask_blocks.takes(elements):
+            return mask_blocks.words_of(elements, by_key)
     words = []
     for rows in elements.split(ROWS, 2):
         x = F.pad(shown(rows), (0, -rows.shape[3] % TILE, 0, -rows.shape[2] % TILE))

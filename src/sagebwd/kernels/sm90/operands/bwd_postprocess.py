@@ -1,4 +1,4 @@
-"""dQ from the FP16 sums that the one-kernel backward leaves."""
+"""Postprocess of the backward: scale and rotate the FP16 sums of dQ back, and write dQ in the input's dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_fac
 from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
 from sagebwd.kernels.operands.transposed import pass_warps
-from sagebwd.kernels.sm90.operands.fp8_rows import float8_scale, shape_of
+from sagebwd.kernels.sm90.operands.bwd_preprocess import float8_scale, shape_of
 from sagebwd.kernels.sm90.widths import BackwardTile
 
 # Where a program makes R's signs, so many blocks of queries take them.

@@ -1,4 +1,4 @@
-"""What backwards with e4m3 products (`sagebwd.reference.float8`) read of each query, and the largest K of a head.
+"""Preprocess of e4m3 backwards (`sagebwd.reference.float8`): lse, delta, e4m3 copies of dO and Q, each head's max |K|.
 
 Largest magnitudes are found with atomics on their bits: the order does not matter, so every run gives the same.
 """

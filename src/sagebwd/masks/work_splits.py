@@ -1,4 +1,4 @@
-"""What each program of the backward takes of the lists of blocks: a list, or a share of one that is long.
+"""Work splits of the backward: each program takes one block list, or one share of a long list.
 
 Keys that all queries see, as sinks and global tokens are, have lists many times as long as the others. Lists are cut
 into shares of even lengths, at most what half of one of 132 processors would have of all blocks.
@@ -20,7 +20,7 @@ FIELDS, ENTRY = 8, 4
 def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
     """What programs take of lists of ``batch * heads`` key heads.
 
-    Args: lists as of `sagebwd.masks.walks.of_keys`; by_turns, whether key heads take programs by turns.
+    Args: lists as of `sagebwd.masks.sm90_block_lists.of_keys`; by_turns, whether key heads take programs by turns.
 
     Returns: (batch * heads * blocks of keys + `MOST`, FIELDS) int32: the key head counted over the batch, the block of
     keys, where the share begins in the lists as if it were a list, of how many blocks seen in part and of how many at

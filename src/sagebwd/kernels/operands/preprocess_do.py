@@ -1,4 +1,4 @@
-"""What an INT8 backward reads of dO, O and lse: dO's codes, delta and four values a query, in one pass."""
+"""Preprocess of the portable backward: INT8 dO, delta = rowsum(dO * O) - dlse, and four FP32 values a query."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def grad_out_kernel(
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
 
 
-def launch_grad_out(
+def launch_preprocess_do(
     call: Call,
     do: Tensor,
     o: Tensor,

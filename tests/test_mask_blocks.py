@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sagebwd import mask_argument
-from sagebwd.masks import passes, walks
+from sagebwd.masks import mask_blocks, sm90_block_lists
 from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
 from tests.masks import bias, boolean
 
@@ -31,18 +31,19 @@ def equal(ours, theirs):
 def test_a_pass_is_what_torch_computes(dtype, axes):
     mask = elements(dtype, axes)
     for x in (mask, mask.mT.contiguous().mT, mask.repeat(1, 1, 1, 2)[..., ::2]):
-        assert equal(passes.blocks_of(x.to(DEVICE)), blocks_of(x))
+        assert equal(mask_blocks.blocks_of(x.to(DEVICE)), blocks_of(x))
         full = x.expand(-1, -1, *SHAPE[2:])
         for by_key in (False, True):
-            assert equal(passes.words_of(x.to(DEVICE).expand_as(full), by_key), walks.words_of(full, by_key))
+            found = mask_blocks.words_of(x.to(DEVICE).expand_as(full), by_key)
+            assert equal(found, sm90_block_lists.words_of(full, by_key))
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """The pass runs on a CPU too; how often it did."""
-    read, calls = passes.read, []
-    monkeypatch.setattr(passes, "takes", lambda x: x.dtype in DTYPES)
-    monkeypatch.setattr(passes, "read", lambda *args, **kwargs: calls.append(kwargs) or read(*args, **kwargs))
+    read, calls = mask_blocks.read, []
+    monkeypatch.setattr(mask_blocks, "takes", lambda x: x.dtype in DTYPES)
+    monkeypatch.setattr(mask_blocks, "read", lambda *args, **kwargs: calls.append(kwargs) or read(*args, **kwargs))
     return calls
 
 
@@ -78,23 +79,24 @@ def test_a_call_reads_its_mask_once(name, by_key, taken):
     mask = MASKS[name]
     tokens = SHAPE[2:] if name in ("rows", "columns", "none") else tuple(mask.shape[2:])
     full = mask.expand(-1, -1, *tokens)
-    found = walks.read(mask.to(DEVICE), 2, tokens, by_query=True, by_key=by_key)
+    found = sm90_block_lists.read(mask.to(DEVICE), 2, tokens, by_query=True, by_key=by_key)
     blocks, keys = blocks_of(full)
     assert equal((found.blocks, found.keys), (blocks, keys.expand(2, -1)))
     for way in (False, True)[: 1 + by_key]:
-        assert equal(walks._bits(found, tokens, way), walks.words_of(full, way))
+        assert equal(sm90_block_lists._bits(found, tokens, way), sm90_block_lists.words_of(full, way))
     assert len(taken) == 1
 
 
 def test_bits_of_queries_are_kept_until_the_forward_has_them(taken):
-    found = walks.read(MASKS["all"].to(DEVICE), 2, SHAPE[2:], by_query=True, by_key=True)
+    found = sm90_block_lists.read(MASKS["all"].to(DEVICE), 2, SHAPE[2:], by_query=True, by_key=True)
     for by_key in (True, False):
         assert len(found.parts._made) == 2
-        words, _ = walks._bits(found, SHAPE[2:], by_key)
-        assert torch.equal(walks._bits(found, SHAPE[2:], by_key)[0], words)  # made anew, where nobody else reads them
+        words, _ = sm90_block_lists._bits(found, SHAPE[2:], by_key)
+        # made anew, where nobody else reads them
+        assert torch.equal(sm90_block_lists._bits(found, SHAPE[2:], by_key)[0], words)
     assert list(found.parts._made) == [("bits", SHAPE[2:], True)]
     kept = found.kept()
-    assert walks._bits(kept, SHAPE[2:], False) is walks._bits(kept, SHAPE[2:], False)
+    assert sm90_block_lists._bits(kept, SHAPE[2:], False) is sm90_block_lists._bits(kept, SHAPE[2:], False)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_only_bits_that_kernels_read_are_made(forward, backward, by_key, words, 
 
 def test_a_mask_of_other_numbers_is_read_by_torch(taken):
     mask = torch.zeros(1, 1, 40, 50, dtype=torch.float64, device=DEVICE)
-    found = walks.read(mask, 1, (40, 50), by_query=True, by_key=True)
+    found = sm90_block_lists.read(mask, 1, (40, 50), by_query=True, by_key=True)
     assert equal(found.tensors[2:], blocks_of(mask.cpu()))
     assert not taken
 
@@ -127,8 +129,8 @@ def test_bits_of_stored_tiles():
     tiles = torch.rand(3, TILE, TILE, generator=torch.Generator().manual_seed(0)) < 0.5
     mask = Mask(tiles.to(DEVICE), torch.zeros(1), None, None)
     for by_key in (False, True):
-        words, _ = passes.words_of(mask.elements[:, None], by_key)
-        assert torch.equal(words.cpu(), walks.pack(tiles.mT if by_key else tiles))
+        words, _ = mask_blocks.words_of(mask.elements[:, None], by_key)
+        assert torch.equal(words.cpu(), sm90_block_lists.pack(tiles.mT if by_key else tiles))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -138,11 +140,11 @@ def test_what_is_added_hides_from_the_same_number_on(dtype):
     away = [torch.tensor(way, dtype=dtype) for way in (-torch.inf, torch.inf)]
     numbers = [least, *(torch.nextafter(least, way) for way in away), *away, torch.tensor(torch.nan, dtype=dtype)]
     mask = torch.stack([*numbers, torch.zeros((), dtype=dtype)])[None, None, None]
-    assert torch.equal(passes.blocks_of(mask.to(DEVICE))[1].cpu(), blocks_of(mask)[1])
+    assert torch.equal(mask_blocks.blocks_of(mask.to(DEVICE))[1].cpu(), blocks_of(mask)[1])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_gpu_takes_them():
     mask = torch.ones(1, 1, TILE, TILE, dtype=torch.bool, device=DEVICE)
-    assert passes.takes(mask)
-    assert not passes.takes(mask.double())
+    assert mask_blocks.takes(mask)
+    assert not mask_blocks.takes(mask.double())

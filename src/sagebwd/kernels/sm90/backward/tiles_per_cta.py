@@ -1,4 +1,4 @@
-"""How many blocks of keys a program of the backward takes, and how many heads are begun at once."""
+"""Tiles per CTA: key blocks that a program of the backward takes, and heads that are begun at once."""
 
 from __future__ import annotations
 

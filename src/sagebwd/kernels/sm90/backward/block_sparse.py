@@ -1,6 +1,6 @@
-"""A mask of elements in the backward: which blocks of queries a program's keys meet, and which pairs of a block count.
+"""Block-sparse masks in the backward: the query blocks that a key tile meets, and the visible pairs of a block.
 
-`sagebwd.masks.walks` makes the lists and the bits.
+`sagebwd.masks.sm90_block_lists` makes the lists and the bits.
 """
 
 from triton.experimental import gluon
@@ -8,15 +8,15 @@ from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, visible
 from sagebwd.masks import mask as masks
-from sagebwd.masks import shares as shares_of_lists
-from sagebwd.masks import walks
+from sagebwd.masks import sm90_block_lists
+from sagebwd.masks import work_splits as splits_of_lists
 
 TILE = gl.constexpr(masks.TILE)
-HEAD_BIT = gl.constexpr(walks.HEAD_BIT)
+HEAD_BIT = gl.constexpr(sm90_block_lists.HEAD_BIT)
 # Numbers of a list that belong to one block.
-FIELDS = gl.constexpr(shares_of_lists.ENTRY)
+FIELDS = gl.constexpr(splits_of_lists.ENTRY)
 # Numbers that say what a program takes of a list.
-SHARE = gl.constexpr(shares_of_lists.FIELDS)
+SHARE = gl.constexpr(splits_of_lists.FIELDS)
 
 
 @gluon.jit

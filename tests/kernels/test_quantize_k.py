@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 from sagebwd.call import Packing
 from sagebwd.kernels.operands.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
-from sagebwd.kernels.sm90.operands.lane_codes import Codes, launch_channel_maxima, launch_codes
+from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_channel_maxima, launch_quantize_k
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated, rotation
 
@@ -50,7 +50,7 @@ def check(k, key_mask=None, device="cpu", sampled=False, turned=0, columns=None)
     k = k.to(device)
     key_mask_there = None if key_mask is None else key_mask.to(device)
     packing = Packing.of(k, None, k.shape[2])
-    out = launch_codes(k, packing, key_mask_there, BLOCK_K, columns=columns, k_sampled=sampled, turned=turned)
+    out = launch_quantize_k(k, packing, key_mask_there, BLOCK_K, columns=columns, k_sampled=sampled, turned=turned)
     out = Codes(*(x.cpu() for x in out))
     assert out.k.shape[-1] == (columns or k.shape[-1])
     assert not out.k[..., k.shape[-1] :].any()
@@ -135,7 +135,7 @@ def test_nan_in_a_key_of_two_pieces_is_in_its_scale(token, channel, turned, monk
     )
     k = draw(1, 2, 1030, 136, seed=1)
     k[0, 1, token, channel] = torch.nan
-    out = launch_codes(k, Packing.of(k, None, 1030), None, BLOCK_K, k_sampled=True, turned=turned)
+    out = launch_quantize_k(k, Packing.of(k, None, 1030), None, BLOCK_K, k_sampled=True, turned=turned)
     smoothed, _ = smooth(k.double(), sample=True)
     _, expected = quantize_tokens(smoothed, "lane", BLOCK_K)
     assert expected.isnan().any()
@@ -146,7 +146,7 @@ def test_nan_in_a_key_of_two_pieces_is_in_its_scale(token, channel, turned, monk
 def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
     """The products of keys and of their mean are rounded apart."""
     k = (draw(2, 2, 1, 64, seed=1) + 100).expand(2, 2, tokens, 64).contiguous()
-    out = launch_codes(k, Packing.of(k, None, tokens), None, BLOCK_K, turned=64)
+    out = launch_quantize_k(k, Packing.of(k, None, tokens), None, BLOCK_K, turned=64)
     assert not out.k.any()
     assert (out.k_scale == 1).all()
 
@@ -181,7 +181,7 @@ def test_sequences_of_a_pack_are_smoothed_apart(sampled):
     lengths = [5, 0, 200, 129, 1200, 511]
     k = draw(sum(lengths), 2, 64, seed=1) + 3
     offsets = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    out = launch_codes(k, Packing.of(k, offsets, max(lengths)), None, BLOCK_K, k_sampled=sampled)
+    out = launch_quantize_k(k, Packing.of(k, offsets, max(lengths)), None, BLOCK_K, k_sampled=sampled)
     for index, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         if start == stop:
             continue
@@ -225,7 +225,7 @@ def test_a_sequence_without_keys_has_scales():
     """The forward reads those of one block: were they NaN, so would its queries' output be."""
     k = draw(100, 2, 64, seed=1)
     keys = Packing.of(k, torch.tensor((0, 40, 40, 100), dtype=torch.int32), 60)
-    lanes = launch_codes(k, keys, None, BLOCK_K).lane_scale.view(2, -1, 4)
+    lanes = launch_quantize_k(k, keys, None, BLOCK_K).lane_scale.view(2, -1, 4)
     # sequences begin at blocks 0, 1 and 2 of their own
     assert torch.equal(lanes[:, 1], torch.ones(2, 4))
     assert torch.isfinite(lanes[:, :3]).all()
@@ -233,6 +233,6 @@ def test_a_sequence_without_keys_has_scales():
 
 def test_a_pack_without_keys_has_scales():
     k = draw(0, 2, 64, seed=1)
-    out = launch_codes(k, Packing.of(k, torch.zeros(3, dtype=torch.int32), 0), None, BLOCK_K)
+    out = launch_quantize_k(k, Packing.of(k, torch.zeros(3, dtype=torch.int32), 0), None, BLOCK_K)
     assert torch.equal(out.lane_scale.view(2, -1, 4)[:, :2], torch.ones(2, 2, 4))
     assert out.tiles_taken.item() == 0

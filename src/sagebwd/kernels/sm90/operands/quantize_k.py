@@ -1,4 +1,4 @@
-"""K's INT8 codes in two launches, for recipes whose V is read as it lies, and what their backward asks of V.
+"""Quantize K to INT8 in two launches, for recipes whose V stays in 16 bit; V's channel maxima for their backward.
 
 The first sums K up in chunks of tokens, the second takes K's mean from the chunks' sums and quantises K less its mean.
 K has one scale a lane (`sagebwd.recipe`), written once for kernels that hold score tiles in quads and once a token for
@@ -60,7 +60,7 @@ MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
 
 class Codes(NamedTuple):
-    """What `launch_codes` wrote: INT8 codes in k's shape, FP32 scales and K's mean."""
+    """What `launch_quantize_k` wrote: INT8 codes in k's shape, FP32 scales and K's mean."""
 
     k: Tensor
     k_scale: Tensor  # one a token
@@ -326,7 +326,7 @@ def launch_channel_maxima(
     )  # fmt: skip
 
 
-def launch_codes(
+def launch_quantize_k(
     k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, columns: int | None = None,
     k_sampled: bool = False, turned: int = 0,
 ) -> Codes:  # fmt: skip
