@@ -31,15 +31,16 @@ def draw(
     head_dim: int = 64,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    first_keys: Sequence[int] = (0,),
+    starts: Sequence[int] = (0,),
+    place: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and do of one kind, (batch, heads, tokens, head_dim).
 
-    "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a first key 12 logits above N(0, 1)
+    "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a key, the first, 12 logits above N(0, 1)
     with a tenth of its value; "sinks": with a mean in K and V, and a key in the middle 9 above, a delimiter.
     "coherent": Q, V and dO are a vector of the head and half as much noise, so that a key's dK and dV are sums over
     all queries of terms of one sign.
-    first_keys: where sequences begin, if several are packed.
+    starts: where sequences begin, if several are packed. place: of the sink of "sink" and "sinks" behind such a start.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,7 +60,7 @@ def draw(
         if kind == "sinks":
             k, v = (x + 3 * normal(1, kv_heads, 1, head_dim) for x in (k, v))
             q, k, v = with_sinks(q, k, v, 9, (kv_tokens // 2,) if kv_tokens else (), generator)
-        q, k, v = with_sinks(q, k, v, 12, first_keys, generator)
+        q, k, v = with_sinks(q, k, v, 12, [start + place for start in starts], generator)
     elif kind == "flat-and-sink":
         common = 2 * normal(1, heads, 1, head_dim)
         q, k = 0.3 * q + common, 0.3 * k

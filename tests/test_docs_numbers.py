@@ -256,7 +256,7 @@ def test_errors_by_the_strength_of_a_sink():
     first = {(row["logits"], row["recipe"]): row for row in rows if row["kind"] == "first"}
     lines = rows_of("sinks.md", "What happens")
     recipes = [re.search(r"`(.*?)`", cell).group(1) for cell in lines[0][1:]]
-    assert recipes == ["paper", "token(first_key=int8)", "token", "mixed"]
+    assert recipes == ["paper", "token(first_keys=0)", "token", "mixed"]
     assert len(lines) == 8
     for strength, *cells in lines[1:]:
         logits, weight = re.fullmatch(r"(\d+) \(([\d.]+)\)", strength).groups()

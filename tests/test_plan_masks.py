@@ -255,7 +255,7 @@ def test_what_is_made_of_a_mask_object_is_of_the_calls_own_shape(impl, direction
     """As where a last batch is smaller; kernels would read beyond the end of what has another shape."""
     monkeypatch.setattr(device, "capability", lambda device: 90)
     monkeypatch.setattr(device, "num_sms", lambda device: 132)
-    recipe = Recipe.parse("mixed" if impl == "hopper" else "token(first_key=16bit)")
+    recipe = Recipe.parse("mixed" if impl == "hopper" else "token(first_keys=1)")
     choice = dispatch.named(recipe, f"{impl}/{impl}")
     elements = bias(0)[None, None, :1] if change == "queries" else pairs(0)[None, None]
 

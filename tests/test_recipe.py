@@ -21,7 +21,7 @@ def test_named_recipes_are_the_specification():
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
     assert token.smooth_v
     assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)
-    assert (token.first_key, paper.first_key, Recipe.named("mixed").first_key) == ("16bit", "int8", "16bit")
+    assert (token.first_keys, paper.first_keys, Recipe.named("mixed").first_keys) == (1, 0, 1)
     assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
     assert {full.smooth_q, full.smooth_k, full.smooth_v} == {False}
 
@@ -36,6 +36,7 @@ def test_every_single_change_of_every_recipe_reads_back():
         *((field, value) for field, values in _CHOICES.items() for value in values),
         *itertools.product(("block_q", "block_k"), (16, 32, 64, 128, 256)),
         *itertools.product(("p_levels",), (127, 254)),
+        *itertools.product(("first_keys",), (0, 1, 16, 128)),
         *itertools.product(("smooth_q", "smooth_k", "smooth_v"), (True, False)),
     ]
     for name, (field, value) in itertools.product(RECIPES, changes):
@@ -60,6 +61,11 @@ def test_text_form_is_stable():
         ("token(s=int4)", "s='int4' is not supported; accepted: int8, 16bit"),
         ("token(block_q=48)", "block_q=48"),
         ("token(block_q=True)", "block_q"),
+        ("token(first_keys=129)", "first_keys=129 is not supported; accepted: 0 to 128"),
+        ("token(first_keys=True)", "first_keys=True is not supported"),
+        ("token(first_keys=int8)", "first_keys='int8' is not supported"),
+        ("token(first_key=int8)", "no field 'first_key'; .*first_key=int8 is first_keys=0"),
+        ("paper(first_key=16bit)", "first_key=16bit is first_keys=1"),
         ("token(p_levels=255)", "p_levels=255 is not supported; accepted: 127, 254"),
     ],
 )
@@ -75,6 +81,8 @@ def test_bad_values_raise_at_construction():
         Recipe(smooth_k=1)
     with pytest.raises(ValueError, match="no field 'block'"):
         Recipe.named("token").replace(block=64)
+    with pytest.raises(ValueError, match="first_key=16bit is first_keys=1"):
+        Recipe.named("token").replace(first_key="16bit")
     with pytest.raises(TypeError, match="expected a name or a Recipe"):
         Recipe.parse(3)
 

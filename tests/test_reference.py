@@ -60,10 +60,9 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
     s = (q_hat @ k_hat.T * scale).masked_fill(~visible, -math.inf)
     lse = s.logsumexp(-1)
     o = torch.zeros_like(q)
-    apart = 1 if recipe.first_key == "16bit" else 0
+    apart = recipe.first_keys
     for i in range(tokens_q):
-        if apart:
-            o[i] = torch.exp(s[i, 0] - lse[i]) * (v[0] - v_mean)
+        o[i] = torch.exp(s[i, :apart] - lse[i]) @ (v[:apart] - v_mean)
         for block in columns:
             block = [j for j in block if j >= apart]
             if block and s[i, block].max() > -math.inf:
@@ -93,7 +92,7 @@ def transcription(q, k, v, do, recipe, scale, is_causal):
 
 @pytest.mark.parametrize(
     "name",
-    [f"{name}({field})" for name in ("token", "paper") for field in ("first_key=int8", "first_key=16bit")]
+    [f"{name}({field})" for name in ("token", "paper") for field in ("first_keys=0", "first_keys=1", "first_keys=16")]
     + ["token(rotate=False)", "token(rotate=True)", "paper(rotate=True)"],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -146,20 +145,36 @@ def test_small_chunks_change_nothing(monkeypatch, recipe, window):
         assert_close(chunked, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["token", "paper(first_key=16bit)"])
+@pytest.mark.parametrize("recipe", ["token", "paper(first_keys=1)", "token(first_keys=16)"])
 def test_keys_that_a_mask_leaves_out_change_nothing(recipe):
-    """The first key is the first that the mask leaves: what is left alone gives the same numbers."""
+    """The first keys are the first that the mask leaves: what is left alone gives the same numbers."""
     q, k, v, _ = draw(batch=2, tokens=40, kv_tokens=150, head_dim=16, dtype=torch.float64)
     k[:, :, 7] *= 30  # takes most of many rows
     k[:, :, :7], v[:, :, :7] = 100, math.nan
-    key_mask = torch.arange(150)[None].expand(2, -1) >= 7
+    key_mask = torch.arange(150)[None].repeat(2, 1) >= 7
+    key_mask[1, 8:90:3] = False
+    v[1, :, 8:90:3] = math.nan
+    recipe = Recipe.parse(recipe).replace(block_k=256)
+    o, lse, _ = Emulator(q, k, v, recipe, 0.25, Band(), key_mask).forward()
+    for item, kept in enumerate(key_mask):
+        one = slice(item, item + 1)
+        alone = Emulator(q[one], k[one][:, :, kept], v[one][:, :, kept], recipe, 0.25, Band()).forward()
+        for actual, expected in zip((o, lse), alone):
+            assert_close(actual[one], expected, rtol=1e-10, atol=1e-12)
 
-    def run(k, v, mask):
-        emulator = Emulator(q, k, v, Recipe.parse(recipe).replace(block_k=256), 0.25, Band(), mask)
-        return emulator.forward()[:2]
 
-    for actual, expected in zip(run(k, v, key_mask), run(k[:, :, 7:], v[:, :, 7:], None)):
-        assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("count", [16, 40])
+def test_several_first_keys_are_a_sixteen_bit_product(count):
+    """Of no more keys than are apart O has no INT8 in it, and operands are rounded to the input's dtype."""
+    q, k, v, _ = draw(tokens=30, kv_tokens=16, head_dim=16, dtype=torch.bfloat16)
+    recipe = Recipe.parse(f"token(s=16bit, first_keys={count}, smooth_k=False)")
+    o, lse, _ = Emulator(q, k, v, recipe, 0.25, Band()).forward()
+    s = q.float() @ k.float().mT * 0.25
+    p, mean = torch.exp(s - s.amax(-1, keepdim=True)), v.float().mean(2, keepdim=True)
+    product = p.bfloat16().float() @ (v.float() - mean).bfloat16().float()
+    assert_close(lse, s.logsumexp(-1))
+    expected = (product / p.sum(-1, keepdim=True) + mean).bfloat16()
+    assert (o == expected).float().mean() > 0.98  # of a product in FP32 half
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

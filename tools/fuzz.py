@@ -36,7 +36,7 @@ from tests.masks import draw as draw_mask
 RECIPES = (
     "token", "token", "token", "paper", "paper", "full", "token(smooth_v=False)", "token(smooth_k=False)",
     "token(s=16bit)", "token(o=16bit)", "token(dv=16bit)", "token(dq=16bit)", "token(dk=16bit)",
-    "token(smooth_q=True)", "paper(smooth_v=True)", "token(first_key=int8)", "paper(first_key=16bit)",
+    "token(smooth_q=True)", "paper(smooth_v=True)", "token(first_keys=0)", "paper(first_keys=1)",
 )  # fmt: skip
 
 
@@ -157,15 +157,14 @@ class Case:
         batch = len(self.lengths_q)
         if self.layout == "packed":
             tokens_q, tokens_k, batch = sum(self.lengths_q), sum(self.lengths_k), 1
-        first_keys = [0]
+        starts = [0]
         if self.layout == "packed":
-            starts = [sum(self.lengths_k[:n]) for n in range(len(self.lengths_k))]
-            first_keys = [start for start, length in zip(starts, self.lengths_k) if length]
+            starts = [sum(self.lengths_k[:n]) for n, length in enumerate(self.lengths_k) if length]
 
         def drawn(width: int) -> tuple[Tensor, ...]:
             return draw(
                 self.kind, batch, self.heads, self.kv_heads, tokens_q, tokens_k, width, self.seed, torch.float32,
-                first_keys,
+                starts,
             )  # fmt: skip
 
         q, k, v, do = drawn(self.head_dim)

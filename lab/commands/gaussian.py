@@ -26,6 +26,7 @@ def gaussian(
     causal: Annotated[bool, typer.Option(help="Mask the future.")] = False,
     impl: Annotated[str, typer.Option(help="reference (the emulator) or a kernel family.")] = "reference",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    place: Annotated[int, typer.Option(help="Which key is the sink of kind sink.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the rows as JSON to this file.")] = None,
 ) -> None:
     """Error of recipes on random inputs, next to the paper's Table 1."""
@@ -42,7 +43,7 @@ def gaussian(
         rows = study.measure(
             recipes, sigmas, kind=kind, tokens=_or(tokens, 4096 if plain else 2048),
             head_dim=_or(head_dim, 128 if plain else 64), seeds=_or(seeds, 1 if plain else 8), is_causal=causal,
-            impl=impl, device=device, progress=tell,
+            impl=impl, device=device, place=place, progress=tell,
         )  # fmt: skip
     published = "first simulation" if biased else "published"
     table = Table(title=f"{kind} inputs: cosine / relative L2 against FP64; in grey the {published} figures")

@@ -5,7 +5,8 @@ Three kinds of input, all Gaussian, standard deviation sigma_QK for Q and K and 
 - ``plain``: independent entries, as in the paper's Table 1.
 - ``bias-and-sink``: K and V get a channel mean of 3 sigma, Q a common direction of 2 sigma, one draw a head, as
   trained heads have. With a mean in V, a delta from a quantised O no longer cancels dP, and dS leaks into every key.
-- ``sink``: the first key stands 12 logits above the rest and has a tenth of their value (`lab.studies.sinks`).
+- ``sink``: a key, the first unless told, stands 12 logits above the rest and has a tenth of their value
+  (`lab.studies.sinks`).
 
 The error is against full precision in FP64 on the same inputs, which are drawn in BF16 and then promoted.
 
@@ -67,19 +68,25 @@ class Row:
     relative_l2: float
     expected_cosine: float | None
     expected_l2: float | None
+    place: int = 0
+    """Of the key that is a sink."""
 
     def as_dict(self) -> dict[str, object]:
         """The row for JSON."""
         return asdict(self)
 
 
-def draw(kind: str, sigma: float, tokens: int, head_dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw(
+    kind: str, sigma: float, tokens: int, head_dim: int, seed: int, place: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q, K, V and dO of one head, (1, 1, tokens, head_dim) BF16, on the CPU so that every device sees the same.
 
-    Raises ValueError for an unknown kind.
+    place: which key is the sink of kind ``sink``. Raises ValueError for an unknown kind and for a place without a sink.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
+    if not 0 <= place < (tokens if kind == "sink" else 1):
+        raise ValueError(f"place={place}: a sink is one of the {tokens} keys of inputs of kind 'sink'")
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, 1, tokens, head_dim, generator=generator) for _ in range(4))
     q, k = q * sigma, k * sigma
@@ -87,7 +94,7 @@ def draw(kind: str, sigma: float, tokens: int, head_dim: int, seed: int) -> tupl
         k_mean, v_mean, q_common = (torch.randn(1, 1, 1, head_dim, generator=generator) for _ in range(3))
         k, v, q = k + 3 * k_mean, v + 3 * v_mean, q + 2 * q_common
     elif kind == "sink":
-        q, k, v = with_sinks(q, k, v, SINK_LOGITS, (0,), generator)
+        q, k, v = with_sinks(q, k, v, SINK_LOGITS, (place,), generator)
     return tuple(x.bfloat16() for x in (q, k, v, do))
 
 
@@ -127,14 +134,15 @@ def measure(
     is_causal: bool = False,
     impl: str = "reference",
     device: str = "cpu",
+    place: int = 0,
     progress: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
     """Errors of each recipe at each sigma_QK, averaged over ``seeds`` draws.
 
     With ``impl="reference"`` products are emulated in FP32 from the BF16 inputs, so that the error is the recipe's
-    alone; a kernel runs on the BF16 inputs as they are. ``progress`` is called before each step.
+    alone; a kernel runs on the BF16 inputs as they are. place, as in `draw`. ``progress`` is called before each step.
 
-    Raises ValueError for no recipe, seed, token or channel, a sigma that is not above 0, or an unknown kind.
+    Raises ValueError for no recipe, seed, token or channel, a sigma that is not above 0, an unknown kind or place.
     """
     recipes, sigmas = [Recipe.parse(recipe) for recipe in recipes], list(sigmas)
     if not recipes:
@@ -151,7 +159,7 @@ def measure(
         errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for seed in range(seeds):
             progress(f"{kind}, sigma {sigma:g}, seed {seed}")
-            inputs = [x.to(device) for x in draw(kind, sigma, tokens, head_dim, seed)]
+            inputs = [x.to(device) for x in draw(kind, sigma, tokens, head_dim, seed, place)]
             exact = gradients([x.double() for x in inputs], "full", "reference", is_causal)
             for recipe in recipes:
                 actual = gradients([x.to(dtype) for x in inputs], recipe, impl, is_causal)
@@ -160,9 +168,8 @@ def measure(
                     errors.setdefault((str(recipe), name), []).append(pair)
         for (recipe, name), pairs in errors.items():
             cosines, norms = zip(*pairs)
-            rows.append(
-                Row(kind, sigma, recipe, name, _mean(cosines), _mean(norms), *_expected(kind, recipe, sigma, name))
-            )
+            expected = _expected(kind, recipe, sigma, name)
+            rows.append(Row(kind, sigma, recipe, name, _mean(cosines), _mean(norms), *expected, place))
     return rows
 
 

@@ -28,7 +28,7 @@ from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens
 
 KINDS = ("first", "first and mean", "four", "delimiter")
-RECIPES = ("token", "token(first_key=int8)", "paper", "paper(first_key=16bit)", "mixed")
+RECIPES = ("token", "token(first_keys=0)", "paper", "paper(first_keys=1)", "mixed")
 STRENGTHS = (0, 2, 4, 6, 8, 10, 12, 14)
 CAUSAL = Band.of(True)
 
@@ -200,7 +200,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     for axis, (name, title) in zip(axes, (("o", "O"), ("dq", "dQ"), ("dk", "dK"))):
         for index, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows)):
             line = [row for row in rows if row["recipe"] == recipe]
-            style = "--" if "first_key" in recipe else "-"
+            style = "--" if "first_keys" in recipe else "-"
             axis.plot([r["logits"] for r in line], [r[name] for r in line], style, color=f"C{index}", marker=".",
                       label=recipe)  # fmt: skip
         axis.set_title(title, fontsize=10)

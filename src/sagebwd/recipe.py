@@ -18,7 +18,7 @@ is quantised, so that the sum over tokens stays an integer product.
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
-is still free, keeps the first key, most models' attention sink, out of P's scale (``first_key``) and rotates the
+is still free, keeps the first key, most models' attention sink, out of P's scale (``first_keys``) and rotates the
 operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what Hopper's kernels
 run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there than
 multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
@@ -27,6 +27,7 @@ multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 INT8 = "int8"
@@ -39,6 +40,7 @@ AUTO = "auto"
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 P_LEVELS = (127, 254)
+MOST_FIRST_KEYS = 128
 # Which keys a sampled mean is of (`Recipe.k_mean`).
 SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM = 32, 64, 128, 512
 
@@ -52,7 +54,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "p_scale_dv": ("key", "tile"),
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
-    "first_key": (INT8, SIXTEEN_BIT),
     "k_mean": ("all", "sample"),
 }
 
@@ -80,10 +81,11 @@ class Recipe:
       right by 128 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
       addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
-    ``first_key``: how the first key of a sequence, the first that a key-padding mask leaves, takes part in an INT8 O.
-    ``"int8"``, as all others do. ``"16bit"``: p v, with P in FP32 and V as given, and the scale of P is that of the
-    keys beside it. Trained models give that key most of a row's weight (an attention sink), and within its group the
-    others' P would round to zero. A 16-bit O has no such scales, and the field no meaning there.
+    ``first_keys``: how many of the first keys of a sequence, the first that a key-padding mask leaves, take part in an
+    INT8 O in 16 bit, 0 to `MOST_FIRST_KEYS`. They add p v, V less its mean where V is smoothed, and the scale of P is
+    that of the keys beside them. Trained models give one of them most of a row's weight (an attention sink), and within
+    its group the others' P would round to zero. A single one has P and V in FP32; the operands of several are rounded
+    to the dtype of the input. A 16-bit O has no such scales, and the field no meaning there.
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
     ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
@@ -98,7 +100,8 @@ class Recipe:
     codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a
     16-bit S whose dQ and dK are 16 bit too.
 
-    Raises ValueError for an unknown choice or block size, and TypeError for a switch that is not a bool.
+    Raises ValueError for an unknown choice, block size or number of keys, and TypeError for a switch that is not a
+    bool.
     """
 
     s: str = INT8
@@ -115,7 +118,7 @@ class Recipe:
     ds_scale_dq: str = "query"
     ds_scale_dk: str = "key"
     p_levels: int = 254
-    first_key: str = SIXTEEN_BIT
+    first_keys: int = 1
     block_q: int = 64
     block_k: int = 128
     smooth_q: bool = False
@@ -135,6 +138,9 @@ class Recipe:
                 raise ValueError(
                     f"recipe: {name}={value!r} is not supported; accepted: {', '.join(map(str, accepted))}"
                 )
+        first = self.first_keys
+        if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first <= MOST_FIRST_KEYS:
+            raise ValueError(f"recipe: first_keys={first!r} is not supported; accepted: 0 to {MOST_FIRST_KEYS}")
         for name in ("smooth_q", "smooth_k", "smooth_v", "rotate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -176,9 +182,7 @@ class Recipe:
 
     def replace(self, **changes: object) -> Recipe:
         """A copy with the given fields changed. Raises ValueError for a field that does not exist."""
-        unknown = [name for name in changes if name not in _FIELDS]
-        if unknown:
-            raise ValueError(f"recipe: there is no field {unknown[0]!r}; fields: {', '.join(_FIELDS)}")
+        _check_fields(changes)
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
@@ -198,6 +202,18 @@ class Recipe:
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
 
 
+def _check_fields(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is no field's."""
+    for name in names:
+        if name == "first_key":
+            raise ValueError(
+                "recipe: there is no field 'first_key'; first_keys counts such keys: first_key=int8 is first_keys=0, "
+                "first_key=16bit is first_keys=1"
+            )
+        if name not in _FIELDS:
+            raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
+
+
 def _differences(a: Recipe, b: Recipe) -> list[str]:
     return [name for name in _FIELDS if getattr(a, name) != getattr(b, name)]
 
@@ -209,8 +225,7 @@ def _parse_fields(text: str, arguments: str) -> dict[str, object]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not value:
             raise ValueError(f"recipe: cannot read {pair.strip()!r} in {text!r}; expected field=value")
-        if name not in _FIELDS:
-            raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
+        _check_fields([name])
         if value in ("True", "False"):
             fields[name] = value == "True"
         else:
@@ -230,7 +245,7 @@ RECIPES: dict[str, Recipe] = {
         ds_scale_dq="tile",
         ds_scale_dk="tile",
         p_levels=127,
-        first_key=INT8,
+        first_keys=0,
         block_q=128,
         block_k=64,
         smooth_v=False,

@@ -40,7 +40,7 @@ CALLS = {
     "full-128-keys-head-dim-256": KernelCall(mask="bool-all", recipe="full(block_k=128)", head_dim=256, heads=1),
     "full-bias": KernelCall(mask="bias-all", recipe="full", heads=1),
     "smooth-q-bias": KernelCall(mask="bias-all", recipe="token(smooth_q=True)", heads=1),
-    "first-key-int8": KernelCall(mask="bias-all", recipe="token(first_key=int8)", heads=1),
+    "first-key-int8": KernelCall(mask="bias-all", recipe="token(first_keys=0)", heads=1),
     "16bit-o": KernelCall(mask="bool-all", recipe="token(o=16bit)", heads=1),
     "16bit-gradients": KernelCall(mask="bias-all", recipe="token(dv=16bit, dq=16bit, dk=16bit)", heads=1),
     "blocks-32-128": KernelCall(mask="bool-all", recipe="token(block_q=32, block_k=128)", heads=1),

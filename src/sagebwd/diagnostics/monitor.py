@@ -71,7 +71,7 @@ def ladder(base: Recipe) -> list[Recipe]:
       of recipes without rotation and with the first key in the INT8 product: token .185; token(s=16bit) .185;
       token(o=16bit) .007.
     """
-    first = base.replace(first_key=SIXTEEN_BIT) if base.o == INT8 else base
+    first = base.replace(first_keys=max(1, base.first_keys)) if base.o == INT8 else base
     output = base.replace(o=SIXTEEN_BIT)
     # no kernel has e4m3 gradients of 16-bit scores
     gradients = {name: INT8 for name in ("dv", "dq", "dk") if getattr(base, name) == FP8}

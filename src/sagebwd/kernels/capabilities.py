@@ -79,8 +79,8 @@ ROWS = (
         widths.of_call, _HOPPER_WIDTHS, extra=True,
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, _TILES, _the_greater,
-        f"1 to {MAX_HEAD_DIM}",
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1), **_TILES},
+        _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
         FORWARD, "reference", "sagebwd.reference.emulator", REFERENCE_DTYPES, {}, _as_it_is, "any",

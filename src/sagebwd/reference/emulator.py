@@ -157,10 +157,18 @@ class Emulator:
         return part.unflatten(1, (self.heads_k, -1)) if part.shape[1] > 1 else part.unsqueeze(2)
 
     def _is_first(self, keys: slice) -> Tensor:
-        """Which of these keys is the first that counts: (B or 1, 1, 1, 1, keys) bool."""
+        """Which of these keys are of the first ones that count: (B or 1, 1, 1, 1, keys) bool."""
+        count = self.recipe.first_keys
         if self.k_valid is None:
-            return torch.arange(keys.start, keys.stop, device=self.q.device)[None, :] == 0
-        return (self.k_valid & (self.k_valid.cumsum(-2) == 1)).mT[..., keys]
+            return torch.arange(keys.start, keys.stop, device=self.q.device)[None, :] < count
+        return (self.k_valid & (self.k_valid.cumsum(-2) <= count)).mT[..., keys]
+
+    def _first_places(self) -> list[int]:
+        """Keys of whose P V the recipe keeps 16 bit, in any batch element."""
+        if self.recipe.o != INT8:
+            return []
+        is_first = self._is_first(slice(0, self.tokens_k))
+        return is_first.flatten(0, -2).any(0).nonzero().flatten().tolist()
 
     def _smooth_v(self) -> tuple[Tensor, Tensor]:
         v = self.v[..., : self.tokens_k, :]
@@ -181,28 +189,32 @@ class Emulator:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, Dv) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
         recipe = self.recipe
-        apart = recipe.o == INT8 and recipe.first_key == SIXTEEN_BIT
+        first_places = self._first_places()
         if recipe.o == INT8:
             v_smooth, v_mean = self._smooth_v()
             codes, v_scale = quantize_tokens(pad_tokens(v_smooth, recipe.block_k), recipe.v_scale, recipe.block_k)
             v_operand = codes * v_scale
-            v_first = torch.where(self._is_first(slice(0, self.tokens_k)).mT, v_smooth, 0).sum(-2, keepdim=True)
+            v_first = torch.where(self._is_first(slice(0, self.tokens_k)).mT, v_smooth, 0)
+            v_first = self.sixteen_bit(v_first) if recipe.first_keys > 1 else v_first
         else:
             v_operand, v_mean = self.sixteen_bit(self.v), 0
+            v_first = v_operand
         o = self.q.new_zeros(*self.q.shape[:-1], self.v.shape[-1])
         lse = self.q.new_full(self.q.shape[:-1], -math.inf)
         for rows, keys in self._chunks():
             if keys.start == keys.stop:
                 continue
             s = self._scores(rows, keys)
-            first = s.new_full((*s.shape[:-1], 1), -math.inf)  # the first key's score, where it is apart
-            if apart:
+            places = [place for place in first_places if keys.start <= place < keys.stop]
+            columns = [place - keys.start for place in places]
+            first = s[..., columns]  # scores of keys that are apart
+            if columns:
                 is_first = self._is_first(keys)
-                first = s.masked_fill(~is_first, -math.inf).amax(-1, keepdim=True)
+                first = first.masked_fill(~is_first[..., columns], -math.inf)
                 s = s.masked_fill(is_first, -math.inf)
             tiles = s.unflatten(-1, (-1, recipe.block_k))  # (B, H, G, rows, key blocks, block_k)
             block_max = tiles.amax(-1, keepdim=True)
-            row_max = _finite(torch.maximum(block_max.amax(-2), first)).unsqueeze(-1)
+            row_max = _finite(torch.cat([block_max.amax(-2), first], -1).amax(-1, keepdim=True)).unsqueeze(-1)
             p = torch.exp(tiles - _finite(block_max))  # 1 at each block's maximum
             weight = torch.exp(block_max - row_max)
             total = (p.sum(-1, keepdim=True) * weight).sum(-2)
@@ -211,10 +223,10 @@ class Emulator:
             else:
                 p = self.sixteen_bit(p * weight)
             o_rows = p.flatten(-2) @ v_operand[..., keys, :]
-            if apart:
-                p_first = torch.exp(first - row_max.squeeze(-1))
-                total = total + p_first
-                o_rows = o_rows + p_first * v_first
+            p_first = torch.exp(first - row_max.squeeze(-1))
+            total = total + p_first.sum(-1, keepdim=True)
+            p_first = self.sixteen_bit(p_first) if recipe.first_keys > 1 else p_first
+            o_rows = o_rows + p_first @ v_first[..., places, :]
             o_rows = o_rows / total + v_mean
             real = slice(rows.start, min(rows.stop, self.tokens_q))
             count = real.stop - real.start

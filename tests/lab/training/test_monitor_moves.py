@@ -134,7 +134,7 @@ def test_kernels_run_every_rung(name, head_dim):
 def test_ladders_end_in_full_precision_and_repeat_nothing():
     assert list(map(str, ladder(Recipe.named("token")))) == ["token", "token(o=16bit)", FINER, BOTH, "full"]
     assert list(map(str, ladder(Recipe.parse(BOTH)))) == [BOTH, "full"]
-    assert str(ladder(Recipe.named("paper"))[1]) == "paper(first_key=16bit)"
+    assert str(ladder(Recipe.named("paper"))[1]) == "paper(first_keys=1)"
     assert str(ladder(Recipe.parse("paper(o=16bit)"))[1]) == "paper(s=16bit, o=16bit)"
     assert list(map(str, ladder(Recipe.named("full")))) == ["full"]
 

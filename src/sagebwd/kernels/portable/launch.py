@@ -17,7 +17,7 @@ from sagebwd.kernels.portable.dq import launch_dq
 from sagebwd.kernels.portable.first_key import FirstKey
 from sagebwd.kernels.portable.forward import Values, launch_forward
 from sagebwd.kernels.portable.smooth_q import SmoothQ
-from sagebwd.recipe import INT8, SIXTEEN_BIT
+from sagebwd.recipe import INT8
 
 
 def prepare(direction: str, call: Call) -> Call:
@@ -31,7 +31,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
-    first_apart = o_int8 and recipe.first_key == SIXTEEN_BIT
+    first_apart = o_int8 and recipe.first_keys == 1
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
     k_mean, v_mean, v_scale, first_key = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,

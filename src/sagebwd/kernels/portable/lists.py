@@ -14,12 +14,12 @@ from sagebwd.kernels.portable.config import list_tile, shares_maxima
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import Listed, Lists, listed
 from sagebwd.masks.mask import TILE
-from sagebwd.recipe import INT8, SIXTEEN_BIT
+from sagebwd.recipe import INT8
 
 
 def of_forward(call: Call) -> Lists:
     """For the forward of a call with a mask."""
-    return Lists(_listed(call, "forward", call.recipe.o == INT8 and call.recipe.first_key == SIXTEEN_BIT))
+    return Lists(_listed(call, "forward", call.recipe.o == INT8 and call.recipe.first_keys == 1))
 
 
 def of_backward(call: Call) -> Lists:
