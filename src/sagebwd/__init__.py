@@ -35,3 +35,11 @@ __all__ = [
     "switches",
     "uninstall_sdpa",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Raises AttributeError: of ``register``, which three integrations have, with the modules that it is in."""
+    if name == "register":
+        parts = ", ".join(f"sagebwd.integrations.{part}" for part in ("transformers", "diffusers", "torch_registry"))
+        raise AttributeError(f"module 'sagebwd' has no attribute 'register'; import it from one of {parts}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

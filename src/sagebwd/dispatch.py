@@ -6,6 +6,8 @@ on it. So is from how many tokens "auto" runs in low precision (`sagebwd.auto.th
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib
 import os
 from functools import cache
@@ -15,13 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto import thresholds
+from sagebwd import switches
+from sagebwd.auto import agreement, thresholds
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.thresholds import Threshold
 from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
 from sagebwd.kernels import capabilities
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.version import __version__
 
 # What "auto" stands for in low precision, by implementation.
 AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "token"}
@@ -102,9 +106,29 @@ def _thresholds(*asked: object) -> tuple[tuple[int, int | None], ...]:
     A dtype that no kernel takes is not handed over either: that is for its error to say.
     """
     ask = Ask(*asked)
+    check_agreement(ask.device)
     if str(ask.dtype).removeprefix("torch.") not in KERNEL_DTYPES:
         return ((0, 0),)
     return tuple((found.elements, found.tokens) for found in thresholds_of(ask))
+
+
+def check_agreement(device: torch.device) -> None:
+    """Warn, once a process group, where another process of the job may choose otherwise on a GPU under "auto"."""
+    if device.type == "cuda":
+        agreement.check(facts_of, device)
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What the choices of "auto" on a GPU follow from, by name: versions, what was measured, extras, switches."""
+    card = card_of(device)
+    # without the name of the file, which has the user's home
+    rows = [row._replace(source="") for row in thresholds.of_card(card, torch.__version__)]
+    measured = hashlib.sha256(repr(rows).encode()).hexdigest()[:12] if rows else "none"
+    facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured thresholds": measured}
+    if is_hopper(device):
+        facts["extra hopper"] = "usable" if _missing() is None else "not usable"
+    on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
+    return facts | {"switches": ", ".join(on) or "none"}
 
 
 @cache

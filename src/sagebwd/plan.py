@@ -76,6 +76,7 @@ def spec_of(
             spec += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
         spec.append(grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)))
+        dispatch.check_agreement(q.device)
     spec.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
     if mask is not None:
         elements, tiles, blocks, keys = mask.tensors

@@ -20,7 +20,17 @@ from transformers import (
 from lab.steps import flash_attention_4
 from lab.training import full_precision
 from sagebwd.reference.metrics import relative_l2
-from tests.integrations.test_transformers_masks import BART, DECODERS, llama4, padded, pair, run, tokens
+from tests.integrations.test_transformers_masks import (
+    BART,
+    DECODERS,
+    HOLES,
+    llama4,
+    loss_and_gradients,
+    padded,
+    pair,
+    run,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("registered")
 SIX_LAYERS = {
@@ -51,6 +61,21 @@ def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side
     assert relative_l2(run(compiled, ids, attention_mask), run(exact.train(), ids, attention_mask)) < 1e-4
     gradients = [torch.cat([weight.grad.flatten() for weight in x.parameters()]) for x in (model, exact)]
     assert relative_l2(*gradients) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_compiled_step_with_holes_of_padding_is_sdpas(name):
+    """And as outside of a trace, zeros after a row's last real token alone."""
+    torch._dynamo.reset()
+    ids, models, outcomes = tokens(3, 8), pair(DECODERS[name]()), []
+    for model in models:
+        model.config.use_cache = False
+    for model in (models[0], models[1], torch.compile(models[1], fullgraph=True, backend="aot_eager")):
+        outcomes.append(loss_and_gradients(model, HOLES, input_ids=ids, labels=ids))
+    for actual in outcomes[1:]:
+        for a, e in zip(actual[1:], outcomes[0][1:]):
+            assert relative_l2(a, e) < 1e-4
+    torch.testing.assert_close(outcomes[2][0], outcomes[1][0])
 
 
 def test_encoders_and_cross_attention_compile_without_a_graph_break():

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from sagebwd import dispatch
+from sagebwd.auto import agreement
 from sagebwd.auto.thresholds import DIRECTIONS, Threshold, kept_at, of_card, of_rows, rows_kept, widths_text
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli.results import environment, save
@@ -48,7 +50,9 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
 
 
 def show(device: str) -> None:
-    """Print from how many tokens on "auto" runs in low precision on a GPU."""
+    """Print from how many tokens on "auto" runs in low precision on a GPU, and a digest of what that follows from."""
+    digest = agreement.digest(dispatch.facts_of(torch.device(device)))
+    console.print(f"auto: digest {digest}, the same on two machines where it chooses alike", highlight=False)
     card = torch.cuda.get_device_properties(device).name
     known = of_card(card, torch.__version__)
     if not known:

@@ -158,9 +158,9 @@ def attention(
     if mask.padding is None:
         out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
         return out.transpose(1, 2).contiguous(), None
-    # only self-attention has a band: queries of padding are left out with its keys
+    # only self-attention has a band: queries of padding are left out with its keys, but for those in a hole
     itself = visible.is_banded
-    if wide or not has_values(query) or (shared["window"] is not None and mask.has_holes):
+    if wide or not has_values(query) or (itself and mask.has_holes):
         return _masked(query, key, value, mask.padding, itself, shared), None
     return _unpadded(query, key, value, mask, itself, shared), None
 
@@ -269,9 +269,14 @@ def _carried(query: Tensor, key: Tensor, value: Tensor, mask: Mask, shared: dict
 def _masked(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor, itself: bool, shared: dict[str, object]
 ) -> Tensor:
-    """A padded batch as it lies, its padding masked: where a trace cannot read lengths, or a window spans a hole."""
+    """A padded batch as it lies, its padding masked: where a trace cannot read lengths, or a row has a hole.
+
+    In self-attention the queries before the first real token and after the last one come back as zeros, as from
+    `_unpadded`. Those in a hole are computed: the logits that predict the next real token are of the last of them.
+    """
     padding = padding.to(query.device).expand(query.shape[0], -1)
-    hidden = ~padding[:, None, :, None]
+    hidden = (padding.cumsum(1) == 0) | (padding.flip(1).cumsum(1).flip(1) == 0)
+    hidden = hidden[:, None, :, None]
     if itself:
         query = query.masked_fill(hidden, 0)  # a scale of several queries must not be a hidden one's
     grouped = query.shape[1] != key.shape[1]
@@ -282,7 +287,7 @@ def _masked(
 def _unpadded(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, shared: dict[str, object]
 ) -> Tensor:
-    """A padded batch as packed sequences of its real tokens.
+    """A padded batch as packed sequences of its real tokens, each row's without a hole in self-attention.
 
     In self-attention with a band padding comes back as zeros. Otherwise the queries may be another sequence, even
     where the lengths are the same (cross-attention), and only keys are unpadded.

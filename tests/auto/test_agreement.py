@@ -1,0 +1,131 @@
+"""Ranks of a job that may choose differently under "auto" hear of it, and training goes on whatever the store does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sagebwd import dispatch
+from sagebwd.auto import agreement, thresholds
+from sagebwd.auto.thresholds import CAUSAL, FORWARD
+from sagebwd.call import Size
+from sagebwd.cli import thresholds as command
+from tests.auto.calls import ASK, LARGE
+from tests.lab.training.runs import begin, finish
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+CARD = "NVIDIA H100 80GB HBM3"
+ROW = {
+    "head_dim": 128, "value_dim": 128, "tokens": 512, "elements": LARGE, "direction": FORWARD, "kind": CAUSAL,
+    "recipe": "mixed", "impl": "hopper/hopper", "ms": 1.0, "torch_ms": 2.0, "size": LARGE,
+}  # fmt: skip
+
+
+def warned_in_a_call() -> list[str]:
+    """What a call of "auto" on a GPU that is not there warns of; a trace asks by the same function."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dispatch.hands_over(ASK, Size(4096, 4096, LARGE))
+        dispatch.check_agreement(ASK.device)  # as a call that has a plan already
+    return [str(warning.message) for warning in caught]
+
+
+def worker(folder: Path, differ: bool) -> None:
+    """Two groups one after the other; rank 1 calls after rank 0, which has no file of its own."""
+    dispatch.card_of = lambda device: CARD
+    dispatch.arch_of = lambda device: 90
+    dispatch._missing = lambda: None
+    rank = int(os.environ["RANK"])
+    os.environ["SAGEBWD_CACHE_DIR"] = str(folder / str(rank))
+    if differ and rank:
+        path = thresholds.kept_at(CARD, torch.__version__)
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"rows": [ROW]}), encoding="utf-8")
+    heard = []
+    for group in range(2):
+        dist.init_process_group("gloo")
+        if rank:
+            dist.barrier()
+        heard.append(warned_in_a_call())
+        if not rank:
+            dist.barrier()
+        assert warned_in_a_call() == [], "once a group"
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        assert warned_in_a_call() == [], "without a group"
+        assert len(heard) == group + 1
+    (folder / f"{rank}.json").write_text(json.dumps(heard), encoding="utf-8")
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_measured_table_on_one_host_is_warned_of_in_each_group(tmp_path, differ):
+    finish(begin(2, "cpu", worker, tmp_path, differ))
+    first, later = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == [[], []]
+    assert [len(heard) for heard in later] == [differ, differ]
+    for (message,) in later if differ else ():
+        assert "on rank 1 (" in message
+        assert "on rank 0 (" in message
+        differing = message.split("): ", 1)[1].split(". Ranks")[0].split("; ")
+        assert [part.split(":")[0] for part in differing] == ["measured thresholds"]
+
+
+def unmet_rank(folder: Path) -> None:
+    """Rank 0 alone calls: pipelines have stages without attention."""
+    dispatch.card_of = lambda device: CARD
+    dispatch.arch_of = lambda device: 90
+    dispatch._missing = lambda: None
+    dist.init_process_group("gloo")
+    if not dist.get_rank():
+        begun = time.monotonic()
+        assert warned_in_a_call() == []
+        assert time.monotonic() - begun < 60  # the store's own limit is minutes
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_call_waits_for_no_other_rank(tmp_path):
+    finish(begin(2, "cpu", unmet_rank, tmp_path))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_error_of_the_store_changes_nothing(measured, alone, monkeypatch, caplog):
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: 1 / 0)
+    with caplog.at_level(logging.INFO, "sagebwd"):
+        assert warned_in_a_call() == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "sagebwd: processes were not compared: ZeroDivisionError: division by zero"
+    ]
+
+
+def test_a_store_that_holds_something_else_changes_nothing(measured, alone):
+    for number in range(agreement._count, agreement._count + 3):
+        dist.distributed_c10d._get_default_store().set(agreement.KEY.format(number), "1")
+    assert warned_in_a_call() == []
+
+
+def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
+    facts = dispatch.facts_of(ASK.device)
+    assert set(facts) == {"card", "sagebwd", "torch", "measured thresholds", "extra hopper", "switches"}
+    digests = {agreement.digest(facts | {name: "other"}) for name in facts} | {agreement.digest(facts)}
+    assert len(digests) == len(facts) + 1
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"name": "a card"}))
+    monkeypatch.setattr(command, "of_card", lambda card, version: ())
+    command.show("cuda:0")
+    assert agreement.digest(facts) in capsys.readouterr().out
