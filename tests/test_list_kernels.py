@@ -53,17 +53,18 @@ def check_queries(name: str) -> None:
     assert torch.equal(found.cpu(), sm90_block_lists.query_lists(mask.blocks, key_mask, *settings))
 
 
-def check_keys(name: str, queries: int, by_turns: bool) -> None:
+def check_keys(name: str, queries: int, interleave_heads: bool) -> None:
     mask, key_mask, tokens, band, _, group, heads = case(name)
     tiles = sm90_block_lists._packed(mask, tokens, True)[1]
-    settings = tokens, band, (queries, 128), group, heads, by_turns
+    settings = tokens, band, (queries, 128), group, heads, interleave_heads
     expected, programs = sm90_block_lists.key_lists(mask.blocks, tiles, key_mask, *settings)
     ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
     assert torch.equal(ours.cpu(), expected)
     there = programs[:, 1] < expected.shape[2]  # of what comes behind nothing else is read
     assert torch.equal(our_programs.cpu()[there], programs[there])
     assert torch.equal(our_programs[:, 1].cpu(), programs[:, 1])
-    alone, nothing = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings[:-2], 0, by_turns)
+    given = *on_device(mask.blocks, tiles, key_mask), *settings[:-2]
+    alone, nothing = list_kernels.of_keys(*given, 0, interleave_heads)
     assert torch.equal(alone.cpu(), expected)
     assert nothing is None
 
@@ -91,7 +92,7 @@ def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
 def test_lists_of_keys_are_torchs(name):
-    check_keys(name, queries=64 if name != "even" else 128, by_turns=len(name) % 2 == 0)
+    check_keys(name, queries=64 if name != "even" else 128, interleave_heads=len(name) % 2 == 0)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in ("matrix", "sinks")])
@@ -101,18 +102,18 @@ def test_lists_longer_than_a_chunk(name, monkeypatch):
     check_keys(name, 64, False)
 
 
-@pytest.mark.parametrize("by_turns", [pytest.param(x, marks=gpu) for x in (False, True)])
+@pytest.mark.parametrize("interleave_heads", [pytest.param(x, marks=gpu) for x in (False, True)])
 @pytest.mark.parametrize(("most", "least"), [(264, 1), (5, 2), (40, 3)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_shares_are_torchs(heads, most, least, by_turns, monkeypatch):
+def test_shares_are_torchs(heads, most, least, interleave_heads, monkeypatch):
     """Of lists of any lengths, more of them than are looked at together."""
     monkeypatch.setattr(list_kernels, "LISTS", 8)
     monkeypatch.setattr(work_splits, "MOST", most)
     monkeypatch.setattr(work_splits, "LEAST", least)
     lengths = torch.randint(0, 9, (2, heads, 7, 16), generator=torch.Generator().manual_seed(heads), dtype=torch.int32)
     lengths[0, 0, 3, 1] = 60
-    expected = work_splits.shares_of(lengths, 2, 3, by_turns)
-    found = list_kernels._shares(lengths.to(DEVICE), 3, by_turns, most, least).cpu()
+    expected = work_splits.work_splits_of(lengths, 2, 3, interleave_heads)
+    found = list_kernels._work_splits(lengths.to(DEVICE), 3, interleave_heads, most, least).cpu()
     there = expected[:, 1] < 7
     assert torch.equal(found[there], expected[there])
     assert torch.equal(found[:, 1], expected[:, 1])

@@ -8,7 +8,7 @@ from sagebwd.masks import work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.sm90_block_lists import HEAD_BIT, Walk, of_keys, of_queries, pack
+from sagebwd.masks.sm90_block_lists import HEAD_BIT, BlockLists, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
 BAND = Band(lower=-70, upper=0)
@@ -53,10 +53,10 @@ def case(kind: str, shape: tuple[int, ...]) -> tuple[Mask, Tensor]:
     return mask, key_mask
 
 
-def bits(walk: Walk, batch: int, head: int) -> Tensor:
+def bits(block_lists: BlockLists, batch: int, head: int) -> Tensor:
     """All pairs that the bits show, whole tiles of them."""
-    grid = broadcast(walk.tiles, batch, head)
-    return torch.cat([torch.cat([unpacked(walk.words[t]) for t in row], 1) for row in grid])
+    grid = broadcast(block_lists.tiles, batch, head)
+    return torch.cat([torch.cat([unpacked(block_lists.words[t]) for t in row], 1) for row in grid])
 
 
 def test_bits_of_a_tile():
@@ -75,12 +75,12 @@ def check_lists_of_queries(kind, shape, band):
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
     for tile in FORWARD_TILES:
-        walk = of_queries(mask, key_mask, tuple(tokens), band, tile)
+        block_lists = of_queries(mask, key_mask, tuple(tokens), band, tile)
         for b in range(batch):
             for h in range(heads):
-                of_bits = bits(walk, b, h)[: tokens[0], : tokens[1]]
+                of_bits = bits(block_lists, b, h)[: tokens[0], : tokens[1]]
                 want = padded(seen[b, h], *tile)
-                for row, listed in enumerate(broadcast(walk.lists, b, h)):
+                for row, listed in enumerate(broadcast(block_lists.lists, b, h)):
                     in_part, whole = listed[:2].tolist()
                     met = listed[2 : 2 + in_part + whole].tolist()
                     assert in_part >= 1
@@ -117,12 +117,13 @@ def check_lists_of_keys(kind, shape, band):
     seen = seen_of(mask, key_mask, shape, band)
     batch, heads, *tokens = shape
     for block_q, group in ((64, 2 - heads % 2), (128, heads)):
-        walk = of_keys(mask, key_mask, tuple(tokens), band, (block_q, TILE), group)
-        assert all(size == 1 or stride % 16 == 0 for size, stride in zip(walk.lists.shape[:3], walk.lists.stride()))
+        block_lists = of_keys(mask, key_mask, tuple(tokens), band, (block_q, TILE), group)
+        lists = block_lists.lists
+        assert all(size == 1 or stride % 16 == 0 for size, stride in zip(lists.shape[:3], lists.stride()))
         for b in range(batch):
             for key_head in range(heads // group):
                 found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-                for block_k, listed in enumerate(broadcast(walk.lists, b, key_head)):
+                for block_k, listed in enumerate(broadcast(block_lists.lists, b, key_head)):
                     in_part, whole = listed[:2].tolist()
                     rows = listed[4 : 4 + 4 * (in_part + whole)].view(-1, 4).tolist()
                     for number, (entry, tile, rank, _) in enumerate(rows):
@@ -132,7 +133,7 @@ def check_lists_of_keys(kind, shape, band):
                         assert pairs.any() or number < in_part
                         if number >= in_part:
                             assert pairs.all()
-                        of_bits = unpacked(walk.words[tile])[:, block * block_q % TILE :][:, :block_q]
+                        of_bits = unpacked(block_lists.words[tile])[:, block * block_q % TILE :][:, :block_q]
                         elements = shown(mask.part(slice(0, tokens[0]), slice(0, tokens[1]))).expand(*shape)[b, head]
                         elements = padded(elements, block_q, TILE).mT[block_k * TILE :, block * block_q :]
                         assert torch.equal(of_bits, elements[:TILE, :block_q])
@@ -153,10 +154,10 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
     shape = 2, 4, 30, 50
     mask, key_mask = case(kind, shape)
     settings = key_mask, shape[2:], Band(), (64, TILE), 2
-    walk = of_keys(mask, *settings)
-    assert walk.bias.stride(3) == 1
-    assert torch.equal(walk.bias.expand(*shape), mask.elements.expand(*shape))
-    copied = walk.bias.data_ptr() != mask.elements.data_ptr()
+    block_lists = of_keys(mask, *settings)
+    assert block_lists.bias.stride(3) == 1
+    assert torch.equal(block_lists.bias.expand(*shape), mask.elements.expand(*shape))
+    copied = block_lists.bias.data_ptr() != mask.elements.data_ptr()
     assert copied == (mask.elements.shape[3] == 1)
     of_call = mask._replace(parts=PartsOfCall())
     walks = of_queries(of_call, key_mask, shape[2:], Band(), (128, 128)), of_keys(of_call, *settings)
@@ -166,20 +167,21 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
 
 
 @pytest.mark.parametrize(
-    ("most", "least", "by_turns"), [(264, 32, False), (264, 32, True), (264, 1, True), (5, 2, False)]
+    ("most", "least", "interleave_heads"), [(264, 32, False), (264, 32, True), (264, 1, True), (5, 2, False)]
 )
 @pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
-def test_shares_have_each_block_of_a_list_once(kind, most, least, by_turns, monkeypatch):
+def test_shares_have_each_block_of_a_list_once(kind, most, least, interleave_heads, monkeypatch):
     monkeypatch.setattr(work_splits, "MOST", most)
     monkeypatch.setattr(work_splits, "LEAST", least)
     shape, heads = (2, 4, 700, 380), 2
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
-    programs = work_splits.shares_of(lists, shape[0], heads, by_turns)
+    programs = work_splits.work_splits_of(lists, shape[0], heads, interleave_heads)
     if (most, least) == (264, 32):
-        walk = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads, heads, by_turns)
-        assert torch.equal(walk.shares, programs)
+        group = shape[1] // heads
+        block_lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), group, heads, interleave_heads)
+        assert torch.equal(block_lists.work_splits, programs)
     programs = programs.tolist()
     assert len(programs) == shape[0] * heads * blocks_k + most
     there = [block < blocks_k for _, block, *_ in programs]

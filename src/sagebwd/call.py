@@ -23,7 +23,7 @@ from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists
-    from sagebwd.masks.sm90_block_lists import Walk
+    from sagebwd.masks.sm90_block_lists import BlockLists
 
 
 class Packing(NamedTuple):
@@ -135,7 +135,7 @@ class Call(NamedTuple):
     window_right: int = -1
     deterministic: bool = False
     mask: Mask | None = None
-    lists: Lists | Walk | None = None  # of the mask, made for a family: the portable kernels', or Hopper's
+    lists: Lists | BlockLists | None = None  # of the mask, made for a family: the portable kernels', or Hopper's
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
 

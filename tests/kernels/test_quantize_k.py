@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 from sagebwd.call import Packing
 from sagebwd.kernels.operands.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
-from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_channel_maxima, launch_quantize_k
+from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_channel_maxima, launch_quantize_k
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated, rotation
 
@@ -28,19 +28,19 @@ def draw(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def assert_codes(codes, scale, x, group):
+def assert_codes(quantized, scale, x, group):
     """Scales to FP32 rounding; codes equal but for a few ties, which FP32 rounds another way than FP64."""
     expected, expected_scale = quantize_tokens(x, group, BLOCK_K)
     assert torch.allclose(scale, expected_scale[..., 0].float(), rtol=1e-5, atol=0)
-    difference = (codes.double() - expected).abs()
+    difference = (quantized.double() - expected).abs()
     assert difference.max() <= 1
     assert difference.mean() <= 5e-3
 
 
-def assert_bounded(largest, codes, scale):
+def assert_bounded(largest, quantized, scale):
     """No key as codes has a larger norm than is said, which is at most rounding more than the largest."""
-    norms = (codes.double() * scale.double()[..., None]).norm(dim=-1).amax(-1).flatten()
-    rounding = scale.amax(-1).flatten() * codes.shape[-1] ** 0.5
+    norms = (quantized.double() * scale.double()[..., None]).norm(dim=-1).amax(-1).flatten()
+    rounding = scale.amax(-1).flatten() * quantized.shape[-1] ** 0.5
     assert (norms <= largest * (1 + 1e-6)).all()
     assert (largest <= norms + rounding + 1e-5).all()
 
@@ -51,7 +51,7 @@ def check(k, key_mask=None, device="cpu", sampled=False, turned=0, columns=None)
     key_mask_there = None if key_mask is None else key_mask.to(device)
     packing = Packing.of(k, None, k.shape[2])
     out = launch_quantize_k(k, packing, key_mask_there, BLOCK_K, columns=columns, k_sampled=sampled, turned=turned)
-    out = Codes(*(x.cpu() for x in out))
+    out = QuantizedK(*(x.cpu() for x in out))
     assert out.k.shape[-1] == (columns or k.shape[-1])
     assert not out.k[..., k.shape[-1] :].any()
     out = out._replace(k=out.k[..., : k.shape[-1]])
@@ -187,9 +187,9 @@ def test_sequences_of_a_pack_are_smoothed_apart(sampled):
             continue
         smoothed, mean = smooth(k[start:stop].transpose(0, 1).double(), sample=sampled)
         assert torch.allclose(out.k_mean[index].double(), mean[:, 0], rtol=1e-5, atol=1e-6)
-        codes, scale = out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop]
-        assert_codes(codes, scale, smoothed, "lane")
-        assert_bounded(out.largest_norm.view(len(lengths), -1)[index], codes, scale)
+        quantized, scale = out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop]
+        assert_codes(quantized, scale, smoothed, "lane")
+        assert_bounded(out.largest_norm.view(len(lengths), -1)[index], quantized, scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 700])

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.sm90.backward import launch
-from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_turns
+from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_tiles_per_cta
 from sagebwd.kernels.sm90.widths import FORMS
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -145,7 +145,7 @@ class TestOnHopper:
         """A program that takes several blocks of keys, where one alone is chosen for so few."""
         call = dataclasses.replace(TURNS[name], recipe="mixed", head_dim=64, device="cuda")
         alone = call.run("hopper", call.inputs())
-        monkeypatch.setattr(launch, "backward_turns", lambda *_: turns)
+        monkeypatch.setattr(launch, "backward_tiles_per_cta", lambda *_: turns)
         actual = call.check("hopper")
         assert torch.equal(actual["dk"], alone["dk"])
         assert torch.equal(actual["dv"], alone["dv"])
@@ -213,4 +213,4 @@ def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
     ],
 )
 def test_blocks_in_turn_where_they_fill_the_gpu(call, turns):
-    assert backward_turns(call, 128, 64, 132) == turns
+    assert backward_tiles_per_cta(call, 128, 64, 132) == turns

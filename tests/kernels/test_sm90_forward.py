@@ -14,7 +14,7 @@ from sagebwd.kernels.host.device import capability
 from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
-from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_quantize_k
+from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens
@@ -83,23 +83,23 @@ class Case:
 
         return of(0, self.heads, self.tokens), of(1, self.kv_heads, self.kv_tokens)
 
-    def codes(self, k: Tensor, key_mask: Tensor | None = None) -> Codes:
+    def quantized(self, k: Tensor, key_mask: Tensor | None = None) -> QuantizedK:
         return launch_quantize_k(k, self.packings()[1], key_mask, 128, k_sampled=True, turned=self.turned)
 
-    def run(self, q: Tensor, codes: Codes, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
+    def run(self, q: Tensor, quantized: QuantizedK, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Written]:
         """O, poisoned before, and the rest."""
         call = Call(
             Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.values,
             *self.packings(), key_mask, self.is_causal, *self.window, rotation=sizes(self.turned),
         )  # fmt: skip
         o = torch.full((*q.shape[:-1], self.values), math.nan, dtype=v.dtype, device=v.device)
-        return o, launch_forward(call, q, codes, v, o, with_row_max=True)
+        return o, launch_forward(call, q, quantized, v, o, with_row_max=True)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     def expected(
-        self, written: Written, codes: Codes, v: Tensor, key_mask: Tensor | None
+        self, written: Written, quantized: QuantizedK, v: Tensor, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """o, lse and row maxima, sequence by sequence."""
         parts = []
@@ -110,12 +110,12 @@ class Case:
             if self.lengths:
                 q, k, values = (
                     x[at].transpose(0, 1)[None].float()
-                    for x, at in ((written.q, rows), (codes.k, columns), (v, columns))
+                    for x, at in ((written.q, rows), (quantized.k, columns), (v, columns))
                 )
-                q, k = q * written.q_scale[:, rows, None], k * codes.k_scale[:, columns, None]
+                q, k = q * written.q_scale[:, rows, None], k * quantized.k_scale[:, columns, None]
             else:
-                q, k, values = written.q.float(), codes.k.float(), v.float()
-                q, k = q * written.q_scale[..., None], k * codes.k_scale[..., None]
+                q, k, values = written.q.float(), quantized.k.float(), v.float()
+                q, k = q * written.q_scale[..., None], k * quantized.k_scale[..., None]
             k, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, values))
             s = q.double() @ k.double().mT * self.softmax_scale()
             offset = length_k - length_q if self.lengths else 0
@@ -143,10 +143,10 @@ class Case:
     def check(self, seed: int = 0) -> float:
         """The error of O, having asserted it and those of lse and the row maxima."""
         q, k, v, key_mask = self.inputs(seed)
-        codes = self.codes(k, key_mask)
-        o, written = self.run(q, codes, v, key_mask)
+        quantized = self.quantized(k, key_mask)
+        o, written = self.run(q, quantized, v, key_mask)
         lse, row_max = written.lse, written.row_max
-        expected = self.expected(written, codes, v, key_mask)
+        expected = self.expected(written, quantized, v, key_mask)
         unseen = torch.isneginf(expected[1])
         assert torch.equal(torch.isneginf(lse), unseen)
         assert torch.equal(torch.isneginf(row_max), unseen)
@@ -257,10 +257,10 @@ def test_a_rising_maximum_rescales_what_was_added_up():
     q, k, v, _ = case.inputs(1)
     q[...] = q[:, :, :1]
     k += torch.linspace(8, 0, 1024, device="cuda", dtype=k.dtype)[:, None] * q[:, :1, :1]
-    codes = case.codes(k)
-    o, written = case.run(q, codes, v, None)
+    quantized = case.quantized(k)
+    o, written = case.run(q, quantized, v, None)
     lse, row_max = written.lse, written.row_max
-    expected = case.expected(written, codes, v, None)
+    expected = case.expected(written, quantized, v, None)
     assert expected[2].max() > 30
     assert (o.double() - expected[0]).norm() / expected[0].norm() < LIMITS[torch.bfloat16]
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-4)
@@ -282,11 +282,11 @@ def test_a_key_with_most_of_the_weight_is_met_last(head_dim, is_causal):
     q = (q + (along - (q * direction).sum(-1, keepdim=True)) * direction).bfloat16()
     k[:, :, :1] = 2.5 * head_dim**0.5 * direction
     k = k.bfloat16()
-    codes = case.codes(k)
-    largest = q.float().norm(dim=-1).amax() * codes.largest_norm.max() / head_dim**0.5 * LOG2_E
+    quantized = case.quantized(k)
+    largest = q.float().norm(dim=-1).amax() * quantized.largest_norm.max() / head_dim**0.5 * LOG2_E
     assert largest < 58
-    o, written = case.run(q, codes, v, None)
-    expected = case.expected(written, codes, v, None)
+    o, written = case.run(q, quantized, v, None)
+    expected = case.expected(written, quantized, v, None)
     share = torch.exp2(expected[2] - expected[1] * LOG2_E)
     assert share.max() > 0.99
     assert share.min() < 0.5
@@ -302,7 +302,7 @@ def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim, turned):
     case = Case("nan", head_dim=head_dim, tokens=500, kv_tokens=500, is_causal=True, turned=turned)
     q, k, v, _ = case.inputs(2)
     q[0, 1, 321, 5] = math.nan
-    o, written = case.run(q, case.codes(k), v, None)
+    o, written = case.run(q, case.quantized(k), v, None)
     wrong = torch.isnan(o.float()).any(-1)
     assert wrong[0, 1, 321]
     assert torch.isnan(written.lse[0, 1, 321])
@@ -313,7 +313,7 @@ def test_a_packed_neighbours_nan_stays_there():
     case = Case("packed nan", lengths=((70, 70), (90, 90)))
     q, k, v, _ = case.inputs(3)
     v[70:] = math.nan
-    o, _ = case.run(q, case.codes(k), v, None)
+    o, _ = case.run(q, case.quantized(k), v, None)
     assert torch.isfinite(o[:70].float()).all()
     assert torch.isnan(o[70:].float()).all()
 
@@ -322,21 +322,21 @@ def test_a_packed_neighbours_nan_stays_there():
 def test_repeat_runs_are_identical(head_dim):
     case = Case("repeat", head_dim=head_dim, heads=16, kv_heads=16, tokens=2048, kv_tokens=2048, is_causal=True)
     q, k, v, _ = case.inputs(4)
-    codes = case.codes(k)
-    o, first = case.run(q, codes, v, None)
+    quantized = case.quantized(k)
+    o, first = case.run(q, quantized, v, None)
     for _ in range(5):
-        again, written = case.run(q, codes, v, None)
+        again, written = case.run(q, quantized, v, None)
         assert all(map(torch.equal, (again, *written), (o, *first)))
 
 
 def test_runs_in_a_cuda_graph():
     case = Case("graph", tokens=500, kv_tokens=500)
     q, k, v, _ = case.inputs(5)
-    codes = case.codes(k)
-    expected = case.run(q, codes, v, None)[0]
+    quantized = case.quantized(k)
+    expected = case.run(q, quantized, v, None)[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = case.run(q, codes, v, None)[0]
+        o = case.run(q, quantized, v, None)[0]
     o.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -348,7 +348,7 @@ def test_codes_of_queries_are_those_of_the_pass(case):
     """Bit for bit."""
     q, k, v, key_mask = case.inputs(3)
     expected = launch_quantize(q, case.packings()[0], "token", 64, codes=True)
-    _, written = case.run(q, case.codes(k, key_mask), v, key_mask)
+    _, written = case.run(q, case.quantized(k, key_mask), v, key_mask)
     assert torch.equal(written.q, expected.codes)
     assert torch.equal(written.q_scale, expected.token_scale)
 
@@ -359,11 +359,11 @@ def test_codes_of_rotated_queries(case):
     q, k, v, key_mask = case.inputs(3)
     rows = torch.cat([rotated(q[..., : case.turned].double()), q[..., case.turned :].double()], -1)
     rows = rows.transpose(0, 1) if case.lengths else rows
-    codes, scale = quantize_tokens(rows, "token", 64)
-    _, written = case.run(q, case.codes(k, key_mask), v, key_mask)
+    quantized, scale = quantize_tokens(rows, "token", 64)
+    _, written = case.run(q, case.quantized(k, key_mask), v, key_mask)
     found = written.q.transpose(0, 1) if case.lengths else written.q
     torch.testing.assert_close(written.q_scale.double(), scale[..., 0], rtol=1e-5, atol=0)
-    difference = (found.double() - codes).abs()
+    difference = (found.double() - quantized).abs()
     assert difference.max() <= 1
     assert difference.mean() <= 1e-3
     assert not found[..., case.turned :].any()

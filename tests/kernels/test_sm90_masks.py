@@ -73,7 +73,7 @@ def test_lists_that_programs_share(name, head_dim, value_dim, least, monkeypatch
     call = dataclasses.replace(SHARED[name], **shape)
     inputs = call.inputs()
     lists = prepare("backward", call.call(*inputs[:2])).lists
-    assert (lists.shares[:, 5] > 1).any()
+    assert (lists.work_splits[:, 5] > 1).any()
     shared = [call.run("hopper", inputs) for _ in range(4)]  # which add in other orders
     alone = dataclasses.replace(call, deterministic=True).run("hopper", inputs)
     for gradient in ("dk", "dv"):

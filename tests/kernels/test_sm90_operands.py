@@ -26,7 +26,7 @@ from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 128, 64
-TILE = widths.BackwardTile(BLOCK, 2, by_channel=True, in_halves=True, in_turn=False)
+TILE = widths.BackwardTile(BLOCK, 2, dq_swap_ab=True, half_n=True, persistent=False)
 LOG2_E = 1.4426950408889634
 
 
@@ -190,7 +190,7 @@ def test_parts_of_delta_add_up_to_it(operands):
 
 
 def test_delta_as_a_plane(operands):
-    values = operands.run(TILE._replace(in_two=True))
+    values = operands.run(TILE._replace(split_dkdv=True))
     assert values.delta_parts is None
     planes = values.planes.cpu().double().view(BATCH, HEADS_K * GROUP, -1, 3, BLOCK)
     assert torch.equal(
@@ -247,7 +247,7 @@ def test_finished_dq(operands, lengths, tile):
     largest = 448 * 2.0 ** torch.arange(queries.batch * HEADS_K, device=DEVICE)
     shape = (total, heads, HEAD_DIM) if lengths else (BATCH, heads, TOKENS, HEAD_DIM)
     dq = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.in_rows else summed
+    given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.dq_in_rows else summed
     bwd_postprocess.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
     unit = 0.3 / bwd_postprocess.dq_sum_scale(call) * RESTORED
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)

@@ -32,11 +32,13 @@ def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: 
 
 def of_keys(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, by_turns: bool,
+    group: int, heads: int, interleave_heads: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `sagebwd.masks.sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
     limits = work_splits.MOST, work_splits.LEAST
-    return program().run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, by_turns, limits)
+    return program().run(
+        _key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads, limits
+    )
 
 
 def lists_of(
@@ -75,7 +77,7 @@ def _query_lists(
 
 def _key_lists(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, by_turns: bool, limits: tuple[int, int],
+    group: int, heads: int, interleave_heads: bool, limits: tuple[int, int],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     batch, of_blocks, (rows, columns) = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
     of_lists = -(-of_blocks // group)  # of one head of blocks one list is all heads'
@@ -99,16 +101,25 @@ def _key_lists(
         length,
         **options,
     )
-    return lists, _shares(lists, heads, by_turns, *limits) if heads else None
+    return lists, _work_splits(lists, heads, interleave_heads, *limits) if heads else None
 
 
-def _shares(lists: Tensor, heads: int, by_turns: bool, most: int, least: int) -> Tensor:
+def _work_splits(lists: Tensor, heads: int, interleave_heads: bool, most: int, least: int) -> Tensor:
     (batch, _, columns, _), device = lists.shape, lists.device
     count = batch * heads * columns
     programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
     given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
-    program().launch(_places_kernel, (1,), *given, BY_TURNS=by_turns, MOST=most, LEAST=least, LISTS=LISTS, num_warps=8)
+    program().launch(
+        _places_kernel,
+        (1,),
+        *given,
+        INTERLEAVE_HEADS=interleave_heads,
+        MOST=most,
+        LEAST=least,
+        LISTS=LISTS,
+        num_warps=8,
+    )
     program().launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
     return programs
 
@@ -169,8 +180,8 @@ def _place_of(order, number, in_part, whole, part_before, whole_before):
     part_at = part_before + tl.cumsum(is_part, 0) - is_part
     whole_at = whole_before + tl.cumsum(is_whole, 0) - is_whole
     rest_at = in_part + whole + number - part_at - whole_at
-    place = tl.where(order == 1, part_at, tl.where(order == 2, in_part + whole_at, rest_at))
-    return place, part_before + tl.sum(is_part, 0), whole_before + tl.sum(is_whole, 0)
+    position = tl.where(order == 1, part_at, tl.where(order == 2, in_part + whole_at, rest_at))
+    return position, part_before + tl.sum(is_part, 0), whole_before + tl.sum(is_whole, 0)
 
 
 @triton.jit
@@ -217,13 +228,13 @@ def _lists_kernel(
         )  # fmt: skip
         # 1 for what comes first in the list, 2 for what comes next
         turn = tl.where(order == 0, 0, tl.where((order == 2) & (column != apart), 1, 2))
-        place, whole_before, part_before = _place_of(turn, others, whole, in_part, whole_before, part_before)
-        tl.store(at + 2 + place, others, mask=others < count)
+        position, whole_before, part_before = _place_of(turn, others, whole, in_part, whole_before, part_before)
+        tl.store(at + 2 + position, others, mask=others < count)
         if tiles is not None:
             at_tile = batch * tile_batch + head * tile_head
             at_tile += row * TILE_Q // STORED * tile_row + column * TILE_K // STORED * tile_column
             tile = tl.load(tiles + at_tile, mask=others < count, other=0)
-            tl.store(at + 2 + count + place, tile, mask=others < count)
+            tl.store(at + 2 + count + position, tile, mask=others < count)
 
 
 @triton.jit
@@ -266,8 +277,8 @@ def _query_lists_kernel(
             blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, columns,
             TILE_Q, TILE_K,
         )  # fmt: skip
-        place, part_before, whole_before = _place_of(order, columns, in_part, whole, part_before, whole_before)
-        tl.store(at + 2 + place, columns, mask=columns < count)
+        position, part_before, whole_before = _place_of(order, columns, in_part, whole, part_before, whole_before)
+        tl.store(at + 2 + position, columns, mask=columns < count)
 
 
 @triton.jit
@@ -330,8 +341,8 @@ def _key_lists_kernel(
         code = tl.load(codes + at_code, mask=entry < count, other=0)
         at_tile = first_tile + (of_group * step).to(tl.int64) * tile_head + row * TILE_Q // STORED * tile_row
         tile = tl.load(tiles + at_tile, mask=entry < count, other=0)
-        place, part_before, whole_before = _place_of(code & 3, entry, in_part, whole, part_before, whole_before)
-        at_entry = at + (1 + place) * ENTRY
+        position, part_before, whole_before = _place_of(code & 3, entry, in_part, whole, part_before, whole_before)
+        at_entry = at + (1 + position) * ENTRY
         tl.store(at_entry, (of_group << HEAD_BIT) + row, mask=entry < count)
         tl.store(at_entry + 1, tile, mask=entry < count)
         tl.store(at_entry + 2, code >> 2, mask=entry < count)
@@ -352,8 +363,8 @@ def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, head
 
 @triton.jit
 def _places_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, BY_TURNS: tl.constexpr,
-    MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
+    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs,
+    INTERLEAVE_HEADS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     """One program: of each list its first program, how many these are, and its number; programs beyond the last."""
     count, along = all_heads * columns, tl.arange(0, LISTS)
@@ -362,17 +373,19 @@ def _places_kernel(
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
         total += tl.sum(length, 0)
     longest = tl.maximum(total // MOST + 1, LEAST)
-    cut_in_all, splits_in_all = 0, 0
+    cut_in_all, splits_total = 0, 0
     for first in range(0, count, LISTS):
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
         is_cut = (length > longest).to(tl.int32)
         cut_in_all += tl.sum(is_cut, 0)
-        splits_in_all += tl.sum(is_cut * tl.cdiv(length, longest), 0)
+        splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0)
     cut_before, splits_before = 0, 0
     for first in range(0, count, LISTS):
         turn = first + along
         # past the last list, where heads take turns, are no other's
-        number = tl.where(turn < count, turn % all_heads * columns + turn // all_heads, count) if BY_TURNS else turn
+        number = (
+            tl.where(turn < count, turn % all_heads * columns + turn // all_heads, count) if INTERLEAVE_HEADS else turn
+        )
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns)
         is_cut = (length > longest).to(tl.int32)
         of_list = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
@@ -380,12 +393,12 @@ def _places_kernel(
         begun = splits_before + tl.cumsum(is_cut * of_list, 0) - is_cut * of_list
         uncut = turn - cut
         at = places + number * 3
-        tl.store(at, tl.where(is_cut == 1, begun, splits_in_all + uncut), mask=turn < count)
+        tl.store(at, tl.where(is_cut == 1, begun, splits_total + uncut), mask=turn < count)
         tl.store(at + 1, of_list, mask=turn < count)
         tl.store(at + 2, tl.where(is_cut == 1, cut, cut_in_all + uncut), mask=turn < count)
         cut_before += tl.sum(is_cut, 0)
         splits_before += tl.sum(is_cut * of_list, 0)
-    used = splits_in_all + count - cut_in_all
+    used = splits_total + count - cut_in_all
     field = tl.arange(0, FIELDS)[None, :]
     for first in range(used, count + MOST, LISTS // FIELDS):
         row = (first + tl.arange(0, LISTS // FIELDS))[:, None]
@@ -398,20 +411,20 @@ def _shares_kernel(
     lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, CHUNK: tl.constexpr
 ):
     number = tl.program_id(0)
-    begun, shares = tl.load(places + number * 3), tl.load(places + number * 3 + 1)
-    place = tl.load(places + number * 3 + 2)
+    begun, splits = tl.load(places + number * 3), tl.load(places + number * 3 + 1)
+    position = tl.load(places + number * 3 + 2)
     at, in_part, length = _counts_of(
         lists, stride_batch, stride_head, stride_row, number, all_heads * columns, heads, columns
     )
-    for first in range(0, shares, CHUNK):
-        share = first + tl.arange(0, CHUNK)
-        begin, end = share * length // shares, (share + 1) * length // shares
-        to, there = programs + (begun + share) * FIELDS, share < shares
-        tl.store(to, number // columns + tl.zeros_like(share), mask=there)
-        tl.store(to + 1, number % columns + tl.zeros_like(share), mask=there)
+    for first in range(0, splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        begin, end = split * length // splits, (split + 1) * length // splits
+        to, there = programs + (begun + split) * FIELDS, split < splits
+        tl.store(to, number // columns + tl.zeros_like(split), mask=there)
+        tl.store(to + 1, number % columns + tl.zeros_like(split), mask=there)
         tl.store(to + 2, at + begin * ENTRY, mask=there)
         tl.store(to + 3, tl.minimum(tl.maximum(in_part - begin, 0), end - begin), mask=there)
         tl.store(to + 4, end - begin, mask=there)
-        tl.store(to + 5, shares + tl.zeros_like(share), mask=there)
-        tl.store(to + 6, place + tl.zeros_like(share), mask=there)
-        tl.store(to + 7, tl.zeros_like(share), mask=there)
+        tl.store(to + 5, splits + tl.zeros_like(split), mask=there)
+        tl.store(to + 6, position + tl.zeros_like(split), mask=there)
+        tl.store(to + 7, tl.zeros_like(split), mask=there)

@@ -17,7 +17,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
 from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.work_splits import shares_of
+from sagebwd.masks.work_splits import work_splits_of
 
 # Where a listed block of queries has its head, of those that share a key head.
 HEAD_BIT = 20
@@ -25,7 +25,7 @@ HEAD_BIT = 20
 LENGTHS = 16
 
 
-class Walk(NamedTuple):
+class BlockLists(NamedTuple):
     """A mask as a kernel reads it.
 
     lists: (B or 1, H or 1, programs, ...) int32, a list each: how many blocks are seen in part, how many whole, and
@@ -35,21 +35,21 @@ class Walk(NamedTuple):
     program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
-    shares: `sagebwd.masks.work_splits.shares_of`, of the backward where its lists may be cut.
+    work_splits: `sagebwd.masks.work_splits.work_splits_of`, of the backward where its lists may be cut.
     """
 
     lists: Tensor
     words: Tensor
     tiles: Tensor
     bias: Tensor | None = None
-    shares: Tensor | None = None
+    work_splits: Tensor | None = None
 
 
-def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Walk:
+def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> BlockLists:
     """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.masks.lists.order_of`."""
     settings = tokens, band, tile
     lists = mask.made(("queries", len(key_mask), *settings), lambda: query_lists(mask.blocks, key_mask, *settings))
-    return Walk(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
+    return BlockLists(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
 
 
 def query_lists(
@@ -69,27 +69,27 @@ def query_lists(
 
 def of_keys(
     mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], group: int,
-    heads: int = 0, by_turns: bool = False,
-) -> Walk:  # fmt: skip
+    heads: int = 0, interleave_heads: bool = False,
+) -> BlockLists:  # fmt: skip
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
-    programs then come ``by_turns`` or not (`sagebwd.masks.work_splits.shares_of`)."""
+    programs then come ``interleave_heads`` or not (`sagebwd.masks.work_splits.work_splits_of`)."""
     words, tiles = _bits(mask, tokens, True)
-    settings = tokens, band, tile, group, heads, by_turns
-    lists, shares = mask.made(
+    settings = tokens, band, tile, group, heads, interleave_heads
+    lists, work_splits = mask.made(
         ("keys", len(key_mask), *settings), lambda: key_lists(mask.blocks, tiles, key_mask, *settings)
     )
-    return Walk(lists, words, tiles, _bias(mask, tokens[1]), shares)
+    return BlockLists(lists, words, tiles, _bias(mask, tokens[1]), work_splits)
 
 
 def key_lists(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int = 0, by_turns: bool = False,
+    group: int, heads: int = 0, interleave_heads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The lists of `of_keys`, and their shares if they have heads; blocks, of the mask; tiles, of the words."""
+    """The lists of `of_keys`, and their work splits if heads is not 0; blocks, of the mask; tiles, of the words."""
     if blocks.is_cuda:
         from sagebwd.masks import list_kernels
 
-        return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, by_turns)
+        return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads)
     order = order_of(blocks, key_mask, tokens, tile, band)
     q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
     seen = (order > 0).int()
@@ -104,7 +104,7 @@ def key_lists(
     found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
     lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
     lists = F.pad(lists, (0, -lists.shape[-1] % LENGTHS))
-    return lists, shares_of(lists, len(key_mask), heads, by_turns) if heads else None
+    return lists, work_splits_of(lists, len(key_mask), heads, interleave_heads) if heads else None
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,11 @@ LEAST = 32
 FIELDS, ENTRY = 8, 4
 
 
-def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
+def work_splits_of(lists: Tensor, batch: int, heads: int, interleave_heads: bool) -> Tensor:
     """What programs take of lists of ``batch * heads`` key heads.
 
-    Args: lists as of `sagebwd.masks.sm90_block_lists.of_keys`; by_turns, whether key heads take programs by turns.
+    Args: lists as of `sagebwd.masks.sm90_block_lists.of_keys`; interleave_heads, whether key heads
+        take programs in turn.
 
     Returns: (batch * heads * blocks of keys + `MOST`, FIELDS) int32: the key head counted over the batch, the block of
     keys, where the share begins in the lists as if it were a list, of how many blocks seen in part and of how many at
@@ -33,22 +34,22 @@ def shares_of(lists: Tensor, batch: int, heads: int, by_turns: bool) -> Tensor:
     counts = lists.flatten(0, 2)[of_list, :2].long()
     in_part, length = counts[:, 0], counts.sum(-1)
     longest = (length.sum() // MOST + 1).clamp(min=LEAST)
-    shares = ((length + longest - 1) // longest).clamp(min=1)
+    splits = ((length + longest - 1) // longest).clamp(min=1)
 
     number = torch.arange(len(length), device=lists.device)
-    if by_turns:
+    if interleave_heads:
         number = number.view(-1, blocks_k).mT.flatten()
-    number = number[torch.argsort((shares[number] == 1).int(), stable=True)]
-    ends = shares[number].cumsum(0)
+    number = number[torch.argsort((splits[number] == 1).int(), stable=True)]
+    ends = splits[number].cumsum(0)
     program = torch.arange(len(length) + MOST, device=lists.device)
-    place = torch.searchsorted(ends, program, right=True)
-    there = place < len(number)
-    place = place.clamp(max=len(number) - 1)
-    number = number[place]
-    share, shares, length = program - ends[place] + shares[number], shares[number], length[number]
-    begin, end = share * length // shares, (share + 1) * length // shares
+    position = torch.searchsorted(ends, program, right=True)
+    there = position < len(number)
+    position = position.clamp(max=len(number) - 1)
+    number = number[position]
+    split, splits, length = program - ends[position] + splits[number], splits[number], length[number]
+    begin, end = split * length // splits, (split + 1) * length // splits
     in_part = torch.minimum((in_part[number] - begin).clamp(min=0), end - begin)
     at = of_list[number] * row + begin * ENTRY
     block = torch.where(there, number % blocks_k, blocks_k)
-    fields = number // blocks_k, block, at, in_part, end - begin, shares, place, torch.zeros_like(at)
+    fields = number // blocks_k, block, at, in_part, end - begin, splits, position, torch.zeros_like(at)
     return torch.stack(fields, -1).int()

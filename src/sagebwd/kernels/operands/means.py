@@ -28,8 +28,8 @@ KEPT, KEPT_AT, KEPT_OF, KEPT_FROM = map(tl.constexpr, (SAMPLE, SAMPLE_AT, SAMPLE
 def sampled(length, at):
     """Which tokens of a sequence a sampled mean is of (`sagebwd.recipe.Recipe.k_mean`), and how many they are."""
     count = length // KEPT_OF * KEPT + tl.minimum(tl.maximum(length % KEPT_OF - KEPT_AT, 0), KEPT)
-    place = at % KEPT_OF - KEPT_AT
-    taken = (length < KEPT_FROM) | ((place >= 0) & (place < KEPT))
+    offset = at % KEPT_OF - KEPT_AT
+    taken = (length < KEPT_FROM) | ((offset >= 0) & (offset < KEPT))
     return taken, tl.where(length < KEPT_FROM, length, count)
 
 

@@ -35,8 +35,8 @@ def grad_out_kernel(
     transposed,
     block_scale,
     rows,
-    codes,
-    codes_transposed,
+    q_codes,
+    q_t,
     heads,
     tokens,
     total,
@@ -63,11 +63,11 @@ def grad_out_kernel(
     if first >= length:
         return
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
-    if codes is not None:  # noqa: SIM102, settled at compile time
+    if q_codes is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(1) == 1:
-            at = row_of(codes, batch, head, start + first)
-            transpose(
-                at, pitch_of(codes), codes_transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D
+            at = row_of(q_codes, batch, head, start + first)
+            transpose(  # Q^T of the saved INT8 Q
+                at, pitch_of(q_codes), q_t, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D
             )
             return
     local = tl.arange(0, BLOCK)
@@ -80,9 +80,9 @@ def grad_out_kernel(
     out = load_rows(o_at, local, columns, pitch_of(o), length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
-    row_delta = tl.sum(tile * out, 1)
+    row_delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)
     if dlse is not None:
-        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)  # delta -= dlse
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
     # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
@@ -124,9 +124,9 @@ def launch_preprocess_do(
     transposed = None
     if recipe.dv == INT8:
         transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    q_transposed = None
+    q_t = None
     if q_int8 is not None:
-        q_transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+        q_t = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
     launch_pass(
         grad_out_kernel,
         queries,
@@ -142,8 +142,8 @@ def launch_preprocess_do(
         scale,
         row_values,
         None if q_int8 is None else Strided.of(q_int8, queries),
-        q_transposed,
+        q_t,
         planes=1 if q_int8 is None else 2,
         GROUP=recipe.do_scale,
     )
-    return row_values, scale, transposed, q_transposed
+    return row_values, scale, transposed, q_t

@@ -171,7 +171,7 @@ def quantize_kernel(
 
 @dataclass
 class Quantized:
-    """What one quantisation pass wrote; see `quantize_kernel`."""
+    """Outputs of one quantisation pass; see `quantize_kernel`."""
 
     codes: Tensor | None = None
     token_scale: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What kernels of both families share: where a sequence lies, which blocks it meets, and how INT8 is packed.
+"""Arithmetic of both kernel families: sequences, block ranges, rounding to INT8 and 16 bit, tile layouts.
 
 Two layouts of the same tokens appear below. Rows: (..., tokens, head_dim) with any strides, as the caller gave them.
 Transposed: (heads, head_dim, blocks * BLOCK) INT8, tokens contiguous and each sequence padded to whole blocks, since
@@ -73,7 +73,7 @@ def block_range(
     HAS_UPPER: tl.constexpr,
     ALL_MASKED: tl.constexpr,
 ):
-    """Which blocks b of the other axis a block [first, first + BLOCK_A) of this axis a meets.
+    """Range of blocks b of the other axis that a block [first, first + BLOCK_A) of this axis a sees.
 
     a meets b where lower <= b - a <= upper and 0 <= b < tokens. Returns block numbers (begin, full_begin, full_end,
     end): [full_begin, full_end) need no mask, the rest of [begin, end) does.
@@ -234,8 +234,8 @@ def largest_of_tile(p, ds):
 
 
 @triton.jit
-def codes_of(x, amax, PER_ROW: tl.constexpr):
-    """psi's codes of a score tile."""
+def quantize_tile(x, amax, PER_ROW: tl.constexpr):
+    """Quantize a score tile to INT8 by psi."""
     inverse = tl.where(amax < TINY, 0.0, 127.0 / amax)
     if PER_ROW:
         return to_int8(x * inverse[:, None])

@@ -1,4 +1,4 @@
-"""dK and dV, by key block: each program meets every query block that sees its keys, and recomputes P.
+"""dK and dV, by key block: each program visits every query block that sees its keys, and recomputes P.
 
 It works on S^T, so that P^T and dS^T leave one product in the registers in which the next one takes them. dS carries
 Q's scale per token, on which dK reduces, before it is quantised.
@@ -20,7 +20,6 @@ from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of,
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
     abs_max,
-    codes_of,
     dot_16bit,
     largest,
     largest_bits,
@@ -28,16 +27,17 @@ from sagebwd.kernels.operands.tile import (
     load_rows,
     load_transposed,
     padded_block,
+    quantize_tile,
     sequence,
     to_16bit,
 )
 from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
-    blocks_met,
-    in_part,
+    block_range_of,
     list_of,
     load_elements,
+    mask_all_where,
     shows,
     steps_of,
     within,
@@ -46,12 +46,12 @@ from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
-    added,
+    accumulate,
+    int8_product,
     load_row_values,
-    product_of,
+    recompute_p,
     score_gradients,
     scores_of,
-    weights_of,
 )
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
@@ -59,7 +59,7 @@ from sagebwd.recipe import INT8
 
 
 class Groups(NamedTuple):
-    """What has a scale of its own, and how many channels the rotation has whose codes q_t has, or 0."""
+    """Scale groups of Q, dO, P and dS, and the channels of the rotation that q_t is under, or 0."""
 
     Q_TOKEN: tl.constexpr
     DO_CHANNEL: tl.constexpr
@@ -79,8 +79,8 @@ class Groups(NamedTuple):
 
 
 @triton.jit
-def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
-    """psi's codes of dS, which first takes Q's scale of each query, and their scale, which takes that of a block.
+def quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
+    """INT8 dS by psi, after Q's per-query scale, and its scale, which includes Q's per-block scale.
 
     Each is None where Q has the other. ds_max: the largest |dS| of the tile, None where it is not known; p_max: of P.
     """
@@ -88,7 +88,7 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
         ds = ds * row_scale[None, :]
     if ds_max is None:
         ds_max = largest(ds, groups.DS_PER_KEY)
-    codes = codes_of(ds, ds_max, groups.DS_PER_KEY)
+    codes = quantize_tile(ds, ds_max, groups.DS_PER_KEY)
     # a NaN in any query's lse or delta shows in P, and must in dK
     poison = (abs_max(p_max, 0) if groups.P_PER_KEY and not groups.DS_PER_KEY else p_max) * 0
     scale = ds_max * (1 / 127.0) + poison
@@ -98,8 +98,8 @@ def codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
 
 
 @triton.jit
-def mean_share(ds, mu, smooth_q, tile, columns, head_dim, TURNED: tl.constexpr):
-    """What dK has of the mean of a block of queries, times R where its codes are."""
+def q_mean_term(ds, mu, smooth_q, tile, columns, head_dim, TURNED: tl.constexpr):
+    """dK's term of a query block's mean, rowsum(dS^T) mu, rotated where dK's INT8 operand is."""
     if TURNED:
         mu = channels(smooth_q.turned_mean, tile, columns, head_dim)
     return tl.sum(ds, 1)[:, None] * mu[None, :]
@@ -148,7 +148,7 @@ def dkdv_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of keys of one key head, summed over the query heads that share it. PAD_Q and TILE_K are the recipe's.
+    """dK and dV of one key block of one key head, summed over its query heads. PAD_Q and TILE_K are the recipe's.
 
     q, k, v, do, dk, q_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows. q_t, do_t:
     transposed codes, where dK and dV are INT8, else None. q_rows: the 16-bit operand of dK otherwise. q_tma, do_tma:
@@ -199,8 +199,8 @@ def dkdv_kernel(
         shift = channels(smooth_q.k_mean, batch_head.to(tl.int64), columns, head_dim)
 
     towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
-    walk = blocks_met(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
-    walk = in_part(walk, left_k < BLOCK_K)  # a tile that holds keys past the end masks them in every block
+    m_range = block_range_of(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
+    m_range = mask_all_where(m_range, left_k < BLOCK_K)  # keys past the end are masked in every block
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
@@ -219,9 +219,9 @@ def dkdv_kernel(
             elements = head_of(mask, batch, head)
             lists = list_of(mask, batch, head, first_k)
         for masked in tl.static_range(2):
-            count, listed = steps_of(walk, lists, masked)
+            count, listed = steps_of(m_range, lists, masked)
             for i in tl.range(0, count):
-                block = block_of(i, walk, mask, listed, masked)
+                block = block_of(i, m_range, mask, listed, masked)
                 tile = tile_0 + block // STEPS
                 first_q = block * BLOCK_Q
                 left = length_q - first_q
@@ -238,7 +238,7 @@ def dkdv_kernel(
                 if tile_maxima is not None:
                     p_max = tl.load(maxima + block // STEPS * 2)
                     ds_max = tl.load(maxima + block // STEPS * 2 + 1)
-                s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)
+                s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)  # S^T = K Q^T
                 if smooth_q is not None:
                     mu = channels(smooth_q.q_mean, tile, columns, head_dim)
                     s += score_bias(
@@ -250,7 +250,7 @@ def dkdv_kernel(
                     )
                     if mask.BIAS:
                         s += element.to(tl.float32) * LOG2_E
-                p = weights_of(s, row_lse[None, :], mask)
+                p = recompute_p(s, row_lse[None, :], mask)  # P^T = exp2(S^T - lse)
                 if masked:
                     keep = within((first_k + keys)[:, None] - (first_q + queries)[None, :], bounds)
                     if mask is not None:
@@ -263,40 +263,40 @@ def dkdv_kernel(
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 # adding up from -delta keeps one vector less in registers; slower where they are not short
-                ds = score_gradients(p, v_tile, do_tile, row_delta[None, :], BLOCK_D > 64)
+                ds = score_gradients(p, v_tile, do_tile, row_delta[None, :], BLOCK_D > 64)  # P^T * (dP^T - delta)
                 if masked and VARLEN:
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
                 if smooth_q is not None:
-                    acc_k += mean_share(ds, mu, smooth_q, tile, columns, head_dim, groups.TURNED)
+                    acc_k += q_mean_term(ds, mu, smooth_q, tile, columns, head_dim, groups.TURNED)
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
                     p_max = largest_bits(p, groups.P_PER_KEY)
                 if do_t is not None:
-                    p_codes = codes_of(p, p_max, groups.P_PER_KEY)
+                    p_int8 = quantize_tile(p, p_max, groups.P_PER_KEY)
                     p_scale = p_max * (1 / 127.0)
                 if q_t is not None:
-                    ds_codes, ds_scale = codes_of_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
+                    ds_int8, ds_scale = quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
                 if do_t is not None:
                     operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    part = product_of(p_codes, operand)
+                    part = int8_product(p_int8, operand)  # P^T dO
                     if groups.DO_CHANNEL:
                         part = part * channels(do_scale, tile, columns, head_dim)[None, :]
                     else:
                         p_scale = p_scale * tl.load(do_scale + tile)
-                    acc_v = added(acc_v, part, p_scale, groups.P_PER_KEY)
+                    acc_v = accumulate(acc_v, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
                 else:
                     if masked and VARLEN and TMA:
                         do_tile = tl.where((queries < left)[:, None], do_tile, 0.0)
-                    acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)
+                    acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)  # dV += P^T dO
                 if q_t is not None:
                     operand = load_transposed(q_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    acc_k = added(acc_k, product_of(ds_codes, operand), ds_scale, groups.DS_PER_KEY)
+                    acc_k = accumulate(acc_k, int8_product(ds_int8, operand), ds_scale, groups.DS_PER_KEY)  # += dS^T Q
                 else:
                     rows_at = row_of(q_rows, batch, head, start_q + first_q)
                     operand = load_rows(rows_at, queries, columns, pitch_of(q_rows), left, head_dim, not masked, EVEN)
-                    acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)
+                    acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)  # dK += dS^T Q
 
     out = tile_of(dk, batch, head_k, start_k + first_k, keys, columns)
     written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)

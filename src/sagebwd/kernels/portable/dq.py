@@ -1,4 +1,4 @@
-"""dQ, by query block: each program meets every key block that its queries see, and recomputes P.
+"""dQ, by query block: each program visits every key block that its queries see, and recomputes P.
 
 Recomputing S and dP costs two products more than adding dQ up with atomics beside dK and dV, and saves the transpose
 of dS through shared memory, the atomics and their FP32 buffer; it was faster (docs/log), and is repeatable.
@@ -17,7 +17,6 @@ from sagebwd.kernels.operands.rotation import store_turned
 from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.operands.tile import (
     LOG2_E,
-    codes_of,
     dot_16bit,
     largest,
     largest_of_tile,
@@ -25,30 +24,31 @@ from sagebwd.kernels.operands.tile import (
     load_rows,
     load_transposed,
     padded_block,
+    quantize_tile,
     to_16bit,
 )
 from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
-    blocks_met,
+    block_range_of,
     heads_of,
-    kept,
     list_of,
     load_elements,
-    place_of,
     shows,
     steps_of,
+    visible_pairs,
+    work_tile_of,
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
-    added,
+    accumulate,
+    int8_product,
     load_row_values_of,
-    product_of,
+    recompute_p,
     score_gradients,
     scores_of,
-    weights_of,
 )
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
@@ -99,7 +99,7 @@ def dq_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of queries of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
+    """dQ of one query block of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S. k_t: transposed codes where dQ is INT8, else None, and
     k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v, and then k_t is one, or None. tile_maxima (heads,
@@ -114,12 +114,12 @@ def dq_kernel(
     batch_head = tl.program_id(0) // grid
     # the last queries see the most keys: start them first
     block_q = grid - 1 - tl.program_id(0) % grid
-    place = place_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
-    start_q, length_q, start_k, length_k = place.start_q, place.length_q, place.start_k, place.length_k
+    work_tile = work_tile_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
+    start_q, length_q, start_k, length_k = work_tile.start_q, work_tile.length_q, work_tile.start_k, work_tile.length_k
     first_q = block_q * BLOCK_Q
     if first_q >= length_q:
         return
-    z_q, z_k, owner = heads_of(place, batch_head, heads, group, VARLEN)
+    z_q, z_k, owner = heads_of(work_tile, batch_head, heads, group, VARLEN)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
@@ -129,50 +129,50 @@ def dq_kernel(
     columns = tl.arange(0, BLOCK_D)
     left_q = length_q - first_q
     inside = queries < left_q
-    q_at = row_of(q, place.batch, place.head, start_q + first_q)
-    do_at = row_of(do, place.batch, place.head, start_q + first_q)
+    q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
+    do_at = row_of(do, work_tile.batch, work_tile.head, start_q + first_q)
     q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
     do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
-    sequence_q = padded_block(start_q, place.batch, PAD_Q, VARLEN)
+    sequence_q = padded_block(start_q, work_tile.batch, PAD_Q, VARLEN)
     padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
     row_lse, row_delta, row_scale = load_row_values_of(row_values, padded_q + queries, inside)
     scale_2 = scale * LOG2_E
     row_scale *= scale_2
-    k_at = rows_of(k, place.batch, place.head_k, start_k)
-    v_at = rows_of(v, place.batch, place.head_k, start_k)
-    padded_k = padded_block(start_k, place.batch, BLOCK_K, VARLEN)
+    k_at = rows_of(k, work_tile.batch, work_tile.head_k, start_k)
+    v_at = rows_of(v, work_tile.batch, work_tile.head_k, start_k)
+    padded_k = padded_block(start_k, work_tile.batch, BLOCK_K, VARLEN)
     if INT8_S or INT8_DQ:
         k_scale += z_k * total_k + start_k
     if not INT8_DQ:
-        rows_at = row_of(k_rows, place.batch, place.head_k, start_k)
+        rows_at = row_of(k_rows, work_tile.batch, work_tile.head_k, start_k)
     if smooth_q is not None:
         mu = channels(smooth_q.q_mean, z_q * blocks_q + sequence_q + block_q, columns, head_dim)
-        exact = row_of(smooth_q, place.batch, place.head_k, start_k)
+        exact = row_of(smooth_q, work_tile.batch, work_tile.head_k, start_k)
         shift = channels(smooth_q.k_mean, owner.to(tl.int64), columns, head_dim)
     if key_mask is not None:
-        key_mask += place.batch.to(tl.int64) * tokens_k
+        key_mask += work_tile.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
     if mask is not None:
-        elements = head_of(mask, place.batch, place.head)
-        lists = list_of(mask, place.batch, place.head, first_q)
+        elements = head_of(mask, work_tile.batch, work_tile.head)
+        lists = list_of(mask, work_tile.batch, work_tile.head, first_q)
     if tile_maxima is not None:
         # by key block first: the kernel that reads them walks along the queries
         tile_maxima += (z_q * tiles_k * blocks_q + sequence_q + block_q) * 2
 
-    walk = blocks_met(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
+    n_range = block_range_of(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0 if DS_PER_QUERY else tl.sum(row_delta * 0, 0)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for masked in tl.static_range(2):
-        count, listed = steps_of(walk, lists, masked)
+        count, listed = steps_of(n_range, lists, masked)
         for i in tl.range(0, count):
-            block = block_of(i, walk, mask, listed, masked)
+            block = block_of(i, n_range, mask, listed, masked)
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
             k_tile = load_block(
-                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(k), head_dim, not masked,
-                BLOCK_K, BLOCK_D, VARLEN,
+                k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
+                not masked, BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
             key_scale, block_scale = None, None
             if INT8_S or INT8_DQ:
@@ -182,7 +182,7 @@ def dq_kernel(
                     key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
                 else:
                     key_scale = tl.load(k_scale + first_k + keys)
-            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)
+            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # S = Q K^T
             if smooth_q is not None:
                 at = exact + first_64 * smooth_q.token
                 s += score_bias(at, smooth_q.token, mu, shift, keys, columns, left, scale_2, head_dim, BLOCK_D)[
@@ -194,15 +194,15 @@ def dq_kernel(
                 )
                 if mask.BIAS:
                     s += element.to(tl.float32) * LOG2_E
-            p = weights_of(s, row_lse[:, None], mask)
+            p = recompute_p(s, row_lse[:, None], mask)  # P = exp2(S - lse)
             if masked:
-                keep = kept(first_q, queries, first_k, keys, left, bounds, None, key_mask)
+                keep = visible_pairs(first_q, queries, first_k, keys, left, bounds, None, key_mask)
                 if mask is not None:
                     keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)
             v_tile = load_block(
-                v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(v), head_dim, not masked,
-                BLOCK_K, BLOCK_D, VARLEN,
+                v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
+                not masked, BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
             ds = score_gradients(p, do_tile, v_tile, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64)
@@ -218,21 +218,21 @@ def dq_kernel(
                     tl.store(at + 1, ds_max)
                 else:
                     ds_max = largest(ds, DS_PER_QUERY)
-                ds_codes = codes_of(ds, ds_max, DS_PER_QUERY)
+                ds_int8 = quantize_tile(ds, ds_max, DS_PER_QUERY)
                 ds_scale = ds_max * (1 / 127.0) + poison
                 if not K_TOKEN:
                     ds_scale = ds_scale * block_scale
                 TMA: tl.constexpr = k_tma is not None
                 operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
-                acc = added(acc, product_of(ds_codes, operand), ds_scale, DS_PER_QUERY)
+                acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # dQ += dS K
             else:
                 operand = load_rows(
                     rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
                     not masked, EVEN,
                 )  # fmt: skip
-                acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)
+                acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dQ += dS K
 
-    out = row_of(dq, place.batch, place.head, start_q + first_q)
+    out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
     if TURNED:
         store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)
     else:

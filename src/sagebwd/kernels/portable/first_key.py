@@ -74,7 +74,7 @@ def value_of(first_key, owner, there, columns, head_dim):
 
 
 @triton.jit
-def first_element(first_key, place, queries, inside):
+def first_element(first_key, work_tile, queries, inside):
     """A mask's elements of some queries and it."""
-    offset = place.batch.to(tl.int64) * first_key.mask_batch + place.head.to(tl.int64) * first_key.mask_head
+    offset = work_tile.batch.to(tl.int64) * first_key.mask_batch + work_tile.head.to(tl.int64) * first_key.mask_head
     return tl.load(first_key.mask + offset + queries, mask=inside, other=0)

@@ -1,6 +1,6 @@
-"""Forward: online softmax over key blocks, P quantised against its own block's row maximum.
+"""Forward: online softmax over key blocks, P quantised relative to its own block's row maximum.
 
-Where the recipe keeps the first key apart, a row begins with it, in FP32, and the loop masks it.
+If the recipe keeps the first key apart, a row's state begins with it, in FP32, and the loop masks it.
 
 A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
 hand scores out (`tile.interleave`).
@@ -34,15 +34,15 @@ from sagebwd.kernels.operands.tile import (
 from sagebwd.kernels.portable.blocks import (
     Bounds,
     block_of,
-    blocks_met,
+    block_range_of,
     heads_of,
-    kept,
     list_of,
     load_elements,
-    place_of,
     shows,
     steps_of,
+    visible_pairs,
     within,
+    work_tile_of,
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
@@ -54,7 +54,7 @@ from sagebwd.recipe import FP8, INT8
 
 
 class Values(NamedTuple):
-    """V, transposed codes where O is INT8 (`operands.transposed`), else 16-bit rows, and what codes stand for."""
+    """V, transposed INT8 where O is INT8 (`operands.transposed`), else 16-bit rows; its scales, sums and mean."""
 
     at: Tensor
     batch: int
@@ -68,9 +68,9 @@ class Values(NamedTuple):
 
 @triton.jit
 def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
-    """S in base 2, but for Q's scale if of codes; k_scale: of the sequence."""
+    """S = Q K^T in base 2, without Q's scale if INT8; k_scale: of the sequence."""
     if q_tile.dtype == tl.int8:
-        s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)
+        s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)  # S = Q K^T
         if not K_TOKEN:
             s = s * (tl.load(k_scale + first_k) * scale_2)
         elif MASKED:
@@ -79,29 +79,29 @@ def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.co
             s = s * (tl.load(k_scale + first_k + keys) * scale_2)[None, :]
         return s
     else:
-        return dot_16bit(q_tile, k_tile.T) * scale_2
+        return dot_16bit(q_tile, k_tile.T) * scale_2  # S = Q K^T
 
 
 @triton.jit
 def probabilities(s, row_scale):
-    """P relative to each row's largest score of this block, and that; row_scale: Q's, where S lacks it, else None."""
+    """P = exp2(S - block_max), and block_max, each row's in this block; row_scale: Q's, where S lacks it, or None."""
     # Q's scale is positive and the same along the row
-    top = tl.max(s, 1)
+    block_max = tl.max(s, 1)
     if row_scale is not None:
-        top = tl.where(top == float("-inf"), top, top * row_scale)
-        offset = tl.where(top == float("-inf"), 0.0, top)
-        return exp2(s * row_scale[:, None] - offset[:, None]), top
+        block_max = tl.where(block_max == float("-inf"), block_max, block_max * row_scale)
+        offset = tl.where(block_max == float("-inf"), 0.0, block_max)
+        return exp2(s * row_scale[:, None] - offset[:, None]), block_max  # P = exp2(S - block_max)
     else:
-        offset = tl.where(top == float("-inf"), 0.0, top)
-        return exp2(s - offset[:, None]), top
+        offset = tl.where(block_max == float("-inf"), 0.0, block_max)
+        return exp2(s - offset[:, None]), block_max  # P = exp2(S - block_max)
 
 
 @triton.jit
-def add_codes(
-    acc, p, decay, weight, v, v_tma, column_sum, z_k, block, number, blocks_k, columns, head_dim: tl.constexpr,
+def accumulate_int8(
+    acc, p, alpha, beta, v, v_tma, column_sum, z_k, block, number, blocks_k, columns, head_dim: tl.constexpr,
     V_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """O with P V of a block of keys; V's scale of the sequence is left.
+    """O = alpha O + beta P V of a key block, INT8; V's scale of the sequence is applied at the end.
 
     block: of the head's, each sequence padded; number: of all heads'.
     """
@@ -109,20 +109,20 @@ def add_codes(
     v_tile = load_transposed(v_tma if TMA else v.at, z_k, blocks_k, block, head_dim, BLOCK_K, BLOCK_D, TMA)
     if v.sum is None:
         LEVELS: tl.constexpr = 127.0
-        part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+        part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)  # P V
     else:
         # sum of (code - 128) V, and 128 times V's sum; a masked key's -128 and 128 cancel
         LEVELS: tl.constexpr = 254.0
-        part = tl.dot(interleave(to_int8(p * 254.0 - 128.0)), v_tile, out_dtype=tl.int32).to(tl.float32)
+        part = tl.dot(interleave(to_int8(p * 254.0 - 128.0)), v_tile, out_dtype=tl.int32).to(tl.float32)  # P V
         part += column_sum[None, :]
     if V_SCALE == "sequence":
-        return acc * decay[:, None] + part * (weight * (1 / LEVELS))[:, None]
+        return acc * alpha[:, None] + part * (beta * (1 / LEVELS))[:, None]  # O = alpha O + beta P V
     elif V_SCALE == "channel":
         channel = channels(v.scale, number, columns, head_dim)
-        return acc * decay[:, None] + part * channel[None, :] * (weight * (1 / LEVELS))[:, None]
+        return acc * alpha[:, None] + part * channel[None, :] * (beta * (1 / LEVELS))[:, None]
     else:
-        weight *= tl.load(v.scale + number) * (1 / LEVELS)
-        return acc * decay[:, None] + part * weight[:, None]
+        beta *= tl.load(v.scale + number) * (1 / LEVELS)
+        return acc * alpha[:, None] + part * beta[:, None]  # O = alpha O + beta P V
 
 
 @triton.jit(
@@ -169,7 +169,7 @@ def forward_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of queries of one head.
+    """O and lse of one query block of one head.
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
@@ -182,24 +182,24 @@ def forward_kernel(
     batch_head = tl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
     block_q = grid_q - 1 - tl.program_id(0) % grid_q
-    place = place_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
-    start_q, length_q, start_k, length_k = place.start_q, place.length_q, place.start_k, place.length_k
+    work_tile = work_tile_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
+    start_q, length_q, start_k, length_k = work_tile.start_q, work_tile.length_q, work_tile.start_k, work_tile.length_k
     first_q = block_q * BLOCK_Q
     if first_q >= length_q:
         return
-    z_q, z_k, owner = heads_of(place, batch_head, heads, group, VARLEN)
+    z_q, z_k, owner = heads_of(work_tile, batch_head, heads, group, VARLEN)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
-    padded_k = padded_block(start_k, place.batch, BLOCK_K, VARLEN)
+    padded_k = padded_block(start_k, work_tile.batch, BLOCK_K, VARLEN)
     block_k = z_k * blocks_k + padded_k
 
     rows = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
-    q_at = row_of(q, place.batch, place.head, start_q + first_q)
-    k_at = rows_of(k, place.batch, place.head_k, start_k)
+    q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
+    k_at = rows_of(k, work_tile.batch, work_tile.head_k, start_k)
     q_tile = load_rows(q_at, rows, columns, pitch_of(q), length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
@@ -208,40 +208,40 @@ def forward_kernel(
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
         k_scale += z_k * total_k + start_k
     if not INT8_O:
-        v_at = rows_of(v, place.batch, place.head_k, start_k)
+        v_at = rows_of(v, work_tile.batch, work_tile.head_k, start_k)
     if smooth_q is not None:
-        number = z_q * blocks_q + padded_block(start_q, place.batch, BLOCK_Q, VARLEN) + block_q
+        number = z_q * blocks_q + padded_block(start_q, work_tile.batch, BLOCK_Q, VARLEN) + block_q
         mu = channels(smooth_q.q_mean, number, columns, head_dim)
-        exact = row_of(smooth_q, place.batch, place.head_k, start_k)
+        exact = row_of(smooth_q, work_tile.batch, work_tile.head_k, start_k)
         shift = channels(smooth_q.k_mean, owner.to(tl.int64), columns, head_dim)
     if key_mask is not None:
-        key_mask += place.batch.to(tl.int64) * tokens_k
+        key_mask += work_tile.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
     if mask is not None:
-        elements = head_of(mask, place.batch, place.head)
-        lists = list_of(mask, place.batch, place.head, first_q)
+        elements = head_of(mask, work_tile.batch, work_tile.head)
+        lists = list_of(mask, work_tile.batch, work_tile.head, first_q)
 
-    walk = blocks_met(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
+    n_range = block_range_of(first_q, length_k, bounds, BLOCK_Q, BLOCK_K, key_mask is not None)
     m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     scale_2 = scale * LOG2_E
     first = None
     if first_key.value is not None:
-        first = place.batch * 0
+        first = work_tile.batch * 0
         if first_key.number is not None:
-            first = tl.load(first_key.number + place.batch)
+            first = tl.load(first_key.number + work_tile.batch)
         there = first < length_k
         seen = there & within(first - (first_q + rows), bounds)
-        its_k = rows_of(Strided(first_key.k, k.batch, k.head, k.token, k.unit), place.batch, place.head_k, start_k)
-        # before the score, which waits for Q
-        value = value_of(first_key, owner, there, columns, head_dim)
+        k0 = rows_of(Strided(first_key.k, k.batch, k.head, k.token, k.unit), work_tile.batch, work_tile.head_k, start_k
+        )  # fmt: skip
+        value = value_of(first_key, owner, there, columns, head_dim)  # before the score, which waits for Q
         score = first_score(
-            q_tile, row_scale, its_k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, pitch_of(k),
+            q_tile, row_scale, k0, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, pitch_of(k),
             head_dim,
         )  # fmt: skip
         if mask is not None:
-            its_element = first_element(first_key, place, first_q + rows, inside)
+            its_element = first_element(first_key, work_tile, first_q + rows, inside)
             seen = seen & shows(its_element, mask)
             if mask.BIAS:
                 score += its_element.to(tl.float32) * LOG2_E
@@ -249,29 +249,29 @@ def forward_kernel(
         l = tl.where(seen, 1.0, l)
         acc = tl.where(seen[:, None], value[None, :], acc)
     for masked in tl.static_range(2):
-        count, listed = steps_of(walk, lists, masked)
+        count, listed = steps_of(n_range, lists, masked)
         for i in tl.range(0, count):
-            block = block_of(i, walk, mask, listed, masked)
+            block = block_of(i, n_range, mask, listed, masked)
             first_k = block * BLOCK_K
             left = length_k - first_k
             column_sum = None
             if INT8_O and v.sum is not None:  # long before it is needed, or every block waits for memory
                 column_sum = channels(v.sum, block_k + block, columns, head_dim)
             k_tile = load_block(
-                k_at, k_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(k), head_dim, not masked,
-                BLOCK_K, BLOCK_D, VARLEN,
+                k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
+                not masked, BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
-            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)
-            left_out = row_scale  # of S, where all of a row is to be multiplied by it
+            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # S = Q K^T
+            missing_scale = row_scale  # Q's, which S still lacks
             if smooth_q is not None:
                 at = exact + first_k.to(tl.int64) * smooth_q.token
                 bias = score_bias(at, smooth_q.token, mu, shift, keys, columns, left, scale_2, head_dim, BLOCK_D)
                 if INT8_S:
                     s = s * row_scale[:, None]
                 s = s + bias[None, :]
-                left_out = None
+                missing_scale = None
             if masked:
-                keep = kept(first_q, rows, first_k, keys, left, bounds, first, key_mask)
+                keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, first, key_mask)
                 if mask is not None:
                     element = load_elements(
                         mask, elements, listed + i, first_q, first_k, rows[:, None], keys[None, :],
@@ -279,47 +279,47 @@ def forward_kernel(
                     )  # fmt: skip
                     keep = keep & shows(element, mask)
                     if mask.BIAS:
-                        if left_out is not None:
-                            s = s * left_out[:, None]
+                        if missing_scale is not None:
+                            s = s * missing_scale[:, None]
                         s += element.to(tl.float32) * LOG2_E
-                        left_out = None
+                        missing_scale = None
                 s = tl.where(keep, s, float("-inf"))
             elif first_key.value is not None and mask is None:
                 # without masks it is the first of its block: of all but a few registers the compiler knows the outcome
                 s = tl.where(((keys == 0) & (first_k == 0))[None, :], float("-inf"), s)
-            p, top = probabilities(s, left_out)
-            m_new = tl.maximum(m, top)
+            p, block_max = probabilities(s, missing_scale)  # P = exp2(S - block_max)
+            m_new = tl.maximum(m, block_max)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            decay = exp2(m - safe)
-            weight = exp2(top - safe)
-            l = l * decay + tl.sum(p, 1) * weight
+            alpha = exp2(m - safe)  # rescales O and l
+            beta = exp2(block_max - safe)  # scales this block's P
+            l = l * alpha + tl.sum(p, 1) * beta  # l = alpha l + beta rowsum(P)
             m = m_new
             if INT8_O:
-                acc = add_codes(
-                    acc, p, decay, weight, v, v_tma, column_sum, z_k, padded_k + block, block_k + block, blocks_k,
+                acc = accumulate_int8(  # O = alpha O + beta P V
+                    acc, p, alpha, beta, v, v_tma, column_sum, z_k, padded_k + block, block_k + block, blocks_k,
                     columns, head_dim, V_SCALE, BLOCK_K, BLOCK_D,
                 )  # fmt: skip
             else:
                 v_tile = load_block(
-                    v_at, v_tma, place.batch, place.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
+                    v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
                     not masked, BLOCK_K, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 if masked and VARLEN and v_tma is not None:  # P is 0 there, but 0 times the next sequence's NaN is NaN
                     v_tile = tl.where((keys < left)[:, None], v_tile, 0.0)
-                part = dot_16bit(to_16bit(p, v_tile.dtype), v_tile)
-                acc = acc * decay[:, None] + part * weight[:, None]
+                part = dot_16bit(to_16bit(p, v_tile.dtype), v_tile)  # P V
+                acc = acc * alpha[:, None] + part * beta[:, None]  # O = alpha O + beta P V
 
-    acc = acc / l[:, None]
+    acc = acc / l[:, None]  # O /= l
     if INT8_O and V_SCALE == "sequence":
         acc *= channels(v.scale, owner.to(tl.int64), columns, head_dim)[None, :]
     if v.mean is not None:
         acc += channels(v.mean, owner.to(tl.int64), columns, head_dim)[None, :]
     empty = m == float("-inf")
     acc = tl.where((empty & (l == 0))[:, None], 0.0, acc)
-    out = row_of(o, place.batch, place.head, start_q + first_q)
+    out = row_of(o, work_tile.batch, work_tile.head, start_q + first_q)
     written = inside[:, None] & (columns[None, :] < head_dim)
     tl.store(out + rows[:, None] * pitch_of(o) + columns[None, :], to_16bit(acc, o.at.dtype.element_ty), mask=written)
-    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)
+    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)  # lse = ln(2) (m + log2(l))
     tl.store(lse + row, log, mask=inside)
     if row_max is not None:
         tl.store(row_max + row, m, mask=inside)

@@ -1,4 +1,4 @@
-"""What dQ's kernel and that of dK and dV do alike to a tile of scores: P and dS anew, and products of their codes.
+"""Recompute P and dS in the kernels of dQ and of dK and dV, and multiply their INT8 tiles.
 
 A tile's rows are queries in the one and keys in the other, which multiplies the same operands the other way round.
 """
@@ -18,19 +18,19 @@ def scores_of(a, b, row_scale, column_scale, block_scale, scale_2):
     column_scale None: all columns have ``block_scale``.
     """
     if a.dtype == tl.int8:
-        s = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32)
+        s = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32)  # S = Q K^T
         if column_scale is not None:
             return s * column_scale[None, :] * row_scale[:, None]
         else:
             return s * (row_scale * block_scale)[:, None]
     else:
-        return dot_16bit(a, b.T) * scale_2
+        return dot_16bit(a, b.T) * scale_2  # S = Q K^T
 
 
 @triton.jit
-def weights_of(s, lse, mask):
-    """P = 2^(S - lse), lse broadcast along keys."""
-    p = exp2(s - lse)
+def recompute_p(s, lse, mask):
+    """P = exp2(S - lse), S and lse in base 2, lse broadcast along keys."""
+    p = exp2(s - lse)  # P = exp2(S - lse)
     if mask is not None and mask.BIAS:
         p = tl.where(p > 1, 1.0, p)  # beside a large bias lse loses the digits that keep it so
     return p
@@ -38,23 +38,23 @@ def weights_of(s, lse, mask):
 
 @triton.jit
 def score_gradients(p, a, b, delta, FROM_DELTA: tl.constexpr):
-    """dS = P (a b^T - delta), delta broadcast along keys; FROM_DELTA: the product adds up from -delta."""
+    """dS = P * (dP - delta), dP = a b^T = dO V^T; delta broadcast along keys; FROM_DELTA: dP starts from -delta."""
     if FROM_DELTA:
-        dp = dot_16bit(a, b.T, tl.zeros(p.shape, tl.float32) - delta)
+        dp = dot_16bit(a, b.T, tl.zeros(p.shape, tl.float32) - delta)  # dP - delta = dO V^T - delta
     else:
-        dp = dot_16bit(a, b.T) - delta
-    return p * dp
+        dp = dot_16bit(a, b.T) - delta  # dP - delta = dO V^T - delta
+    return p * dp  # dS = P * (dP - delta)
 
 
 @triton.jit
-def product_of(codes, operand):
-    """Of a score tile's codes, and a transposed copy's."""
-    return tl.dot(interleave(codes), operand, out_dtype=tl.int32).to(tl.float32)
+def int8_product(a, operand):
+    """Product of an INT8 score tile with an INT8 transposed copy, FP32 without scales."""
+    return tl.dot(interleave(a), operand, out_dtype=tl.int32).to(tl.float32)
 
 
 @triton.jit
-def added(acc, part, scale, PER_ROW: tl.constexpr):
-    """A product of codes added up; scale: one a row, or one."""
+def accumulate(acc, part, scale, PER_ROW: tl.constexpr):
+    """acc + part * scale, part an INT8 product; scale: one a row, or one scalar."""
     if PER_ROW:
         return acc + part * scale[:, None]
     else:
@@ -63,7 +63,7 @@ def added(acc, part, scale, PER_ROW: tl.constexpr):
 
 @triton.jit
 def load_row_values(rows, block, BLOCK: tl.constexpr):
-    """lse in base 2, delta and q_scale of a block of queries, as `grad_out_kernel` packs them, in one load."""
+    """Load lse in base 2, delta and q_scale of a query block, which `grad_out_kernel` packs, by one load."""
     packed = tl.load(rows + block * (BLOCK * 4) + tl.arange(0, BLOCK * 4)).reshape(BLOCK, 2, 2)
     first, second = tl.split(packed)
     lse, scale = tl.split(first)
@@ -73,7 +73,7 @@ def load_row_values(rows, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_row_values_of(rows, at, inside):
-    """The same of queries ``at``, counted with padding, for a program that keeps them: in loads of one value each."""
+    """Load the same of queries ``at``, counted with padding, by a load a value, for a program that keeps them."""
     lse = tl.load(rows + at * 4, mask=inside, other=float("inf"))
     delta = tl.load(rows + at * 4 + 1, mask=inside, other=0)
     scale = tl.load(rows + at * 4 + 2, mask=inside, other=0)

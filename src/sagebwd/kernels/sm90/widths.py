@@ -35,35 +35,34 @@ class BackwardTile(NamedTuple):
     """Tile and pipeline of the backward: 128 keys, ``queries`` a step, ``stages`` of what is loaded of these.
 
     queries: also of a scale of dO's and Q's e4m3 copies (`sagebwd.reference.float8.queries_a_scale`).
-    by_channel: a warpgroup computes dQ^T of half of the channels; else of half of the queries, and holds K's copy for
-    it in registers.
-    holds_keys: a warpgroup holds K for S in registers.
-    in_halves: registers are short: products are added up half of the channels at a time, unless by pieces.
-    in_turn: a program takes several blocks of keys one after the other (`turns`).
-    piece: channels of a buffer and of sums that are held together, or 0: all of them, or their halves.
-    in_two: dK and dV have no room beside one another, and are computed by two kernels.
-    places: blocks of Q and dO that the one of dK and dQ has room for.
-    held_values: pieces of V that it holds in registers.
+    dq_swap_ab: a warpgroup computes dQ^T of half of the channels; else of half of the queries, with K^T in registers.
+    half_n: registers are short: dV and dK are accumulated half of the channels at a time, unless by pieces.
+    persistent: a program takes several key tiles, one after another (`tiles_per_cta`).
+    k_in_regs: a warpgroup holds K, the operand of S, in registers.
+    piece: channels of a buffer and of an accumulator, or 0: all of them, or their halves.
+    split_dkdv: registers cannot hold dK beside dV: one kernel computes dV, another dK and dQ.
+    q_stages: stages of Q and dO in the kernel of dK and dQ.
+    v_pieces_in_regs: pieces of V that this kernel holds in registers.
     row_warps, row_registers: warps of a program of the pass over queries before it, and registers of a thread at most.
     """
 
     queries: int
     stages: int
-    by_channel: bool
-    in_halves: bool
-    in_turn: bool
-    holds_keys: bool = False
+    dq_swap_ab: bool
+    half_n: bool
+    persistent: bool
+    k_in_regs: bool = False
     piece: int = 0
-    in_two: bool = False
-    places: int = 1
-    held_values: int = 0
+    split_dkdv: bool = False
+    q_stages: int = 1
+    v_pieces_in_regs: int = 0
     row_warps: int = 4
     row_registers: int = 128
 
     @property
-    def in_rows(self) -> bool:
+    def dq_in_rows(self) -> bool:
         """Whether dQ is added up in rows, (queries, D); else dQ^T is."""
-        return self.in_two or self.piece > 0
+        return self.split_dkdv or self.piece > 0
 
 
 class Width(NamedTuple):
@@ -88,31 +87,31 @@ class Width(NamedTuple):
 WIDTHS = (
     Width(
         64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
-        BackwardTile(128, 3, by_channel=False, in_halves=False, in_turn=True, row_warps=8, row_registers=80),
+        BackwardTile(128, 3, dq_swap_ab=False, half_n=False, persistent=True, row_warps=8, row_registers=80),
         listed=ForwardTile(2, 128, 2),
     ),
     Width(
         96, 96, ForwardTile(3, 96, 3),
-        BackwardTile(64, 2, by_channel=True, in_halves=False, in_turn=False, holds_keys=True, piece=32),
+        BackwardTile(64, 2, dq_swap_ab=True, half_n=False, persistent=False, k_in_regs=True, piece=32),
     ),
     Width(
         128, 128, ForwardTile(2, 128, 2),
-        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, holds_keys=True),
+        BackwardTile(64, 2, dq_swap_ab=True, half_n=True, persistent=False, k_in_regs=True),
     ),
     Width(
         192, 128, ForwardTile(2, 128, 3),
-        BackwardTile(64, 2, by_channel=True, in_halves=True, in_turn=False, piece=64, row_warps=8),
+        BackwardTile(64, 2, dq_swap_ab=True, half_n=True, persistent=False, piece=64, row_warps=8),
     ),
     Width(
         192, 192, ForwardTile(2, 128, 2),
         BackwardTile(
-            64, 4, by_channel=True, in_halves=True, in_turn=False, holds_keys=True, piece=64, in_two=True,
-            places=2, held_values=1, row_warps=8,
+            64, 4, dq_swap_ab=True, half_n=True, persistent=False, k_in_regs=True, piece=64, split_dkdv=True,
+            q_stages=2, v_pieces_in_regs=1, row_warps=8,
         ),
     ),
     Width(
         256, 256, ForwardTile(2, 96, 2),
-        BackwardTile(64, 4, by_channel=True, in_halves=True, in_turn=False, in_two=True, row_warps=8),
+        BackwardTile(64, 4, dq_swap_ab=True, half_n=True, persistent=False, split_dkdv=True, row_warps=8),
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the backward's kernels are launched with, by name: one argument each, but for TMA's descriptors and sizes.
+"""Arguments of the backward's kernels, as named tuples: one argument each, but for TMA descriptors and sizes.
 
 Triton's launchers encode no descriptor in a tuple, and compile for the numbers in one: descriptors, and sizes that
 differ from call to call, are arguments of their own.
@@ -13,7 +13,7 @@ from torch import Tensor
 from sagebwd.call import Call
 
 
-class Walk(NamedTuple):
+class BlockSparse(NamedTuple):
     """Block lists of an element mask (`sagebwd.masks.sm90_block_lists`), and their strides, 0 where broadcast."""
 
     lists: Tensor
@@ -24,7 +24,7 @@ class Walk(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What a mask of elements adds to scores, and its strides: (B, H, N, M), the last one 1."""
+    """Attention bias (B, H, N, M) and its strides, of which the last is 1."""
 
     elements: Tensor
     batch: int
@@ -32,7 +32,7 @@ class Bias(NamedTuple):
     query: int
 
 
-class Shares(NamedTuple):
+class WorkSplits(NamedTuple):
     """Work splits of long block lists (`sagebwd.masks.work_splits`), and zeros that the splits of one list add to."""
 
     programs: Tensor
@@ -40,12 +40,12 @@ class Shares(NamedTuple):
     arrived: Tensor  # (lists, 4) int32, how many programs of each of CONSUMERS have added
 
 
-def walk_and_bias(call: Call) -> tuple[Walk | None, Bias | None]:
-    """Those of a call's mask, None without."""
+def block_sparse_and_bias(call: Call) -> tuple[BlockSparse | None, Bias | None]:
+    """Block lists and bias of a call's mask; None without."""
     if call.lists is None:
         return None, None
     lists, words, _, bias, _ = call.lists
-    return Walk(lists, words, *_strides(lists)), None if bias is None else Bias(bias, *_strides(bias))
+    return BlockSparse(lists, words, *_strides(lists)), None if bias is None else Bias(bias, *_strides(bias))
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -53,20 +53,20 @@ def _strides(x: Tensor) -> list[int]:
 
 
 class Tensors(NamedTuple):
-    """What a kernel reads and writes without TMA; None is what it has no use for."""
+    """Tensors that a kernel reads and writes without TMA; None if it does not use one."""
 
     k_scale: Tensor  # one a key
     largest: Tensor | None  # bits of each key head's largest K
     key_mask: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
-    added: Tensor | None  # zeros, CONSUMERS a block of queries, if blocks of keys are to add to dQ in order
+    dq_semaphore: Tensor | None  # zeros, CONSUMERS a block of queries, if blocks of keys are to add to dQ in order
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     strides: tuple[int, ...]  # of dk, and of dv if they are others
-    walk: Walk | None
+    block_sparse: BlockSparse | None
     bias: Bias | None
-    shares: Shares | None  # where lists of blocks may be cut
+    work_splits: WorkSplits | None  # where lists of blocks may be cut
     # triton 3.6 makes a tuple's type anew for a constant of its own alone, not for one further in, as a stride of 1 is
     last: None = None
 
@@ -79,7 +79,7 @@ class Factors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What differs from call to call, and of which heads programs begin at once."""
+    """Sizes that differ from call to call, and how many heads are interleaved."""
 
     heads_k: int
     group: int  # query heads that a key head serves
@@ -104,7 +104,7 @@ class Sizes(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for of a call."""
+    """Compile-time properties of a call."""
 
     HAS_LOWER: bool
     HAS_UPPER: bool

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, anew, visible
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, opaque, visible
 from sagebwd.masks import mask as masks
 from sagebwd.masks import sm90_block_lists
 from sagebwd.masks import work_splits as splits_of_lists
@@ -14,57 +14,57 @@ from sagebwd.masks import work_splits as splits_of_lists
 TILE = gl.constexpr(masks.TILE)
 HEAD_BIT = gl.constexpr(sm90_block_lists.HEAD_BIT)
 # Numbers of a list that belong to one block.
-FIELDS = gl.constexpr(splits_of_lists.ENTRY)
+ENTRY_FIELDS = gl.constexpr(splits_of_lists.ENTRY)
 # Numbers that say what a program takes of a list.
-SHARE = gl.constexpr(splits_of_lists.FIELDS)
+SPLIT_FIELDS = gl.constexpr(splits_of_lists.FIELDS)
 
 
 @gluon.jit
-def of_share(shares, program, FIELD: gl.constexpr):
-    """One number of what a program takes, in a uniform register: loops have few others left.
+def split_field(splits, program, FIELD: gl.constexpr):
+    """Field FIELD of a program's work split, in a uniform register: loops have few others left.
 
-    Impure, or it might come to stand where not all of a warp's threads are.
+    Impure, so that the compiler cannot move it to where some threads of a warp are inactive.
     """
-    x = gl.load(shares.programs + program * SHARE + FIELD)
+    x = gl.load(splits.programs + program * SPLIT_FIELDS + FIELD)
     return gl.inline_asm_elementwise(
         "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def list_of(walk, shares, batch, head, first_k):
-    """The list of a program's keys, or its share of it: where it begins, in numbers, how many blocks a mask cuts of
-    it, and how many it has."""
-    if walk is None:
+def list_of(sparse, splits, batch, head, first_k):
+    """Block list of a key tile, or the program's split of it: offset in numbers, blocks that a mask cuts, all blocks.
+    Zeros without a block-sparse mask."""
+    if sparse is None:
         return 0, 0, 0
-    elif shares is None:
-        at = batch * walk.batch + head * walk.head + first_k // (CONSUMERS * ROWS) * walk.row
-        in_part = gl.load(walk.lists + at)
-        return at, in_part, in_part + gl.load(walk.lists + at + 1)
+    elif splits is None:
+        at = batch * sparse.batch + head * sparse.head + first_k // (CONSUMERS * ROWS) * sparse.row
+        in_part = gl.load(sparse.lists + at)
+        return at, in_part, in_part + gl.load(sparse.lists + at + 1)
     else:
         program = gl.program_id(0)
-        return of_share(shares, program, 2), of_share(shares, program, 3), of_share(shares, program, 4)
+        return split_field(splits, program, 2), split_field(splits, program, 3), split_field(splits, program, 4)
 
 
 @gluon.jit
 def head_and_block(entry):
-    """Of those that share the keys' head a query head, and a block of its queries: a listed block's first field."""
+    """Unpack the first field of a listed block: the query head within its group, and the query block."""
     return entry >> HEAD_BIT, entry & ((1 << HEAD_BIT) - 1)
 
 
 @gluon.jit
-def met_of(walk, at, i):
-    """Where a list has its block i; its first field; how many blocks of keys behind the program's add to its dQ."""
-    met = at + (i + 1) * FIELDS
-    return met, gl.load(walk.lists + met), gl.load(walk.lists + met + 2)
+def listed_block(sparse, at, i):
+    """Entry i of a list: its offset, its first field, and its rank: how many later key blocks add to the same dQ."""
+    entry_at = at + (i + 1) * ENTRY_FIELDS
+    return entry_at, gl.load(sparse.lists + entry_at), gl.load(sparse.lists + entry_at + 2)
 
 
 @gluon.jit
-def pairs_seen(
-    walk, met, first_k, keys, keep_key, first_q, queries, KIND: gl.constexpr, BLOCK_Q: gl.constexpr,
+def visible_pairs(
+    sparse, entry_at, first_k, keys, keep_key, first_q, seq_q, KIND: gl.constexpr, BLOCK_Q: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Which pairs of 64 keys with BLOCK_Q queries count, as a score tile: one word of bits a thread and key."""
+    """Visibility of 64 keys x BLOCK_Q queries as a score tile, unpacked from one bit word a thread and key."""
     EIGHTS: gl.constexpr = BLOCK_Q // 8
     # of eight queries a thread has two; registers of a score tile go over these, rows 8 apart, and the eights
     FOLDED: gl.constexpr = gl.DistributedLinearLayout(
@@ -78,8 +78,8 @@ def pairs_seen(
     THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, FOLDED))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, THREADS))
     lane = gl.arange(0, 4, gl.SliceLayout(0, THREADS))
-    at = gl.load(walk.lists + met + 1) * (TILE * 4) + first_k % TILE * 4
-    word = gl.load(walk.words + at + gl.expand_dims(row * 4, 1) + gl.expand_dims(lane, 0))
+    at = gl.load(sparse.lists + entry_at + 1) * (TILE * 4) + first_k % TILE * 4
+    word = gl.load(sparse.words + at + gl.expand_dims(row * 4, 1) + gl.expand_dims(lane, 0))
     word = word >> (first_q % TILE // 4)
     keep = gl.convert_layout(keep_key.to(gl.int32), gl.SliceLayout(1, THREADS), assert_trivial=True)
     word = word & -gl.expand_dims(keep, 1)
@@ -93,16 +93,16 @@ def pairs_seen(
     if KIND.HAS_LOWER or KIND.HAS_UPPER:
         rows_q = first_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT))
         distance = gl.expand_dims(keys, 1) - gl.expand_dims(rows_q, 0)
-        seen = seen & visible(distance, queries.lower, queries.upper, KIND.HAS_LOWER, KIND.HAS_UPPER)
+        seen = seen & visible(distance, seq_q.lower, seq_q.upper, KIND.HAS_LOWER, KIND.HAS_UPPER)
     return seen
 
 
 @gluon.jit
-def bias_of(bias, walk, met, keys, seen, first_q, place, group, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is added to a score tile, FP32, 0 where it is not seen."""
-    head = place.head * group + head_and_block(gl.load(walk.lists + met))[0]
-    at = place.batch.to(gl.int64) * bias.batch + head.to(gl.int64) * bias.head
-    stride = anew(bias.query)  # what follows from it would be kept in registers
+def bias_of(bias, sparse, entry, keys, seen, first_q, work_tile, group, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+    """Attention bias of a score tile, FP32, 0 where a pair is not visible."""
+    head = work_tile.head * group + head_and_block(gl.load(sparse.lists + entry))[0]
+    at = work_tile.batch.to(gl.int64) * bias.batch + head.to(gl.int64) * bias.head
+    stride = opaque(bias.query)  # what follows from it would be kept in registers
     at += first_q.to(gl.int64) * stride
     rows_q = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT)) * stride
     elements = bias.elements + at + gl.expand_dims(keys, 1) + gl.expand_dims(rows_q, 0)

@@ -1,4 +1,4 @@
-"""What kernels of keys do with dK and dV at the end."""
+"""Epilogue of the backward: store dK and dV of a key tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,12 +6,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagebwd.kernels.operands.strided import elements
 from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store_tile
-from sagebwd.kernels.sm90.backward.work_splits import summed
+from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit
 def store_block(desc, memory, x, row, column):
-    """Hand 64 rows of dK or dV to TMA, once it has read what it was given before."""
+    """Store 64 rows of dK or dV by TMA, once it has read the rows before."""
     tma.store_wait(0)
     barrier()
     memory.store(x.to(memory.dtype))
@@ -21,10 +21,10 @@ def store_block(desc, memory, x, row, column):
 
 
 @gluon.jit
-def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
-    """Rows of dK or dV of 64 keys from ``first_k`` on, by pieces of channels; those past the end are not written.
+def store_rows(x, out, strides, work_tile, first_k, LAYOUT: gl.constexpr):
+    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces, without TMA; rows past the end are masked.
 
-    strides: of a batch element, a head and a token; then how many channels are in memory, if not all, and the unit of
+    strides: of a batch element, a head and a token; then the number of channels in memory, if not all, and the unit of
     these four (`operands.strided`).
     """
     of_batch, of_head, of_token = strides[0], strides[1], strides[2]
@@ -33,9 +33,9 @@ def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
         of_token = elements(strides[2], strides[4])
     rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x[0].shape[1], gl.SliceLayout(0, LAYOUT))
-    written = gl.expand_dims(rows < place.length, 1)
-    first = place.batch.to(gl.int64) * of_batch + place.head.to(gl.int64) * of_head
-    at = first + gl.expand_dims((place.start + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
+    written = gl.expand_dims(rows < work_tile.length, 1)
+    first = work_tile.batch.to(gl.int64) * of_batch + work_tile.head.to(gl.int64) * of_head
+    at = first + gl.expand_dims((work_tile.start + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
     for piece in gl.static_range(len(x)):
         there = written
         if len(strides) > 3:
@@ -44,23 +44,23 @@ def store_rows(x, out, strides, place, first_k, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def places(memory, desc, COUNT: gl.constexpr):
-    """Shared memory as so many blocks of a descriptor."""
+def as_tiles(memory, desc, COUNT: gl.constexpr):
+    """Reinterpret shared memory as COUNT tiles of a descriptor."""
     return reinterpret(memory, desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
 
 
 @gluon.jit
 def store_gradient(
-    pieces, out, strides, desc, memory, place, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
+    pieces, out, strides, desc, memory, work_tile, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """dK or dV of 64 keys from ``first_k`` on, by pieces of channels.
+    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
-    memory: `places` over what this warpgroup alone has read, which pieces take in turn.
+    memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another.
     """
     if RAGGED:
-        store_rows(pieces, out, strides, place, first_k, LAYOUT)
+        store_rows(pieces, out, strides, work_tile, first_k, LAYOUT)
     else:
-        row = (place.batch * sizes.heads_k + place.head) * sizes.tokens_k + first_k
+        row = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k
         for piece in gl.static_range(len(pieces)):
             part = memory.index(piece % memory.shape[0])
             store_block(desc, part, pieces[piece], row, piece * pieces[0].shape[1])
@@ -68,20 +68,20 @@ def store_gradient(
 
 @gluon.jit
 def store_both(
-    dk, dv, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`store_gradient` of dK and of dV, whose strides are one gradient's if there are no others; of programs that
-    share a list the last stores the sums of all."""
+    """Store dK and dV, whose strides are one gradient's if there are no others; of programs that split one list, the
+    last stores the sums of all."""
     # how many channels are in memory, and a unit, stand beside them if not all are
     EACH: gl.constexpr = 5 if len(tensors.strides) == 10 else 3
     is_mine = True
-    if tensors.shares is not None:
+    if tensors.work_splits is not None:
         PIECES: gl.constexpr = len(dk)
-        sums, is_mine = summed(dk + dv, tensors.shares, place, 0, CONSUMER, WIDTH, LAYOUT)
+        sums, is_mine = sum_of_splits(dk + dv, tensors.work_splits, work_tile, 0, CONSUMER, WIDTH, LAYOUT)
         dk, dv = sums[:PIECES], sums[PIECES:]
     if is_mine:
-        first_k = place.first + CONSUMER * ROWS
+        first_k = work_tile.first + CONSUMER * ROWS
         of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
-        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, place, first_k, sizes, KIND.RAGGED, LAYOUT)
-        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, place, first_k, sizes, KIND.RAGGED, LAYOUT)
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)

@@ -13,22 +13,22 @@ from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
 from sagebwd.kernels.sm90.backward.dq_sums import dq_product
 from sagebwd.kernels.sm90.backward.pieces import halves, joined
 from sagebwd.kernels.sm90.backward.scores import plane
-from sagebwd.kernels.sm90.backward.tile import ROWS, anew
+from sagebwd.kernels.sm90.backward.tile import ROWS, opaque
 
 
 @gluon.jit
-def new_product(codes, memory, none, never=False):
-    """codes times what lies in memory, transposed; in flight.
+def new_product(a, memory, acc_init, opaque_false=False):
+    """A new product a memory^T, not added to anything; in flight.
 
-    none: zeros as the result has them; or what is no longer needed, whose registers the result then takes, and never:
-    False for who runs it, but not for Triton, which else drops ``none``.
+    acc_init: zeros, or a dead accumulator whose registers the product reuses. opaque_false: then False at run time,
+    but unknown to Triton, which would else drop ``acc_init``.
     """
-    return warpgroup_mma(codes, memory.permute((1, 0)), none, use_acc=never, is_async=True)
+    return warpgroup_mma(a, memory.permute((1, 0)), acc_init, use_acc=opaque_false, is_async=True)
 
 
 @gluon.jit
-def add_here(x, y, scale):
-    """x + y scale where it says so: LLVM would put it off to where it is next needed, and hold both until then."""
+def fma_in_place(x, y, scale):
+    """x + y * scale, computed at this point: LLVM would sink it to its next use, and hold both operands until then."""
     scale, y = gl.broadcast(scale, y)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $2, $3, $1;", "=f,f,f,f", [x, y, scale], dtype=gl.float32, is_pure=False, pack=1
@@ -36,130 +36,130 @@ def add_here(x, y, scale):
 
 
 @gluon.jit
-def add_whole(
-    dv, dk, codes, copies, stage, scales, k_t, ds_memory, before, ds_full, phase, none, no_dq, QUERY: gl.constexpr,
-    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
+def accumulate_whole(
+    dv, dk, operands, copies, stage, scales, k_t, ds_smem, before, ds_full, phase, acc_init, dq_init,
+    QUERY: gl.constexpr, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK, each one piece, with a step's products; and the step before's dQ^T.
+    """dV += P^T dO and dK += dS^T Q, each of one piece; dQ^T = K^T dS^T of the step before.
 
-    codes, copies: dV's and dK's. none, no_dq: zeros as dV and dK, and as dQ^T.
+    operands, copies: (P^T, dS^T) in e4m3, and (dO, Q) transposed. acc_init, dq_init: zeros shaped as dV, and as dQ^T.
     """
-    dv_new = new_product(codes[0], copies[0].index(stage), none)
+    dv_new = new_product(operands[0], copies[0].index(stage), acc_init)  # P^T dO
     # before the products are waited for
     dv_scale = plane(scales, 0, 1, LAYOUT)
     dk_scale = plane(scales, 1, 1, LAYOUT)
     mbarrier.wait(ds_full.index(before), phase)
     dv_new = warpgroup_mma_wait(0, deps=[dv_new])
-    dv = add_here(dv[0], dv_new, dv_scale)
-    dk_new = new_product(codes[1], copies[1].index(stage), none)
+    dv = fma_in_place(dv[0], dv_new, dv_scale)  # dV += P^T dO
+    dk_new = new_product(operands[1], copies[1].index(stage), acc_init)  # dS^T Q
     dk_new = warpgroup_mma_wait(0, deps=[dk_new])
-    dk = add_here(dk[0], dk_new, dk_scale)
-    dq = dq_product(k_t, ds_memory, before, no_dq, False, QUERY, BLOCK_Q)
+    dk = fma_in_place(dk[0], dk_new, dk_scale)  # dK += dS^T Q
+    dq = dq_product(k_t, ds_smem, before, dq_init, False, QUERY, BLOCK_Q)  # dQ^T = K^T dS^T
     return (dv,), (dk,), warpgroup_mma_wait(0, deps=[dq])
 
 
 @gluon.jit
-def add_in_halves(
-    dv, dk, p_codes, ds_codes, do_t, q_t, scales, k_t, ds_memory, before, ds_full, phase, never,
+def accumulate_half_n(
+    dv, dk, p_fp8, ds_fp8, do_t, q_t, scales, k_t, ds_smem, before, ds_full, phase, opaque_false,
     LAYOUT: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK, each one piece, with a step's products; and the step before's dQ^T, in flight. Where sums are
-    IN_HALVES.
+    """dV += P^T dO and dK += dS^T Q, each of one piece; dQ^T = K^T dS^T of the step before, in flight. With
+    `widths.BackwardTile.half_n`.
 
-    64 channels at a time in two sets of registers in turn: one's product runs while the other's is added up. The
-    second set is free in the end, and the last that is returned.
+    64 channels at a time in two alternating sets of registers: one set's product runs while the other's is added up.
+    The second set is dead in the end, and is the last that is returned.
     """
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    none = gl.zeros([ROWS, ROWS], gl.float32, HALF)
+    acc_init = gl.zeros([ROWS, ROWS], gl.float32, HALF)
     dv_low, dv_high = halves(dv[0], HALF)
     dk_low, dk_high = halves(dk[0], HALF)
-    first = new_product(p_codes, do_t.slice(0, ROWS, 0), none)
-    second = new_product(p_codes, do_t.slice(ROWS, ROWS, 0), none)
+    first = new_product(p_fp8, do_t.slice(0, ROWS, 0), acc_init)  # P^T dO, channels 0 to 63
+    second = new_product(p_fp8, do_t.slice(ROWS, ROWS, 0), acc_init)  # P^T dO, channels 64 to 127
     scale = plane(scales, 0, 1, HALF)  # before the products are waited for
     mbarrier.wait(ds_full.index(before), phase)
     first = warpgroup_mma_wait(1, deps=[first])
-    dv_low = add_here(dv_low, first, scale)
-    first = new_product(ds_codes, q_t.slice(0, ROWS, 0), first, never)
+    dv_low = fma_in_place(dv_low, first, scale)  # dV += P^T dO
+    first = new_product(ds_fp8, q_t.slice(0, ROWS, 0), first, opaque_false)  # dS^T Q
     second = warpgroup_mma_wait(1, deps=[second])
-    dv_high = add_here(dv_high, second, scale)
-    second = new_product(ds_codes, q_t.slice(ROWS, ROWS, 0), second, never)
+    dv_high = fma_in_place(dv_high, second, scale)  # dV += P^T dO
+    second = new_product(ds_fp8, q_t.slice(ROWS, ROWS, 0), second, opaque_false)  # dS^T Q
     scale = plane(scales, 1, 1, HALF)
     first = warpgroup_mma_wait(1, deps=[first])
-    dk_low = add_here(dk_low, first, scale)
-    dq = dq_product(k_t, ds_memory, before, first, never, 0, BLOCK_Q)
+    dk_low = fma_in_place(dk_low, first, scale)  # dK += dS^T Q
+    dq = dq_product(k_t, ds_smem, before, first, opaque_false, 0, BLOCK_Q)  # dQ^T = K^T dS^T
     second = warpgroup_mma_wait(2, deps=[second])  # dQ^T's are two
-    dk_high = add_here(dk_high, second, scale)
+    dk_high = fma_in_place(dk_high, second, scale)  # dK += dS^T Q
     return (joined(dv_low, dv_high, LAYOUT),), (joined(dk_low, dk_high, LAYOUT),), dq, second
 
 
 @gluon.jit
-def add_by_turns(sums, sets, codes, copy, scale, never):
-    """Sums of 64 channels each with a step's products, but for the last's, which is in flight.
+def accumulate_alternating(sums, sets, a, b_t, scale, opaque_false):
+    """sums += a b, 64 channels at a time, but for the last product, which is in flight.
 
-    One of two sets of registers runs while the other is added up. sets: the first two products, in flight. copy: what
-    codes are multiplied by, in pieces as sums. Returns sums, the set that is free, and the last product.
+    Two alternating sets of registers: one set's product runs while the other's is added up. sets: the first two
+    products, in flight. b_t: b transposed, in pieces as sums. Returns sums, the dead set, and the last product.
     """
-    added = ()
+    sums_new = ()
     for piece in gl.static_range(len(sums) - 1):
         free = warpgroup_mma_wait(1, deps=[sets[0]])
-        added += (add_here(sums[piece], free, scale),)
+        sums_new += (fma_in_place(sums[piece], free, scale),)
         if piece + 2 < len(sums):
-            free = new_product(codes, copy[piece + 2], free, never)
+            free = new_product(a, b_t[piece + 2], free, opaque_false)
         sets = (sets[1], free)
-    return added, free, sets[0]
+    return sums_new, free, sets[0]
 
 
 @gluon.jit
-def product_of_piece(piece: gl.constexpr, codes, copies, stage, free, never, PIECES: gl.constexpr):
-    """The product with a piece of dV's channels, or with those of dK's that follow them; in flight.
+def product_of_piece(piece: gl.constexpr, operands, copies, stage, free, opaque_false, PIECES: gl.constexpr):
+    """P^T dO of a channel piece of dV, or dS^T Q of one of dK, whose pieces are counted after dV's; in flight.
 
-    codes, copies: dV's and dK's. PIECES: of both. free, never: ``none`` and never of `new_product`.
+    operands, copies: as in `accumulate_whole`. PIECES: of dV and dK. free: ``acc_init`` of `new_product`.
     """
     if piece < PIECES[0]:
-        return new_product(codes[0], copies[0].index(stage * PIECES[0] + piece), free, never)
+        return new_product(operands[0], copies[0].index(stage * PIECES[0] + piece), free, opaque_false)  # P^T dO
     else:
-        return new_product(codes[1], copies[1].index(stage * PIECES[1] + (piece - PIECES[0])), free, never)
+        return new_product(operands[1], copies[1].index(stage * PIECES[1] + (piece - PIECES[0])), free, opaque_false)
 
 
 @gluon.jit
-def add_in_pieces(
-    dv, dk, codes, copies, stage, scales, k_t_memory, ds_memory, before, ds_full, phase, never,
+def accumulate_in_pieces(
+    dv, dk, operands, copies, stage, scales, k_t_smem, ds_smem, before, ds_full, phase, opaque_false,
     CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dV and dK, by pieces of channels, with a step's products; and of the step before's dQ a piece, which is in
-    flight, and half of another.
+    """dV += P^T dO and dK += dS^T Q by channel pieces; dQ = dS K of the step before: one piece, in flight, and half of
+    another.
 
-    Pieces of 64 channels leave one set of registers for products, one after the other: while it is added up the other
-    warpgroup's run. Shorter ones leave two, as in `add_in_halves`.
+    Pieces of 64 channels leave one set of registers for products: while it is added up, the other warpgroup's product
+    runs. Shorter pieces leave two sets, as in `accumulate_half_n`.
     """
     PIECES: gl.constexpr = (len(dv), len(dk))
     COUNT: gl.constexpr = len(dv) + len(dk)
     WIDTH: gl.constexpr = dk[0].shape[1]
     AHEAD: gl.constexpr = 0 if WIDTH == ROWS else 1
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
-    none = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-    no_half = gl.zeros([ROWS, WIDTH // 2], gl.float32, HALF)
+    acc_init = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    half_init = gl.zeros([ROWS, WIDTH // 2], gl.float32, HALF)
     sets = ()
     for piece in gl.static_range(AHEAD + 1):
-        sets += (product_of_piece(piece, codes, copies, stage, none, False, PIECES),)
+        sets += (product_of_piece(piece, operands, copies, stage, acc_init, False, PIECES),)
     scale = plane(scales, 0, 1, LAYOUT)  # before the products are waited for
     sums = dv + dk
-    added = ()
+    sums_new = ()
     for piece in gl.static_range(COUNT):
         if piece == PIECES[0]:
             scale = plane(scales, 1, 1, LAYOUT)
             mbarrier.wait(ds_full.index(before), phase)
         if piece == COUNT - 1:
-            half = dq_rows_product(
-                k_t_memory, ds_memory, before, no_half, anew(PIECES[1] - 1), CONSUMER * (WIDTH // 2)
+            half = dq_rows_product(  # dQ = dS K, half of the last piece
+                k_t_smem, ds_smem, before, half_init, opaque(PIECES[1] - 1), CONSUMER * (WIDTH // 2)
             )
         # dQ's are two
         free = warpgroup_mma_wait(AHEAD if piece < COUNT - 1 else 2, deps=[sets[0]])
-        added += (add_here(sums[piece], free, scale),)
+        sums_new += (fma_in_place(sums[piece], free, scale),)  # dV += P^T dO, then dK += dS^T Q
         if piece + AHEAD + 1 < COUNT:
-            free = product_of_piece(piece + AHEAD + 1, codes, copies, stage, free, never, PIECES)
+            free = product_of_piece(piece + AHEAD + 1, operands, copies, stage, free, opaque_false, PIECES)
         sets = sets[1:]
         sets += (free,)
-    dq = dq_rows_product(k_t_memory, ds_memory, before, free, anew(CONSUMER), 0, never)
+    dq = dq_rows_product(k_t_smem, ds_smem, before, free, opaque(CONSUMER), 0, opaque_false)  # dQ = dS K
     half = warpgroup_mma_wait(2, deps=[half])
-    return added[: PIECES[0]], added[PIECES[0] :], dq, half
+    return sums_new[: PIECES[0]], sums_new[PIECES[0] :], dq, half

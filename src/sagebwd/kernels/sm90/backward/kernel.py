@@ -1,6 +1,6 @@
 """dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.reference.float8`).
 
-A warp loads by TMA; warpgroups hold 64 keys each, meet every query block that sees them and share what is loaded. P^T
+A warp loads by TMA; warpgroups hold 64 keys each, visit every query block that sees them and share its loads. P^T
 and dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also
 goes to shared memory, transposed, and each of two warpgroups computes half of dQ^T over the keys of both, a step
 behind, so that neither waits for the other. TMA adds these to dQ^T in FP16, scaled so that no sum overflows: in any
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
 from sagebwd.kernels.sm90.backward.dq_rows import BOXES, add_dq_rows, last_dq_rows
 from sagebwd.kernels.sm90.backward.dq_sums import (
     SLOTS,
@@ -27,29 +27,29 @@ from sagebwd.kernels.sm90.backward.dq_sums import (
     allocate_ds,
     allocate_k_t,
     copy_keys,
-    count_added,
     counter_rank_and_count,
     dq_product,
     ds_barriers,
+    release_dq_semaphore,
     store_dq,
-    store_no_ds,
+    store_zero_ds,
 )
-from sagebwd.kernels.sm90.backward.epilogue import places, store_both
-from sagebwd.kernels.sm90.backward.fp32_accumulate import add_in_halves, add_in_pieces, add_whole
+from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_both
+from sagebwd.kernels.sm90.backward.fp32_accumulate import accumulate_half_n, accumulate_in_pieces, accumulate_whole
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    block_cut,
     cut_at_both_ends,
     head_and_number,
     heads_of,
     key_block,
-    place_of,
-    queries_met,
-    queries_of,
+    m_block_range,
+    masked_m_block,
+    seq_q_of,
+    work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.scores import (
-    difference,
+    dp_minus_delta,
     ds_operand,
     keys_and_scales,
     probabilities,
@@ -62,9 +62,9 @@ from sagebwd.kernels.sm90.backward.tile import (
     LOG2_E,
     REGISTERS,
     ROWS,
-    anew,
     barrier,
     delta_parts_weight,
+    opaque,
     operand_float8,
     padded_block,
     program_number,
@@ -76,22 +76,22 @@ from sagebwd.kernels.sm90.backward.tile import (
 
 @gluon.jit
 def accumulate(
-    memory, own_memory, barriers, tensors, descriptors, turns, sizes, factors, CONSUMER: gl.constexpr,
+    memory, own_smem, barriers, tensors, descriptors, tiles_per_cta, sizes, factors, CONSUMER: gl.constexpr,
     KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """A computing warpgroup: dK and dV of 64 keys, half of dQ^T, or of dQ, of every block of queries."""
-    k_t_memory, ds_memory, dq_memory, ones = own_memory
+    """Consumer warpgroup: dK and dV of 64 keys, and half of dQ^T, or of dQ, of every query block."""
+    k_t_smem, ds_smem, dq_smem, ones = own_smem
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    added, key_mask, walk, blocks_q, group = tensors.added, tensors.key_mask, tensors.walk, sizes.blocks_q, sizes.group
-    LISTED: gl.constexpr = walk is not None
+    dq_sem, key_mask, sparse, group = tensors.dq_semaphore, tensors.key_mask, tensors.block_sparse, sizes.group
+    LISTED: gl.constexpr = sparse is not None
     TILE: gl.constexpr = WIDTH.backward
     BLOCK_Q: gl.constexpr = TILE.queries
     STAGES: gl.constexpr = TILE.stages
-    IN_ORDER: gl.constexpr = added is not None
+    IN_ORDER: gl.constexpr = dq_sem is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
-    IN_TURN: gl.constexpr = TILE.in_turn and not IN_ORDER and tensors.shares is None
+    PERSISTENT: gl.constexpr = TILE.persistent and not IN_ORDER and tensors.work_splits is None
     PIECE: gl.constexpr = memory.k.shape[2]
     PIECES: gl.constexpr = WIDTH.head_dim // PIECE
     VALUE_PIECES: gl.constexpr = WIDTH.value_dim // PIECE
@@ -102,198 +102,198 @@ def accumulate(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 4)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     # its half of dQ^T: 64 channels, or 64 queries
-    CHANNEL: gl.constexpr = CONSUMER * ROWS if TILE.by_channel and not IN_PIECES else 0
-    QUERY: gl.constexpr = 0 if TILE.by_channel else CONSUMER * ROWS
+    CHANNEL: gl.constexpr = CONSUMER * ROWS if TILE.dq_swap_ab and not IN_PIECES else 0
+    QUERY: gl.constexpr = 0 if TILE.dq_swap_ab else CONSUMER * ROWS
     # rows of dQ^T a head, by which blocks are counted; or heads are, and dQ has rows of its own
     HEAD: gl.constexpr = 1 if IN_PIECES else WIDTH.head_dim
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
-    no_dp = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
-    no_dq = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
-    dq_part = dq_memory[0].index(CONSUMER)
-    pitch, begun = blocks_q * BLOCK_Q, 0
-    # one turn alone is no loop: ptxas then has uniform registers for stages, and spills nothing
-    for turn in range(turns if IN_TURN else 1):
-        place = place_of(program_number(turn), turn, tensors, sizes)
-        queries = queries_of(place, tensors, sizes)
-        z_q, z_k = heads_of(place, sizes, VARLEN)
-        listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
-        met = queries_met(
-            place, place.first, tensors.key_mask, sizes.tokens_k, queries, walk, listed, IN_ORDER, KIND, BLOCK_Q
+    s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
+    dp_init = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    dq_init = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
+    dq_part = dq_smem[0].index(CONSUMER)
+    pitch, begun = sizes.blocks_q * BLOCK_Q, 0
+    # a single tile is no loop: ptxas then has uniform registers for stages, and spills nothing
+    for tile_index in range(tiles_per_cta if PERSISTENT else 1):
+        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes)
+        seq_q = seq_q_of(work_tile, tensors, sizes)
+        z_q, z_k = heads_of(work_tile, sizes, VARLEN)
+        listed = list_of(sparse, tensors.work_splits, work_tile.batch, work_tile.head, work_tile.first)
+        m_range = m_block_range(
+            work_tile, work_tile.first, key_mask, sizes.tokens_k, seq_q, sparse, listed, IN_ORDER, KIND, BLOCK_Q
         )
-        begin, end, loops = met.begin, met.end, met.loops
-        first_k = place.first + CONSUMER * ROWS
-        keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
-        no_sums = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
-        dk_acc, dv_acc = repeated(no_sums, PIECES), repeated(no_sums, VALUE_PIECES)
-        mbarrier.wait(barriers.keys_full, turn & 1)
+        begin, end, loops = m_range.begin, m_range.end, m_range.loops
+        first_k = work_tile.first + CONSUMER * ROWS
+        keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
+        acc_init = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
+        dk_acc, dv_acc = repeated(acc_init, PIECES), repeated(acc_init, VALUE_PIECES)
+        mbarrier.wait(barriers.keys_full, tile_index & 1)
         k = pieces_of(memory.k, CONSUMER, PIECES)
-        # nobody reads the copy of the turn before: keys were loaded since
-        copy_keys(k_t_memory, CONSUMER, k, key_scale, tensors.largest + place.batch * sizes.heads_k + place.head)
+        # the copy of the tile before has no readers left: K was loaded since
+        copy_keys(k_t_smem, CONSUMER, k, key_scale, tensors.largest + work_tile.batch * sizes.heads_k + work_tile.head)
         key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
-        # a block of zeros goes before a turn's first, and counts in dS's slots: every step has one to compute dQ of
-        slot, phase = ring(begun + turn, SLOTS)
+        # a block of zeros goes before a tile's first, and counts in dS's slots: every step has a dQ to compute
+        slot, phase = ring(begun + tile_index, SLOTS)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-        store_no_ds(ds_memory, ds_full, slot, CONSUMER, BLOCK_Q)
-        # what registers are left for, tensor cores need not read from shared memory again and again
+        store_zero_ds(ds_smem, ds_full, slot, CONSUMER, BLOCK_Q)
+        # operands that registers have room for are not read from shared memory again and again
         if not IN_PIECES:
-            k_t = k_t_memory.index(0).slice(CHANNEL, ROWS, 0), k_t_memory.index(1).slice(CHANNEL, ROWS, 0)
-            if not TILE.by_channel and not IN_ORDER:
+            k_t = k_t_smem.index(0).slice(CHANNEL, ROWS, 0), k_t_smem.index(1).slice(CHANNEL, ROWS, 0)
+            if not TILE.dq_swap_ab and not IN_ORDER:
                 mbarrier.wait(ds_full.index(slot), phase)
                 k_t = loaded(k_t, gl.DotOperandLayout(0, DQ_LAYOUT, 4))
-        if TILE.holds_keys:
+        if TILE.k_in_regs:
             k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
-        first_head, counter_before = z_q + place.head * group, -1
+        first_head, counter_before = z_q + work_tile.head * group, -1
         last_row = first_head * HEAD + CHANNEL
-        block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN) - 1  # the one before a sequence's first
+        block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN) - 1  # before the sequence's first
         column = block_0 * BLOCK_Q + QUERY
-        s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
+        s = scores(k, memory.q, full, begun, begin < end, s_init, False, STAGES)  # S^T = K Q^T
         heads = group if KIND.GROUPED and not LISTED else 1  # one alone is no loop
         last_rank, last_entry, last_block = None, 0, end
         if LISTED:
-            _, last_entry, last_rank = met_of(walk, listed[0], 0)
+            _, last_entry, last_rank = listed_block(sparse, listed[0], 0)
         until = begun + (end - begin) * heads
         for head in range(heads):
             row = (first_head + head) * HEAD + CHANNEL
             for part in gl.static_range(len(loops)):
                 ahead = begun + loops[part][2]
                 for number in range(loops[part][0], loops[part][1]):
-                    i = block_cut(number, met, KIND) if part == 0 else number
+                    i = masked_m_block(number, m_range, KIND) if part == 0 else number
                     step = number + ahead
-                    block = step + turn
+                    block = step + tile_index
                     stage, phase = ring(step, STAGES)
                     before, phase_before = ring(block, SLOTS)
                     slot, phase_slot = ring(block + 1, SLOTS)
-                    rows, copy_scales = memory.rows.index(stage), memory.scales.index(stage)
-                    # where this step adds dQ^T of the step before; at a turn's first zeros times K, NaN if that is: to
-                    # a block of this sequence, never to the one before
+                    rows, t_scales = memory.rows.index(stage), memory.scales.index(stage)
+                    # where this step adds dQ^T of the step before; at a tile's first step 0 times K, NaN if K has NaN:
+                    # to a block of this sequence, never to the sequence before
                     to_row, to_block, known_rank, at, first_q = row, gl.maximum(i, 1), None, 0, i * BLOCK_Q
                     if LISTED:
                         last_head, last_block = head_and_block(last_entry)
                         to_row, to_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
                         known_rank = last_rank
-                        at, last_entry, last_rank = met_of(walk, listed[0], number)
+                        at, last_entry, last_rank = listed_block(sparse, listed[0], number)
                         first_q = head_and_block(last_entry)[1] * BLOCK_Q
                     elif JUMPS:
                         to_block, last_block = last_block, i + 1
                     elif KIND.GROUPED:
                         to_row, to_block = gl.where(i == begin, last_row, row), gl.where(i == begin, end, i)
                     counter, rank, count = counter_rank_and_count(
-                        to_row, to_block, first_k, block_0, blocks_q, place, queries, added, CONSUMER, KIND, BLOCK_Q,
-                        HEAD, known_rank,
+                        to_row, to_block, first_k, block_0, sizes.blocks_q, work_tile, seq_q, dq_sem, CONSUMER, KIND,
+                        BLOCK_Q, HEAD, known_rank,
                     )  # fmt: skip
                     counter = gl.where(step == 0, -1, counter)
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
-                    dp = difference(
-                        ones, memory.delta, memory.v, CONSUMER, memory.do, stage, no_dp, TILE.in_halves and IN_ORDER
+                    dp = dp_minus_delta(  # dP^T - delta = V dO^T - delta
+                        ones, memory.delta, memory.v, CONSUMER, memory.do, stage, dp_init, TILE.half_n and IN_ORDER
                     )
-                    p, whole = probabilities(
-                        s, rows, key_scale, keys, keep_key, first_q, first_k, place, queries, group, key_mask, walk,
-                        tensors.bias, at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
+                    p, whole = probabilities(  # P^T = exp2(S^T - lse)
+                        s, rows, key_scale, keys, keep_key, first_q, first_k, work_tile, seq_q, group, key_mask,
+                        sparse, tensors.bias, at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
-                    p_codes = operand_float8(p, OPERAND)
+                    p_fp8 = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds_codes = ds_operand(p, dp, whole, keep_key, key_mask, walk, KIND, part == 0, S_LAYOUT, OPERAND)
+                    ds_fp8 = ds_operand(p, dp, whole, keep_key, key_mask, sparse, KIND, part == 0, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
-                    store_transposed(ds_memory.index(slot * CONSUMERS + CONSUMER), result(ds_codes, S_LAYOUT))
+                    store_transposed(ds_smem.index(slot * CONSUMERS + CONSUMER), result(ds_fp8, S_LAYOUT))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(ds_full.index(slot), count=1)
                     mbarrier.wait(full.index(stage * 3 + 2), phase)
                     more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                     if IN_PIECES:
-                        dv_acc, dk_acc, dq, dq_half = add_in_pieces(
-                            dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
-                            k_t_memory, ds_memory, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
+                        dv_acc, dk_acc, dq, dq_half = accumulate_in_pieces(  # dV += P^T dO, dK += dS^T Q, dQ = dS K
+                            dv_acc, dk_acc, (p_fp8, ds_fp8), (memory.do_t, memory.q_t), stage, t_scales,
+                            k_t_smem, ds_smem, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
                         )  # fmt: skip
-                        store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
-                        if not TILE.holds_keys:
+                        store_dq(dq_smem[2].index(CONSUMER), dq_half * factors.sum_scale, dq_sem, counter_before)
+                        if not TILE.k_in_regs:
                             # descriptors of before the loop would be kept in registers
-                            k = pieces_of(memory.k, anew(CONSUMER), PIECES)
-                        s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
+                            k = pieces_of(memory.k, opaque(CONSUMER), PIECES)
+                        s = scores(k, memory.q, full, step + 1, more, s_init, False, STAGES)
                         dq = warpgroup_mma_wait(PIECES, deps=[dq])
-                    elif TILE.in_halves:
-                        never = step < 0
-                        dv_acc, dk_acc, dq, free = add_in_halves(
-                            dv_acc, dk_acc, p_codes, ds_codes, memory.do_t.index(stage), memory.q_t.index(stage),
-                            copy_scales, k_t, ds_memory, before, ds_full, phase_before, never, OUT_LAYOUT, BLOCK_Q,
+                    elif TILE.half_n:
+                        opaque_false = step < 0
+                        dv_acc, dk_acc, dq, free = accumulate_half_n(  # dV += P^T dO, dK += dS^T Q, dQ^T = K^T dS^T
+                            dv_acc, dk_acc, p_fp8, ds_fp8, memory.do_t.index(stage), memory.q_t.index(stage),
+                            t_scales, k_t, ds_smem, before, ds_full, phase_before, opaque_false, OUT_LAYOUT, BLOCK_Q,
                         )  # fmt: skip
                         free = free.to(gl.int32, bitcast=True)
-                        s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
+                        s = scores(k, memory.q, full, step + 1, more, free, opaque_false, STAGES)  # S^T = K Q^T
                         dq = warpgroup_mma_wait(1, deps=[dq])
                     else:
-                        dv_acc, dk_acc, dq = add_whole(
-                            dv_acc, dk_acc, (p_codes, ds_codes), (memory.do_t, memory.q_t), stage, copy_scales,
-                            k_t, ds_memory, before, ds_full, phase_before, no_sums, no_dq, QUERY, BLOCK_Q, OUT_LAYOUT,
+                        dv_acc, dk_acc, dq = accumulate_whole(  # dV += P^T dO, dK += dS^T Q, dQ^T = K^T dS^T
+                            dv_acc, dk_acc, (p_fp8, ds_fp8), (memory.do_t, memory.q_t), stage, t_scales,
+                            k_t, ds_smem, before, ds_full, phase_before, acc_init, dq_init, QUERY, BLOCK_Q, OUT_LAYOUT,
                         )  # fmt: skip
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
-                    dq = dq * factors.sum_scale
+                    dq = dq * factors.sum_scale  # dQ^T in FP16's range
                     if IN_PIECES:
                         to_row = to_row * pitch + column + to_block * BLOCK_Q
-                        add_dq_rows(dq_desc, dq_memory, dq, to_row, CONSUMER, added, counter, rank, count)
+                        add_dq_rows(dq_desc, dq_smem, dq, to_row, CONSUMER, dq_sem, counter, rank, count)
                     else:
-                        store_dq(dq_part, dq, added, counter_before)
-                        if not TILE.in_halves:
+                        store_dq(dq_part, dq, dq_sem, counter_before)
+                        if not TILE.half_n:
                             # not before: dQ's registers are needed
-                            s = scores(k, memory.q, full, step + 1, more, no_scores, False, STAGES)
-                        add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, added, counter, rank, count)
+                            s = scores(k, memory.q, full, step + 1, more, s_init, False, STAGES)
+                        add_dq(dq_desc, dq_part, to_row, column + to_block * BLOCK_Q, dq_sem, counter, rank, count)
                     counter_before = counter
             last_row = row
             begun += end - begin
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-        place = place_of(program_number(turn), turn, tensors, sizes)
+        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
-        slot, phase = ring(begun + turn, SLOTS)
+        slot, phase = ring(begun + tile_index, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
         if IN_PIECES:
-            dq, dq_half = last_dq_rows(k_t_memory, ds_memory, slot, CONSUMER, OUT_LAYOUT)
+            dq, dq_half = last_dq_rows(k_t_smem, ds_smem, slot, CONSUMER, OUT_LAYOUT)
         else:
-            dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_memory, slot, no_dq, False, QUERY, BLOCK_Q)])
+            dq = warpgroup_mma_wait(0, deps=[dq_product(k_t, ds_smem, slot, dq_init, False, QUERY, BLOCK_Q)])
         mbarrier.arrive(ds_empty.index(slot), count=1)
         mbarrier.arrive(barriers.keys_empty, count=1)
         counter, rank, count = counter_rank_and_count(
-            last_row, last_block, place.first + CONSUMER * ROWS, block_0, blocks_q, place, queries, added, CONSUMER,
-            KIND, BLOCK_Q, HEAD, last_rank,
+            last_row, last_block, work_tile.first + CONSUMER * ROWS, block_0, sizes.blocks_q, work_tile, seq_q, dq_sem,
+            CONSUMER, KIND, BLOCK_Q, HEAD, last_rank,
         )  # fmt: skip
         counter, last_block = gl.where(begin < end, counter, -1), gl.maximum(last_block, 1)
         if IN_PIECES:
-            store_dq(dq_memory[2].index(CONSUMER), dq_half * factors.sum_scale, added, counter_before)
+            store_dq(dq_smem[2].index(CONSUMER), dq_half * factors.sum_scale, dq_sem, counter_before)
             last_row = last_row * pitch + column + last_block * BLOCK_Q
-            add_dq_rows(dq_desc, dq_memory, dq * factors.sum_scale, last_row, CONSUMER, added, counter, rank, count)
+            add_dq_rows(dq_desc, dq_smem, dq * factors.sum_scale, last_row, CONSUMER, dq_sem, counter, rank, count)
         else:
-            store_dq(dq_part, dq * factors.sum_scale, added, counter_before)
-            add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, added, counter, rank, count)
-        count_added(added, counter)
-        # over V, or where the next turn's may lie, this warpgroup's blocks of dQ^T
-        out = places(dq_part if IN_TURN else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
+            store_dq(dq_part, dq * factors.sum_scale, dq_sem, counter_before)
+            add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, dq_sem, counter, rank, count)
+        release_dq_semaphore(dq_sem, counter)
+        # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie
+        out = as_tiles(dq_part if PERSISTENT else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
         dk_acc = scaled(dk_acc, factors.scale)
-        store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, place, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
+        store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*steps_of("q", "k", "v", "do"), *Sizes._fields, "turns"])
+@gluon.jit(do_not_specialize=[*steps_of("q", "k", "v", "do"), *Sizes._fields, "tiles_per_cta"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, scales_desc, delta_desc, dq_desc, dk_desc,
     dv_desc, tensors, q_b, q_h, q_column, k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k,
-    group, tokens_q, tokens_k, total_k, blocks_q, programs, turns, heads_at_once, heads_in_all, lower, upper, factors,
-    KIND: gl.constexpr, WIDTH: gl.constexpr,
+    group, tokens_q, tokens_k, total_k, blocks_q, programs, tiles_per_cta, heads_at_once, heads_in_all, lower, upper,
+    factors, KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """128 keys of one key head in each of ``turns``, with the query heads that share it; ``programs`` a head.
+    """dQ, dK and dV of ``tiles_per_cta`` tiles of 128 keys of one key head, over its query heads; ``programs`` a head.
 
-    What `row_values_kernel` makes: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
+    Of `row_values_kernel`: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
     parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
     a piece. dk_desc, dv_desc: dk and dv as rows. tensors, heads_k to upper, KIND: `arguments`; where blocks of keys
-    add to dQ in order they have one turn each. q_b to do_column: `descriptor.Rows.steps`. WIDTH: of `widths.WIDTHS`.
+    add to dQ in order a program has one tile. q_b to do_column: `descriptor.Rows.steps`. WIDTH: of `widths.WIDTHS`.
     """
-    IN_ORDER: gl.constexpr = tensors.added is not None
+    IN_ORDER: gl.constexpr = tensors.dq_semaphore is not None
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
     STAGES: gl.constexpr = WIDTH.backward.stages
@@ -303,24 +303,24 @@ def backward_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    place = place_of(gl.program_id(0), 0, tensors, sizes)
-    queries = queries_of(place, tensors, sizes)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes)
+    seq_q = seq_q_of(work_tile, tensors, sizes)
     SPAN: gl.constexpr = CONSUMERS * ROWS
-    # no program has a turn for blocks past its sequence's end
-    if tensors.shares is None:
-        count = (place.length + SPAN - 1) // SPAN
-        whole = count // programs
+    # no program has a tile past its sequence's end
+    if tensors.work_splits is None:
+        count = (work_tile.length + SPAN - 1) // SPAN
+        n = count // programs
         _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
-        turns = gl.minimum(turns, whole + (key_block(whole, number, programs, IN_ORDER) < count).to(gl.int32))
+        tiles_per_cta = gl.minimum(tiles_per_cta, n + (key_block(n, number, programs, IN_ORDER) < count).to(gl.int32))
     else:
-        number = place.first // SPAN
-        turns = (place.first < place.length).to(gl.int32)
-    if turns == 0:
+        number = work_tile.first // SPAN
+        tiles_per_cta = (work_tile.first < work_tile.length).to(gl.int32)
+    if tiles_per_cta == 0:
         return
-    z_q, _ = heads_of(place, sizes, VARLEN)
+    z_q, _ = heads_of(work_tile, sizes, VARLEN)
     origins = (
-        origin_of_keys(place, k_b, k_h, k_column), origin_of_keys(place, v_b, v_h, v_column),
-        (place.batch * q_b + queries.start, q_h, q_column), (place.batch * do_b + queries.start, do_h, do_column),
+        origin_of_keys(work_tile, k_b, k_h, k_column), origin_of_keys(work_tile, v_b, v_h, v_column),
+        (work_tile.batch * q_b + seq_q.start, q_h, q_column), (work_tile.batch * do_b + seq_q.start, do_h, do_column),
     )  # fmt: skip
 
     q, k = buffers(q_desc, STAGES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
@@ -350,17 +350,17 @@ def backward_kernel(
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
     own = (k_t, ds, dq, ones)
     written = (dq_desc, dk_desc, dv_desc)
-    heads = (place.head * group, place.head * group + group)
-    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place, tensors.key_mask, tokens_k)
+    heads = (work_tile.head * group, work_tile.head * group + group)
+    block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, own, barriers, tensors, written, turns, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, sizes, factors, 1, KIND, WIDTH)),
             (load, (
-                descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER,
-                KIND, WIDTH,
+                descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
+                IN_ORDER, KIND, WIDTH,
             )),
         ],
         [4, 1],

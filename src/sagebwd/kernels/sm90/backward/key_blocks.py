@@ -1,16 +1,16 @@
-"""Which keys a program of the backward takes, whose they are, and which queries see them."""
+"""Scheduling of the backward: the key tile of a program, its sequence and head, and the query blocks that see it."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.block_sparse import of_share
+from sagebwd.kernels.sm90.backward.block_sparse import split_field
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
 
 
-class Place(NamedTuple):
-    """Keys of a program's turn: of which sequence and key head, where that begins, how long it is, and the first."""
+class TileCoord(NamedTuple):
+    """A key tile: sequence, key head, the sequence's first token and length, and the tile's first key in it."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -19,8 +19,8 @@ class Place(NamedTuple):
     first: gl.tensor
 
 
-class Queries(NamedTuple):
-    """A sequence's queries: where it begins, how long it is, and bounds on key - query."""
+class SeqQ(NamedTuple):
+    """A sequence's queries: first token, length, and bounds on key - query."""
 
     start: gl.tensor
     length: gl.tensor
@@ -30,9 +30,9 @@ class Queries(NamedTuple):
 
 @gluon.jit
 def head_and_number(program, sizes, IN_ORDER: gl.constexpr):
-    """A program's key head, counted over all sequences, and its number among those of this head.
+    """A program's key head, counted over the batch, and its number among the programs of this head.
 
-    IN_ORDER: of heads_at_once heads, each gets its first program before any gets its second.
+    IN_ORDER: heads_at_once heads are interleaved: each gets its first program before any gets its second.
     """
     if IN_ORDER:
         first = program // (sizes.programs * sizes.heads_at_once) * sizes.heads_at_once
@@ -44,60 +44,60 @@ def head_and_number(program, sizes, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def key_block(turn, number, programs, IN_ORDER: gl.constexpr):
-    """The key block of a program's turn, there and back: under a causal mask all programs so get the same work.
+def key_block(tile_index, number, programs, IN_ORDER: gl.constexpr):
+    """Key block of a program's tile, in serpentine order: under a causal mask all programs get equal work.
 
-    IN_ORDER: of one turn alone, from the last block to the first.
+    IN_ORDER: one tile a program, from the last key block to the first.
     """
-    return turn * programs + gl.where(((turn & 1) == 1) | IN_ORDER, programs - 1 - number, number)
+    return tile_index * programs + gl.where(((tile_index & 1) == 1) | IN_ORDER, programs - 1 - number, number)
 
 
 @gluon.jit
-def place_of(program, turn, tensors, sizes, BY_TURNS: gl.constexpr = False):
-    """The place of a program's turn.
+def work_tile_of(program, tile_index, tensors, sizes, HEADS_INTERLEAVED: gl.constexpr = False):
+    """Coordinates of the key tile number ``tile_index`` of a program.
 
-    BY_TURNS: heads take programs by turns where blocks do not add to dQ in order too, but from the first block on.
-    Where lists are cut, these say which program has which place.
+    HEADS_INTERLEAVED: heads are interleaved even if dQ is not added in order, then from the first key block on.
+    With work splits, these say which program has which tile.
     """
-    IN_ORDER: gl.constexpr = tensors.added is not None
-    if tensors.shares is None:
-        head, number = head_and_number(program, sizes, IN_ORDER or BY_TURNS)
+    IN_ORDER: gl.constexpr = tensors.dq_semaphore is not None
+    if tensors.work_splits is None:
+        head, number = head_and_number(program, sizes, IN_ORDER or HEADS_INTERLEAVED)
     else:
-        head, number = of_share(tensors.shares, program, 0), of_share(tensors.shares, program, 1)
+        head, number = split_field(tensors.work_splits, program, 0), split_field(tensors.work_splits, program, 1)
     batch = head // sizes.heads_k
     start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
-    # whose number is then a block's
-    programs = sizes.programs if tensors.shares is None else 0
-    first = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
-    return Place(batch, head % sizes.heads_k, start, length, first)
+    # of a work split the number is the key block itself
+    programs = sizes.programs if tensors.work_splits is None else 0
+    first = key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
+    return TileCoord(batch, head % sizes.heads_k, start, length, first)
 
 
 @gluon.jit
-def queries_of(place, tensors, sizes):
-    """The queries of a place's sequence."""
+def seq_q_of(work_tile, tensors, sizes):
+    """Queries of a key tile's sequence."""
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
-    start, length = sequence(tensors.cu_seqlens_q, place.batch, sizes.tokens_q, VARLEN)
+    start, length = sequence(tensors.cu_seqlens_q, work_tile.batch, sizes.tokens_q, VARLEN)
     if VARLEN:
-        apart = place.length - length
-        return Queries(start, length, sizes.lower + apart, sizes.upper + apart)
+        apart = work_tile.length - length
+        return SeqQ(start, length, sizes.lower + apart, sizes.upper + apart)
     else:
-        return Queries(start, length, sizes.lower, sizes.upper)
+        return SeqQ(start, length, sizes.lower, sizes.upper)
 
 
 @gluon.jit
-def heads_of(place, sizes, VARLEN: gl.constexpr):
-    """Among those of per-token values the first query head of a place's sequence, and its key head."""
+def heads_of(work_tile, sizes, VARLEN: gl.constexpr):
+    """Rows of per-token tensors: the first query head of a tile's sequence, and its key head."""
     if VARLEN:
-        return 0, place.head
+        return 0, work_tile.head
     else:
-        return place.batch * sizes.heads_k * sizes.group, place.batch * sizes.heads_k + place.head
+        return work_tile.batch * sizes.heads_k * sizes.group, work_tile.batch * sizes.heads_k + work_tile.head
 
 
-class Met(NamedTuple):
-    """Blocks of queries that see any of a program's keys; of a mask of elements, numbers of its list's blocks.
+class MBlockRange(NamedTuple):
+    """Query blocks that see any key of a tile; with a block-sparse mask, entries of its list.
 
-    No mask cuts those from ``whole_from`` to ``whole_until``, and no end. loops: from where, to where, and by how much
-    a block's place in order is more; over numbers of `block_cut`, then over whole blocks, which need no branches.
+    Blocks in [whole_from, whole_until) are cut by no mask and no end. loops: (begin, end, offset to a block's step) of
+    each loop; first over numbers of `masked_m_block`, then over whole blocks, which need no masking.
     """
 
     begin: gl.tensor
@@ -108,37 +108,37 @@ class Met(NamedTuple):
 
 
 @gluon.jit
-def kept_of(place, first_k, key_mask, tokens_k):
-    """How many of a program's keys a mask keeps; each warp counts all."""
+def kept_of(work_tile, first_k, key_mask, tokens_k):
+    """Keys of a tile that the key mask keeps; each warp counts all of them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([CONSUMERS * ROWS // 32], [32], [gl.num_warps()], [0])
     keys = first_k + gl.arange(0, CONSUMERS * ROWS, LAYOUT)
-    row = key_mask + place.batch.to(gl.int64) * tokens_k
-    return gl.sum((gl.load(row + keys, mask=keys < place.length, other=0) != 0).to(gl.int32), 0)
+    row = key_mask + work_tile.batch.to(gl.int64) * tokens_k
+    return gl.sum((gl.load(row + keys, mask=keys < work_tile.length, other=0) != 0).to(gl.int32), 0)
 
 
 @gluon.jit
-def queries_met(
-    place, first_k, key_mask, tokens_k, queries, walk, listed, IN_ORDER: gl.constexpr, KIND: gl.constexpr,
+def m_block_range(
+    work_tile, first_k, key_mask, tokens_k, seq_q, sparse, listed, IN_ORDER: gl.constexpr, KIND: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """What keys from ``first_k`` on meet: nothing if a mask hides them all, unless blocks of keys add to dQ in order.
+    """Query blocks that see keys from ``first_k`` on: none if a mask hides all of them, unless dQ is added in order.
 
-    walk: of a mask of elements, where ``listed`` counts blocks, those of all heads (`list_of`); or None.
+    sparse: block lists of an element mask, whose blocks, of all heads, ``listed`` counts (`list_of`); or None.
     """
-    if walk is not None:
+    if sparse is not None:
         begin, whole_from, whole_until, end = 0, listed[1], listed[2], listed[2]
     else:
         begin, whole_from, whole_until, end = block_range(
-            first_k, queries.length, -queries.upper, -queries.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
+            first_k, seq_q.length, -seq_q.upper, -seq_q.lower, CONSUMERS * ROWS, BLOCK_Q, KIND.HAS_UPPER,
             KIND.HAS_LOWER, False,
         )  # fmt: skip
         if key_mask is not None:
-            kept = kept_of(place, first_k, key_mask, tokens_k)
+            kept = kept_of(work_tile, first_k, key_mask, tokens_k)
             if not IN_ORDER:
                 end = gl.where(kept > 0, end, begin)
             are_cut = kept < CONSUMERS * ROWS
         else:
-            are_cut = first_k + CONSUMERS * ROWS > place.length
+            are_cut = first_k + CONSUMERS * ROWS > work_tile.length
         if KIND.RAGGED or key_mask is not None:
             whole_from = gl.where(are_cut, end, whole_from)
             whole_until = gl.where(are_cut, end, whole_until)
@@ -146,34 +146,34 @@ def queries_met(
             whole_until = end
     # under a window and with grouped heads one loop is faster: going from loop to loop so often costs what they gain
     CUT: gl.constexpr = KIND.HAS_UPPER or KIND.RAGGED or key_mask is not None
-    if walk is not None or (CUT and not KIND.HAS_LOWER and not KIND.GROUPED):
+    if sparse is not None or (CUT and not KIND.HAS_LOWER and not KIND.GROUPED):
         tail = end - whole_until
         loops = (begin, whole_from + tail, -begin), (whole_from, whole_until, tail - begin)
     else:
         loops = ((begin, end, -begin),)
-    return Met(begin, whole_from, whole_until, end, loops)
+    return MBlockRange(begin, whole_from, whole_until, end, loops)
 
 
 @gluon.constexpr_function
 def cut_at_both_ends(kind):
-    """Whether a program meets what is cut at an end of its queries with what a mask cuts, before all whole blocks."""
+    """Whether blocks cut at the end of the queries are visited with the masked ones, before all whole blocks."""
     return kind.RAGGED and not kind.HAS_LOWER and not kind.GROUPED
 
 
 @gluon.jit
-def block_cut(number, met, KIND: gl.constexpr):
-    """The block of queries that is met as that number from ``met.begin`` on, of those that a mask or an end cuts."""
+def masked_m_block(number, m_range, KIND: gl.constexpr):
+    """Query block number ``number`` of a key tile, from ``m_range.begin`` on, of those that a mask or end cuts."""
     if cut_at_both_ends(KIND):
-        return number + gl.where(number < met.whole_from, 0, met.whole_until - met.whole_from)
+        return number + gl.where(number < m_range.whole_from, 0, m_range.whole_until - m_range.whole_from)
     else:
         return number
 
 
 @gluon.jit
-def block_met(number, met, KIND: gl.constexpr):
-    """`block_cut`, or the whole block that comes after these."""
-    block = block_cut(number, met, KIND)
+def m_block_at(number, m_range, KIND: gl.constexpr):
+    """Query block number ``number`` of a tile: of `masked_m_block`, then of the whole blocks."""
+    block = masked_m_block(number, m_range, KIND)
     if cut_at_both_ends(KIND):
-        tail = met.end - met.whole_until
-        block = gl.where(number < met.whole_from + tail, block, number - tail)
+        tail = m_range.end - m_range.whole_until
+        block = gl.where(number < m_range.whole_from + tail, block, number - tail)
     return block

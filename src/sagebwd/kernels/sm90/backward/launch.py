@@ -11,12 +11,12 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.host import device
 from sagebwd.kernels.host.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Shares, Sizes, Tensors, walk_and_bias
+from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_split_dkdv import launch_split_dkdv
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
-from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_turns
+from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_tiles_per_cta
 from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, launch_row_values
@@ -42,11 +42,11 @@ def prepare(direction: str, call: Call) -> Call:
     tile = widths.width(call.head_dim, call.value_dim).backward
     tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
-    # shares of a list are added up in any order
+    # splits of a list are added up in any order
     heads = 0 if call.deterministic else call.keys.heads
-    walk = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.in_two)
+    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.split_dkdv)
     # kernels go by the tile's number: how many there are is no part of a call's specification
-    return call._replace(mask=None, lists=walk._replace(words=walk.words[:1]))
+    return call._replace(mask=None, lists=block_lists._replace(words=block_lists.words[:1]))
 
 
 class Operands(NamedTuple):
@@ -69,25 +69,25 @@ class Operands(NamedTuple):
         return *self.q.steps, *self.k.steps, *self.v.steps, *self.do.steps
 
 
-def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Shares | None]:
+def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor, WorkSplits | None]:
     """What is raised or counted up from 0, in one piece, for one launch to clear.
 
     Bits of the largest K of each key head; how many blocks of keys have added to each half of a block of
-    dQ^T if they are to in order; bits of V's largest by channel, (batch, heads, D); what shares of lists add up.
+    dQ^T if they are to in order; bits of V's largest by channel, (batch, heads, D); sums of split lists.
     """
     keys, queries = call.keys, call.queries
     heads = keys.batch * keys.heads
     counts = queries.heads_in_all * queries.blocks(block_q) * CONSUMERS.value if call.deterministic else 0
-    programs = None if call.lists is None else call.lists.shares
+    programs = None if call.lists is None else call.lists.work_splits
     span = CONSUMERS.value * ROWS.value
-    # each list that is cut has a share more than one
+    # each list that is cut has one split more than its own
     cut = 0 if programs is None else min(MOST, heads * keys.grid(span))
     channels = call.head_dim + call.value_dim
     sizes = cut * span * channels, cut * COUNTERS.value, heads, counts, heads * call.columns[1]
-    sums, arrived, largest, added, v_maxima = zeros((sum(sizes),), torch.int32, like.device).split(sizes)
+    sums, arrived, largest, dq_semaphore, v_maxima = zeros((sum(sizes),), torch.int32, like.device).split(sizes)
     return (
-        largest, added if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1]),
-        None if programs is None else Shares(programs, sums.view(torch.float32), arrived),
+        largest, dq_semaphore if call.deterministic else None, v_maxima.view(keys.batch, keys.heads, call.columns[1]),
+        None if programs is None else WorkSplits(programs, sums.view(torch.float32), arrived),
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def backward(
     width = widths.width(call.head_dim, call.value_dim)
     tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
-    largest, added, v_maxima, shares = _zeros(call, block_q, v)
+    largest, dq_semaphore, v_maxima, work_splits = _zeros(call, block_q, v)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
     # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
@@ -114,22 +114,22 @@ def backward(
     values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
     operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
     tensors = Tensors(
-        k_scale, largest, call.key_mask, dk, dv, added, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv), *walk_and_bias(call), shares,
+        k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
+        gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits,
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
-    turns, heads_at_once = 1, 1
+    tiles_per_cta, heads_at_once = 1, 1
     if deterministic:
         heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(call.device))
-    elif tile.in_turn and shares is None:
-        turns = backward_turns(call, span, block_q, device.num_sms(call.device))
-    if tile.in_two:
+    elif tile.persistent and work_splits is None:
+        tiles_per_cta = backward_tiles_per_cta(call, span, block_q, device.num_sms(call.device))
+    if tile.split_dkdv:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
-    grid = -(-keys.grid(span) // turns)
-    programs = grid * keys.batch * keys.heads if shares is None else len(shares.programs)
+    grid = -(-keys.grid(span) // tiles_per_cta)
+    programs = grid * keys.batch * keys.heads if work_splits is None else len(work_splits.programs)
     launch(
         backward_kernel,
         (programs,),
@@ -142,13 +142,13 @@ def backward(
         vectors(values.planes, 2 * block_q),
         vectors(values.scales, SCALES.value, SCALES_APART),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.in_rows else rows)),
+        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),
         tensors,
         *operands.steps,
         **Sizes.of(call, block_q, grid, heads_at_once)._asdict(),
-        turns=turns,
+        tiles_per_cta=tiles_per_cta,
         factors=factors,
         KIND=Kind.of(call, block_q, span),
         WIDTH=width,

@@ -33,7 +33,7 @@ def launch_split_dkdv(
     q, k = operands.q.blocks(block_q, piece), operands.k.blocks(rows, piece)
     span = CONSUMERS.value * rows
     grid, heads = keys.grid(span), keys.batch * keys.heads
-    programs = grid * heads if tensors.shares is None else len(tensors.shares.programs)
+    programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
     options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}
     launch(
         value_kernel,
@@ -44,7 +44,7 @@ def launch_split_dkdv(
         vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
         matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
-        tensors._replace(largest=None, dk=None, added=None, strides=gradient_strides(call, tensors.dv)),
+        tensors._replace(largest=None, dk=None, dq_semaphore=None, strides=gradient_strides(call, tensors.dv)),
         *operands.q.steps,
         *operands.k.steps,
         *Sizes.of(call, block_q, grid, heads),
@@ -65,7 +65,7 @@ def launch_split_dkdv(
         matrix(tensors.dk, tensors.dk.shape[-1], (rows, rows)),
         tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk)),
         *operands.steps,
-        *Sizes.of(call, block_q, grid, heads if tensors.added is None else heads_at_once),
+        *Sizes.of(call, block_q, grid, heads if tensors.dq_semaphore is None else heads_at_once),
         factors,
         **options,
     )

@@ -1,4 +1,4 @@
-"""The loading warp: keys once a turn, then blocks of queries into a ring of stages."""
+"""Producer warp of the backward: K and V once a tile, then query blocks into a ring of stages, all by TMA."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
-from sagebwd.kernels.sm90.backward.key_blocks import block_met, key_block, queries_met
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
+from sagebwd.kernels.sm90.backward.key_blocks import key_block, m_block_at, m_block_range
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
 
@@ -15,9 +15,9 @@ Operand = tma.tensor_descriptor | gl.shared_memory_descriptor
 
 
 class Loaded(NamedTuple):
-    """Of each operand that TMA loads its descriptor, or its buffers; None where a kernel does not read it.
+    """TMA descriptors, or shared-memory buffers, of the operands; None if a kernel does not read one.
 
-    delta: channels more of dO. scales: those of the copies q_t and do_t.
+    delta: additional channels of dO. scales: of the e4m3 copies q_t and do_t.
     """
 
     q: Operand
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of K and V, of what a step reads, and of dS: that it is there, and that its place is free; or None."""
+    """Full and empty mbarriers of K and V, of the stages of a step's operands, and of dS's slots; or None."""
 
     keys_full: gl.shared_memory_descriptor
     keys_empty: gl.shared_memory_descriptor | None
@@ -44,13 +44,13 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def buffers(desc, COUNT: gl.constexpr):
-    """Shared memory for so many of a descriptor's blocks."""
+    """Shared memory of COUNT blocks of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
 
 
 @gluon.jit
 def ring_barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """Of each stage PARTS that are full when something is loaded, and one that is empty when all have read it."""
+    """Barriers of a ring: PARTS full barriers a stage, one for each load, and one empty barrier, for all readers."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -61,14 +61,14 @@ def ring_barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def origin_of_keys(place, of_batch, of_head, of_column):
+def origin_of_keys(work_tile, of_batch, of_head, of_column):
     """Row and column of a sequence's first key, from `descriptor.Rows.steps`."""
-    return place.batch * of_batch + place.head * of_head + place.start, place.head * of_column
+    return work_tile.batch * of_batch + work_tile.head * of_head + work_tile.start, work_tile.head * of_column
 
 
 @gluon.jit
 def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.constexpr):
-    """K and V of 64 keys a consumer from ``first_k`` on. Origins: `origin_of_keys`."""
+    """Load K and V of 64 keys a consumer warpgroup from ``first_k`` on. Origins: `origin_of_keys`."""
     row_k, column_k = origin_k
     row_v, column_v = origin_v
     PIECES: gl.constexpr = memory.k.shape[0] // CONSUMERS
@@ -82,13 +82,13 @@ def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.
 
 @gluon.jit
 def load_queries(
-    descriptors, memory, barriers, origin_q, origin_do, met, blocks, heads, walk, at, step, KIND: gl.constexpr,
+    descriptors, memory, barriers, origin_q, origin_do, m_range, blocks, heads, sparse, at, step, KIND: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Q, dO, transposed copies and row values of each block of each head's queries, into a ring of stages.
+    """Load Q, dO, their e4m3 transposes and row values of every query block of every head, into a ring of stages.
 
-    Origins: row of a sequence's first query, and steps of a head. at: where a list begins in ``walk``. step: how many
-    blocks the ring has had; returned with these counted in.
+    Origins: row of a sequence's first query, and steps of a head. at: start of a list in ``sparse.lists``. step: how
+    many blocks the ring has had; returned with these counted in.
     """
     row_q, row_q_h, column_q = origin_q
     row_do, row_do_h, column_do = origin_do
@@ -102,11 +102,11 @@ def load_queries(
     full = barriers.full
     step = gl.to_tensor(step)
     # a list has the blocks of all heads
-    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-        for number in range(met.begin, met.end):
-            head, i = first_head, block_met(number, met, KIND)
-            if walk is not None:
-                head, i = head_and_block(met_of(walk, at, number)[1])
+    for first_head in range(heads[0], heads[1] if sparse is None else heads[0] + 1):
+        for number in range(m_range.begin, m_range.end):
+            head, i = first_head, m_block_at(number, m_range, KIND)
+            if sparse is not None:
+                head, i = head_and_block(listed_block(sparse, at, number)[1])
                 head += first_head
             z = z_q + head
             stage = step % STAGES
@@ -136,22 +136,22 @@ def load_queries(
 
 @gluon.jit
 def load(
-    descriptors, memory, barriers, origins, turns, number, programs, blocks, heads, queries, IN_ORDER: gl.constexpr,
-    KIND: gl.constexpr, WIDTH: gl.constexpr,
+    descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
+    IN_ORDER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """In each turn the keys' K and V, then what `load_queries` loads; origins: of K, V, Q and dO."""
+    """Load, for each key tile, K and V, then its query blocks (`load_queries`); origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
-    blocks_q, z_q, block_0, walk, shares, place, key_mask, tokens_k = blocks
+    blocks_q, z_q, block_0, sparse, splits, work_tile, key_mask, tokens_k = blocks
     step = 0
-    for turn in range(turns if WIDTH.backward.in_turn and not IN_ORDER and shares is None else 1):
-        first_k = key_block(turn, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
-        mbarrier.wait(barriers.keys_empty, (turn & 1) ^ 1)
+    for tile_index in range(tiles_per_cta if WIDTH.backward.persistent and not IN_ORDER and splits is None else 1):
+        first_k = key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
+        mbarrier.wait(barriers.keys_empty, (tile_index & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
-        listed = list_of(walk, shares, place.batch, place.head, first_k)
-        met = queries_met(
-            place, first_k, key_mask, tokens_k, queries, walk, listed, IN_ORDER, KIND, WIDTH.backward.queries
+        listed = list_of(sparse, splits, work_tile.batch, work_tile.head, first_k)
+        m_range = m_block_range(
+            work_tile, first_k, key_mask, tokens_k, seq_q, sparse, listed, IN_ORDER, KIND, WIDTH.backward.queries
         )
         step = load_queries(
-            descriptors, memory, barriers, origin_q, origin_do, met, (blocks_q, z_q, block_0), heads, walk, listed[0],
-            step, KIND, WIDTH,
+            descriptors, memory, barriers, origin_q, origin_do, m_range, (blocks_q, z_q, block_0), heads, sparse,
+            listed[0], step, KIND, WIDTH,
         )  # fmt: skip

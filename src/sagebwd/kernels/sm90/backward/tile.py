@@ -1,4 +1,4 @@
-"""What the kernel's parts share: `sagebwd.kernels.operands.tile`'s arithmetic, compiled by Gluon; 8-bit operands."""
+"""Tile arithmetic of the backward's kernels: `sagebwd.kernels.operands.tile` compiled by Gluon; 8-bit operands."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -38,22 +38,22 @@ PACKED_FLOAT8 = gl.constexpr(
 
 @gluon.jit
 def program_number(after):
-    """The program's number, read anew once ``after`` is known.
+    """Program id, read again once ``after`` is known.
 
-    What a kernel needs at its end it may so make of it there, in registers that its loop had none of.
+    What a kernel needs only at its end is so computed there, and takes no registers in its loop.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def anew(x):
-    """An int32 under another name: what follows from it here is found here, not kept in registers since earlier."""
+def opaque(x):
+    """An int32 that the compiler cannot trace: what follows from it is computed here, not kept in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def ring(step, COUNT: gl.constexpr):
-    """Which of COUNT places a step has that take turns, and the parity of its round."""
+    """Stage of a step in a ring of COUNT stages, and its barriers' phase parity."""
     if COUNT == 1:
         return 0, step & 1
     elif COUNT == 2:  # of a sign nothing is known, so that a division by 2 is four instructions
@@ -92,13 +92,13 @@ def inside_band(
 
 @gluon.jit
 def operand(x, LAYOUT: gl.constexpr):
-    """Results as an 8-bit operand of the next product: the same registers under other names."""
+    """Accumulator as an 8-bit operand of the next product: the same registers under other names."""
     return gl.convert_layout(interleave(x), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def result(x, LAYOUT: gl.constexpr):
-    """An 8-bit operand as the results that `operand` made it of."""
+    """Inverse of `operand`."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     x = x.reshape([M, N // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([M, N])

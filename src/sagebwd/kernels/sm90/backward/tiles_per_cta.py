@@ -6,8 +6,8 @@ import math
 
 from sagebwd.call import Call
 
-# What one of its programs takes beside the steps of its loop, in steps: once, and again in every turn.
-PROGRAM, TURN = 4.0, 3.0
+# Costs of a CTA beside its loop's steps, in steps: once a CTA, and once a key tile.
+PER_CTA, PER_TILE = 4.0, 3.0
 
 
 # After so many steps of one block of keys the next may take its first, where they add to dQ in order.
@@ -15,7 +15,7 @@ HOP = 2.0
 
 
 def backward_steps(call: Call, span: int, block_q: int) -> float:
-    """Blocks of queries that a block of ``span`` keys meets, of all heads that share it, in the mean."""
+    """Mean number of query blocks that see a key tile of ``span`` keys, over all query heads that share it."""
     steps = call.queries.tokens / block_q * call.group
     if call.is_causal:
         steps /= 2
@@ -24,24 +24,24 @@ def backward_steps(call: Call, span: int, block_q: int) -> float:
     return steps
 
 
-def backward_turns(call: Call, span: int, block_q: int, num_sms: int) -> int:
-    """How many blocks of ``span`` keys a program of the one kernel takes, one after the other: 1, 2 or 4.
+def backward_tiles_per_cta(call: Call, span: int, block_q: int, num_sms: int) -> int:
+    """Key tiles of ``span`` keys that a persistent CTA of the one kernel takes, one after another: 1, 2 or 4.
 
-    More of them share what a program costs to begin and end, until too few programs are left to fill the GPU evenly.
+    More tiles share the CTA's prologue and epilogue, until too few CTAs are left to fill the GPU evenly.
     """
     steps = backward_steps(call, span, block_q)
 
-    def rounds(turns: int) -> float:
-        programs = -(-call.keys.grid(span) // turns) * call.keys.batch * call.keys.heads
-        return -(-programs // num_sms) * (turns * (steps + TURN) + PROGRAM)
+    def waves(tiles: int) -> float:
+        programs = -(-call.keys.grid(span) // tiles) * call.keys.batch * call.keys.heads
+        return -(-programs // num_sms) * (tiles * (steps + PER_TILE) + PER_CTA)
 
-    return min((1, 2, 4), key=rounds)
+    return min((1, 2, 4), key=waves)
 
 
 def backward_heads_at_once(call: Call, span: int, block_q: int, num_sms: int) -> int:
-    """Of how many key heads to start programs by turns, where a head's own start `HOP` steps after one another.
+    """Key heads whose CTAs are interleaved if dQ is added in order, where CTAs of one head start `HOP` steps apart.
 
-    Enough of them that no processor waits; no more, for what is under way at once should fit L2.
+    Enough heads that no SM waits; no more, so that all running heads fit L2.
     """
     starts_a_step = num_sms / max(backward_steps(call, span, block_q), 1)
     return max(1, math.ceil(starts_a_step * HOP))

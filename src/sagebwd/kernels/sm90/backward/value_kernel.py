@@ -1,8 +1,8 @@
-"""dV on Hopper where dK and dV have no room beside one another; `key_query_kernel` makes dK and dQ.
+"""dV of the split backward on Hopper, where registers cannot hold dK beside dV; `key_query_kernel` computes dK and dQ.
 
-dK and dV of 128 keys of 256 channels together would be the whole register file. dV needs S alone of what both need, so
-that this cut computes least twice. A warp loads by TMA; two warpgroups hold 64 keys each and share every block of
-queries that it loads. Otherwise as `kernel`.
+dK and dV of 128 keys of 256 channels together would fill the whole register file. dV needs only S of what both need,
+so that this split computes least twice. A warp loads by TMA; two warpgroups hold 64 keys each and share every query
+block that it loads. Otherwise as `kernel`.
 """
 
 from triton.experimental import gluon
@@ -15,17 +15,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, met_of
-from sagebwd.kernels.sm90.backward.epilogue import places, store_gradient
-from sagebwd.kernels.sm90.backward.fp32_accumulate import add_by_turns, add_here, new_product
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
+from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_gradient
+from sagebwd.kernels.sm90.backward.fp32_accumulate import accumulate_alternating, fma_in_place, new_product
 from sagebwd.kernels.sm90.backward.key_blocks import (
-    block_cut,
-    block_met,
     cut_at_both_ends,
     heads_of,
-    place_of,
-    queries_met,
-    queries_of,
+    m_block_at,
+    m_block_range,
+    masked_m_block,
+    seq_q_of,
+    work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces, loaded, parts_of_copy, pieces_of, repeated
@@ -41,17 +41,17 @@ from sagebwd.kernels.sm90.backward.tile import (
     program_number,
     ring,
 )
-from sagebwd.kernels.sm90.backward.work_splits import summed
+from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit
 def load(
-    descriptors, memory, barriers, origins, first_k, blocks, heads, queries, KIND: gl.constexpr, WIDTH: gl.constexpr
+    descriptors, memory, barriers, origins, first_k, blocks, heads, seq_q, KIND: gl.constexpr, WIDTH: gl.constexpr
 ):
-    """The loading warp: K once, then Q, dO's transposed copy and row values of each block of each head's queries."""
+    """Producer warp: load K once, then Q, dO^T and row values of every query block of every head."""
     row_k, column_k = origins[0]
     row_q, row_q_h, column_q = origins[1]
-    blocks_q, z_q, block_0, walk, shares, place, key_mask, tokens_k = blocks
+    blocks_q, z_q, block_0, sparse, splits, work_tile, key_mask, tokens_k = blocks
     full = barriers.full
     STAGES: gl.constexpr = WIDTH.backward.stages
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -61,16 +61,16 @@ def load(
     for consumer in gl.static_range(CONSUMERS):
         row = row_k + first_k + consumer * ROWS
         load_pieces(descriptors.k, row, column_k, barriers.keys_full, memory.k, consumer, PIECES)
-    listed = list_of(walk, shares, place.batch, place.head, first_k)
+    listed = list_of(sparse, splits, work_tile.batch, work_tile.head, first_k)
     at = listed[0]
-    met = queries_met(place, first_k, key_mask, tokens_k, queries, walk, listed, False, KIND, BLOCK_Q)
+    m_range = m_block_range(work_tile, first_k, key_mask, tokens_k, seq_q, sparse, listed, False, KIND, BLOCK_Q)
     step = gl.to_tensor(0)
     # a list has the blocks of all heads
-    for first_head in range(heads[0], heads[1] if walk is None else heads[0] + 1):
-        for number in range(met.begin, met.end):
-            head, i = first_head, block_met(number, met, KIND)
-            if walk is not None:
-                head, i = head_and_block(met_of(walk, at, number)[1])
+    for first_head in range(heads[0], heads[1] if sparse is None else heads[0] + 1):
+        for number in range(m_range.begin, m_range.end):
+            head, i = first_head, m_block_at(number, m_range, KIND)
+            if sparse is not None:
+                head, i = head_and_block(listed_block(sparse, at, number)[1])
                 head += first_head
             z = z_q + head
             stage, phase = ring(step, STAGES)
@@ -94,11 +94,11 @@ def accumulate(
     memory, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """A computing warpgroup: dV of 64 keys."""
+    """Consumer warpgroup: dV of 64 keys."""
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = WIDTH.backward.stages
-    walk = tensors.walk
-    LISTED: gl.constexpr = walk is not None
+    sparse = tensors.block_sparse
+    LISTED: gl.constexpr = sparse is not None
     JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -109,31 +109,31 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     PARTS: gl.constexpr = WIDTH.value_dim // ROWS
     PIECES: gl.constexpr = WIDTH.head_dim // memory.k.shape[2]
-    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
-    queries = queries_of(place, tensors, sizes)
-    _, z_k = heads_of(place, sizes, VARLEN)
-    listed = list_of(walk, tensors.shares, place.batch, place.head, place.first)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    seq_q = seq_q_of(work_tile, tensors, sizes)
+    _, z_k = heads_of(work_tile, sizes, VARLEN)
+    listed = list_of(sparse, tensors.work_splits, work_tile.batch, work_tile.head, work_tile.first)
     at = listed[0]
-    met = queries_met(
-        place, place.first, tensors.key_mask, sizes.tokens_k, queries, walk, listed, False, KIND, BLOCK_Q
+    m_range = m_block_range(
+        work_tile, work_tile.first, tensors.key_mask, sizes.tokens_k, seq_q, sparse, listed, False, KIND, BLOCK_Q
     )
-    begin, end, loops = met.begin, met.end, met.loops
-    first_k = place.first + CONSUMER * ROWS
-    keys, keep_key, key_scale = keys_and_scales(tensors, place, z_k, first_k, sizes, ROW)
+    begin, end, loops = m_range.begin, m_range.end, m_range.loops
+    first_k = work_tile.first + CONSUMER * ROWS
+    keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
     key_scale = same_of_pairs(key_scale * (factors.scale * LOG2_E), ROW)
-    no_scores = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
-    none = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
-    dv = repeated(none, PARTS)
+    s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
+    acc_init = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
+    dv = repeated(acc_init, PARTS)
     mbarrier.wait(barriers.keys_full, 0)
     # as registers are left: tensor cores need not read K from shared memory again and again
-    if WIDTH.backward.holds_keys:
+    if WIDTH.backward.k_in_regs:
         k = loaded(pieces_of(memory.k, CONSUMER, PIECES), gl.DotOperandLayout(0, S_LAYOUT, 4))
     else:
         k = memory.k.index(CONSUMER)
         HALF: gl.constexpr = WIDTH.head_dim // 2
         k = k.slice(0, HALF, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4)), k.slice(HALF, HALF, 1)
     begun = 0
-    s = scores(k, memory.q, full, begun, begin < end, no_scores, False, STAGES)
+    s = scores(k, memory.q, full, begun, begin < end, s_init, False, STAGES)
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     until = begun + (end - begin) * heads
@@ -141,46 +141,46 @@ def accumulate(
         for part in gl.static_range(len(loops)):
             ahead = begun + loops[part][2]
             for number in range(loops[part][0], loops[part][1]):
-                i = block_cut(number, met, KIND) if part == 0 else number
+                i = masked_m_block(number, m_range, KIND) if part == 0 else number
                 step = number + ahead
                 stage, phase = ring(step, STAGES)
                 # alone in flight across the loop's end: of two, ptxas would wait at once
                 s = warpgroup_mma_wait(0, deps=[s])
                 entry_at, block = 0, i
                 if LISTED:
-                    entry_at, entry, _ = met_of(walk, at, number)
+                    entry_at, entry, _ = listed_block(sparse, at, number)
                     block = head_and_block(entry)[1]
-                p = probabilities(
-                    s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, place, queries,
-                    sizes.group, tensors.key_mask, walk, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q,
+                p = probabilities(  # P^T = exp2(S^T - lse)
+                    s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, work_tile, seq_q,
+                    sizes.group, tensors.key_mask, sparse, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q,
                     S_LAYOUT,
                 )[0]  # fmt: skip
-                codes = operand_float8(p, OPERAND)
+                p_fp8 = operand_float8(p, OPERAND)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
-                never = step < 0
-                copy = parts_of_copy(memory.do_t, stage, ROWS, PARTS)
-                first = new_product(codes, copy[0], none)
-                second = new_product(codes, copy[1], none)
+                opaque_false = step < 0
+                do_t = parts_of_copy(memory.do_t, stage, ROWS, PARTS)
+                first = new_product(p_fp8, do_t[0], acc_init)  # P^T dO
+                second = new_product(p_fp8, do_t[1], acc_init)  # P^T dO
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
-                added, free, last = add_by_turns(dv, (first, second), codes, copy, dv_scale, never)
+                dv_new, free, last = accumulate_alternating(dv, (first, second), p_fp8, do_t, dv_scale, opaque_false)
                 more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
-                s = scores(k, memory.q, full, step + 1, more, free, never, STAGES)
+                s = scores(k, memory.q, full, step + 1, more, free, opaque_false, STAGES)  # S^T = K Q^T, next step
                 last = warpgroup_mma_wait(len(k), deps=[last])  # as many are S's
                 mbarrier.arrive(empty.index(stage), count=1)
-                added += (add_here(dv[PARTS - 1], last, dv_scale),)
-                dv = added
+                dv_new += (fma_in_place(dv[PARTS - 1], last, dv_scale),)  # dV += P^T dO
+                dv = dv_new
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
-    place, is_mine = place_of(program_number(0), 0, tensors, sizes, True), True
-    if tensors.shares is not None:
-        dv, is_mine = summed(dv, tensors.shares, place, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
+    work_tile, is_mine = work_tile_of(program_number(0), 0, tensors, sizes, True), True
+    if tensors.work_splits is not None:
+        dv, is_mine = sum_of_splits(dv, tensors.work_splits, work_tile, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
     if is_mine:
         # over this warpgroup's K
         store_gradient(
-            dv, tensors.dv, tensors.strides, dv_desc, places(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
-            place, place.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
+            dv, tensors.dv, tensors.strides, dv_desc, as_tiles(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
+            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
@@ -203,12 +203,12 @@ def value_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    place = place_of(gl.program_id(0), 0, tensors, sizes, True)
-    if place.first >= place.length:
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    if work_tile.first >= work_tile.length:
         return
-    queries = queries_of(place, tensors, sizes)
-    z_q, _ = heads_of(place, sizes, VARLEN)
-    origins = (origin_of_keys(place, k_b, k_h, k_column), (place.batch * q_b + queries.start, q_h, q_column))
+    seq_q = seq_q_of(work_tile, tensors, sizes)
+    z_q, _ = heads_of(work_tile, sizes, VARLEN)
+    origins = (origin_of_keys(work_tile, k_b, k_h, k_column), (work_tile.batch * q_b + seq_q.start, q_h, q_column))
 
     PIECES: gl.constexpr = WIDTH.head_dim // q_desc.block_shape[1]
     q, k = buffers(q_desc, STAGES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
@@ -222,15 +222,15 @@ def value_kernel(
     memory = Loaded(q, k, None, None, None, do_t, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, None, None)
     descriptors = Loaded(q_desc, k_desc, None, None, None, do_t_desc, rows_desc, None, scales_desc)
-    block_0 = padded_block(queries.start, place.batch, BLOCK_Q, VARLEN)
-    blocks = (blocks_q, z_q, block_0, tensors.walk, tensors.shares, place, tensors.key_mask, tokens_k)
-    heads = (place.head * group, place.head * group + group)
+    block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
+    heads = (work_tile.head * group, work_tile.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
             (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 0, KIND, WIDTH)),
             (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 1, KIND, WIDTH)),
-            (load, (descriptors, memory, barriers, origins, place.first, blocks, heads, queries, KIND, WIDTH)),
+            (load, (descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q, KIND, WIDTH)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -1,4 +1,4 @@
-"""The forward on Hopper: its passes and its launch."""
+"""Launch of the forward on Hopper, and of the passes before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sagebwd.kernels.operands.quantize import launch_quantize
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
-from sagebwd.kernels.sm90.operands.quantize_k import Codes, launch_quantize_k
+from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_queries
 from sagebwd.recipe import FP8
@@ -49,7 +49,7 @@ class Written(NamedTuple):
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     sampled = call.recipe.k_mean == "sample"
-    codes = launch_quantize_k(
+    quantized = launch_quantize_k(
         k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
     )
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
@@ -58,11 +58,15 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     v = v if fits_tma(v) and 0 not in v.stride() else contiguous(v)
     o = empty_like_rows(q, v.shape[-1])
     q = q if fits_tma(q) else contiguous(q)
-    written = launch_forward(call, q, codes, v, o, with_row_max=call.recipe.dv == FP8)
-    return Saved(o, written.lse, written.q, written.q_scale, codes.k, codes.k_scale, written.row_max, codes.k_mean)
+    written = launch_forward(call, q, quantized, v, o, with_row_max=call.recipe.dv == FP8)
+    return Saved(
+        o, written.lse, written.q, written.q_scale, quantized.k, quantized.k_scale, written.row_max, quantized.k_mean
+    )
 
 
-def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *, with_row_max: bool) -> Written:
+def launch_forward(
+    call: Call, q: Tensor, quantized: QuantizedK, v: Tensor, o: Tensor, *, with_row_max: bool
+) -> Written:
     """Write o, and what is given back.
 
     q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
@@ -84,14 +88,14 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
     arguments = Arguments(
         q=q,
         q_codes=written.q,
-        k=codes.k,
+        k=quantized.k,
         v=v,
         o=o,
         lse=written.lse,
         row_max=written.row_max,
         q_scale=written.q_scale,
-        k_scale=codes.lane_scale,
-        largest_k_norm=codes.largest_norm,
+        k_scale=quantized.lane_scale,
+        largest_k_norm=quantized.largest_norm,
         key_mask=None if call.key_mask is None else call.key_mask.view(torch.uint8),
         lists=None if call.lists is None else call.lists.lists.expand(*heads),
         words=None if call.lists is None else call.lists.words,
@@ -99,7 +103,7 @@ def launch_forward(call: Call, q: Tensor, codes: Codes, v: Tensor, o: Tensor, *,
         bias=None if bias is None else bias.expand(*heads[:2], queries.tokens, call.keys.tokens),
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
-        tiles_taken=codes.tiles_taken,
+        tiles_taken=quantized.tiles_taken,
         programs=num_sms(call.device),
         longest=queries.tokens,
         lower=band["lower"] if band["HAS_LOWER"] else 0,

@@ -54,7 +54,7 @@ def finish_block(
     head_dim: tl.constexpr, channels: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A block of `finish_dq_kernel`."""
+    """Postprocess one query block of `finish_dq_kernel`."""
     first = number * BLOCK
     pitch = blocks * BLOCK
     padded = (padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK
@@ -67,7 +67,7 @@ def finish_block(
         at = summed + (z * head_dim + columns)[:, None] * pitch + padded + local[None, :]
         tile = (tl.trans(tl.load(at, mask=(columns < head_dim)[:, None], other=0)),)
     if rotation is not None:
-        tile = turned(tile, rotation)
+        tile = turned(tile, rotation)  # dQ = dQ' R^T, and R is symmetric
     else:
         tile = floats(tile)
     factor = tl.load(spread + z * total + start + first + local, mask=inside, other=0)
@@ -80,7 +80,7 @@ def finish_block(
 
 
 def dq_sum_scale(call: Call) -> float:
-    """What sums of dS' K' are multiplied by, lest FP16 overflow.
+    """Scale of the FP16 sums of dS' K', lest they overflow.
 
     A row of P adds up to 1, of 2^e P to at most 448 for each key, dP - delta is within 2 and K' within 448; an eighth
     of 448 * 2 * 448 leaves room for e4m3's rounding.
@@ -111,7 +111,7 @@ def launch_finish_dq(
         parts,
         call.scale / dq_sum_scale(call),
         channels=call.columns[0],
-        IN_ROWS=tile.in_rows,
+        IN_ROWS=tile.dq_in_rows,
         STAGES=TURNED_STAGES,
         num_warps=pass_warps(block, call.head_dim),
         **shape_of(call, block),

@@ -52,7 +52,7 @@ def row_values_kernel(
     total, total_k, blocks, grid, head_dim: tl.constexpr, value_dim: tl.constexpr, values: tl.constexpr,
     TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `largest_key` of keys.
+    """`row_values` of ``grid`` blocks of queries for each of ``programs`` heads; then `k_amax` of keys.
 
     do, o, do_scaled, q, k: `Strided`. zeros: int32, written for the next kernel to add to, ``share`` of them by each
     program: at least CLEARED, and a multiple of 16.
@@ -70,7 +70,7 @@ def row_values_kernel(
             TURNED, VARLEN, BLOCK, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
-        largest_key(
+        k_amax(
             k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
             VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def row_values(
     value_dim: tl.constexpr, values: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """What the kernels of e4m3 products read of each query.
+    """Row values and e4m3 copies of one query block.
 
     rows: planes of a block, one after the other: lse in base 2 less e, Q's scale; lse is +inf where a query sees no
     key and in the padding. delta_parts: -delta 2^-b, padded as rows are, in DELTA_PARTS of dO's type that add up to
@@ -110,7 +110,7 @@ def row_values(
             tl.float32
         )
         out = load_rows(o_at, local, value_columns, pitch_of(o), length - first, values, False, EVEN_V).to(tl.float32)
-        codes = load_pieces(q_at, local, pitch_of(q), length - first, head_dim, head_dim)
+        q_int8 = load_pieces(q_at, local, pitch_of(q), length - first, head_dim, head_dim)
         owner = batch * heads_k + head // (heads // heads_k)
         channel = tl.load(v_maxima + owner * values + value_columns, mask=value_columns < values, other=0)
         channel = psi_scale(channel.to(tl.float32, bitcast=True))
@@ -119,20 +119,20 @@ def row_values(
         norm = 127.0 * tl.where(norm == 0, values**0.5, norm)
 
         row = z * total + start + first + local
-        delta = tl.sum(tile * out, 1)
+        delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)
         row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
-        top = tl.load(row_max + row, mask=inside, other=float("-inf"))
+        row_m = tl.load(row_max + row, mask=inside, other=float("-inf"))
         seen = row_lse != float("-inf")
         # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
         row_lse = row_lse * LOG2_E + delta * 0
-        above = tl.where(seen, row_lse - top, 0.0)
+        above = tl.where(seen, row_lse - row_m, 0.0)
         rest = tl.minimum(tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST), 1.0)
         if do.at.dtype.element_ty == tl.float16:  # 2^-b dO is at most 2^15, however small V is
             rest = tl.maximum(rest, (2.0**-15) / norm)
         bound = norm * norm_of(tile, 1) * rest
         if dlse is not None:
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
-            delta -= change
+            delta -= change  # delta -= dlse
             bound += tl.abs(change)
             row_lse += delta * 0
         # never negative, so that cutting off is rounding down
@@ -156,21 +156,21 @@ def row_values(
         scales += block * SCALES
         store_float8((tile * weight[:, None],), do_t, scales, z, block, blocks, value_dim, BLOCK)
         if TURNED:
-            x = turned_codes(codes, signs, TURNED, head_dim, BLOCK_D)
+            x = turned_codes(q_int8, signs, TURNED, head_dim, BLOCK_D)
         else:
-            x = floats(codes)
+            x = floats(q_int8)
         store_float8(times(x, scale * spread_row), q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
 
 
 @triton.jit
 def times(pieces, factor):
-    """Pieces of a tile times a factor a row."""
+    """Scale the rows of a tile, by pieces."""
     return [piece * factor[:, None] for piece in pieces]
 
 
 @triton.jit
 def norm_of(x, AXIS: tl.constexpr):
-    """The root of the sum of squares along an axis; of magnitudes whose squares FP32 does not hold too."""
+    """Euclidean norm along an axis, also of magnitudes whose squares overflow or underflow FP32."""
     exponent = (tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS) >> 23) - 127
     exponent = tl.minimum(tl.maximum(exponent, -126), 126).to(tl.float32)
     near_1 = x * tl.expand_dims(power_of_2(-exponent), AXIS)
@@ -185,15 +185,15 @@ def store_float8(pieces, copy, scale, z, block, blocks, head_dim: tl.constexpr, 
         bits = tl.maximum(bits, tl.max(tl.max(pieces[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
     copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
     for piece in tl.static_range(len(pieces)):
-        code = (pieces[piece] * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        x_fp8 = (pieces[piece] * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
         columns = piece * pieces[0].shape[1] + tl.arange(0, pieces[piece].shape[1])
-        store_transposed(copy, code, z, block, blocks, columns, head_dim, BLOCK)
+        store_transposed(copy, x_fp8, z, block, blocks, columns, head_dim, BLOCK)
     tl.store(scale, float8_scale(bits))
 
 
 @triton.jit
 def float8_factor(bits):
-    """2^g for a largest magnitude of these bits: what leaves it at most 448, which is 1.75 * 2^8."""
+    """2^g for a largest magnitude of these bits: the power of two that leaves it at most 448 = 1.75 * 2^8."""
     exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 16)
     return ((262 - exponent) << 23).to(tl.float32, bitcast=True)
 
@@ -208,13 +208,13 @@ def float8_scale(bits):
 
 @triton.jit
 def delta_parts_weight(channel):
-    """What a channel of delta's parts is multiplied by: FP16 has neither the range for one part nor the digits."""
+    """Weight of a channel of delta's parts: a single FP16 has neither the range nor the digits for delta."""
     return tl.where(channel == 0, 1024.0, tl.where(channel == 1, 1.0, tl.where(channel == 2, 1 / 1024.0, 0.0)))
 
 
 @triton.jit
 def store_delta_parts(parts, x, local):
-    """x as DELTA_PARTS of 16 bits: three that add up to it, to FP32's precision, and zeros."""
+    """Store x as DELTA_PARTS numbers of 16 bits: three that add up to it in FP32's precision, and zeros."""
     first = to_16bit(x * (1 / 1024.0), parts.dtype.element_ty)
     rest = x - first.to(tl.float32) * 1024.0
     second = to_16bit(rest, parts.dtype.element_ty)
@@ -227,8 +227,8 @@ def store_delta_parts(parts, x, local):
 
 
 @triton.jit
-def largest_code(
-    codes, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, EVEN: tl.constexpr
+def row_amax(
+    k_int8, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """The largest magnitude of each row's INT8 codes, read only where it is in doubt.
 
@@ -236,7 +236,7 @@ def largest_code(
     """
     largest = tl.full(local.shape, 127.0, tl.float32)
     if tl.max((scale == 1).to(tl.int32), 0) != 0:
-        largest = abs_max(load_rows(codes, local, columns, stride_t, rows, head_dim, False, EVEN).to(tl.float32), 1)
+        largest = abs_max(load_rows(k_int8, local, columns, stride_t, rows, head_dim, False, EVEN).to(tl.float32), 1)
     return largest
 
 
@@ -254,8 +254,8 @@ def keep_largest(largest, x):
 
 
 @triton.jit
-def largest_key(
-    codes, token_scale, cu_seqlens, largest, number, program, heads, tokens, total, head_dim: tl.constexpr,
+def k_amax(
+    k_int8, token_scale, cu_seqlens, largest, number, program, heads, tokens, total, head_dim: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of a block of K's codes times their scales, one of which each token has."""
@@ -264,12 +264,12 @@ def largest_key(
     if first < length:
         local = tl.arange(0, BLOCK)
         columns = tl.arange(0, BLOCK_D)
-        codes_at = row_of(codes, batch, head, start + first)
+        k_at = row_of(k_int8, batch, head, start + first)
         scale = tl.load(token_scale + z * total + start + first + local, mask=first + local < length, other=0)
-        top_code = largest_code(
-            codes_at, scale, local, columns, pitch_of(codes), length - first, head_dim, head_dim == BLOCK_D
+        amax = row_amax(  # largest |code| of each key
+            k_at, scale, local, columns, pitch_of(k_int8), length - first, head_dim, head_dim == BLOCK_D
         )
-        keep_largest(largest + program, top_code * scale)
+        keep_largest(largest + program, amax * scale)
 
 
 class RowValues(NamedTuple):
@@ -305,15 +305,17 @@ def launch_row_values(
     share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
     zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
     sums = zeros.view(torch.float16)[: rows * columns]
-    parts = None if tile.in_two else queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device)
+    parts = (
+        None if tile.split_dkdv else queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device)
+    )
     out = RowValues(
-        queries.padded(block, block * (3 if tile.in_two else 2), dtype=torch.float32, device=do.device),
+        queries.padded(block, block * (3 if tile.split_dkdv else 2), dtype=torch.float32, device=do.device),
         queries.padded(block, SCALES.value, dtype=torch.float32, device=do.device),
         parts,
         queries.per_token(do.device),
         queries.padded(block, block * call.value_dim, dtype=torch.float8_e4m3fn, device=do.device),
         queries.padded(block, block * call.head_dim, dtype=torch.float8_e4m3fn, device=do.device),
-        sums.view(-1, call.head_dim) if tile.in_rows else sums.view(rows, columns),
+        sums.view(-1, call.head_dim) if tile.dq_in_rows else sums.view(rows, columns),
     )
     launch(
         row_values_kernel,

@@ -59,8 +59,8 @@ SAMPLED_CHUNK, MOST_SAMPLED_CHUNKS = 1024, 16
 MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
 
-class Codes(NamedTuple):
-    """What `launch_quantize_k` wrote: INT8 codes in k's shape, FP32 scales and K's mean."""
+class QuantizedK(NamedTuple):
+    """Outputs of `launch_quantize_k`: INT8 K in k's shape, FP32 scales, and K's mean."""
 
     k: Tensor
     k_scale: Tensor  # one a token
@@ -75,7 +75,7 @@ def sum_keys_kernel(
     k, sums, turned_sums, counts, largest, key_mask, cu_seqlens, heads, tokens, chunk, chunks, all_heads,
     head_dim: tl.constexpr, TURNED: tl.constexpr, SAMPLED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a chunk's keys that count, and how many do: sums (chunks, heads, D), counts (chunks, heads).
+    """Sum of a chunk's visible keys, and their number: sums (chunks, heads, D), counts (chunks, heads).
 
     k: `Strided`. A program has a piece of channels. SAMPLED: of many keys some count (`sagebwd.recipe.Recipe.k_mean`),
     BLOCK of every so many. largest (heads,) is set to 0 for the next kernel. TURNED: turned_sums, as sums, are of
@@ -143,11 +143,11 @@ def sum_piece(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "parts", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, turned_sums, counts, codes, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
+    k, sums, turned_sums, counts, k_int8, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
     tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
+    """Quantize blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
     Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. k, codes: `Strided`; codes have
     COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
@@ -174,13 +174,13 @@ def key_codes_kernel(
         last = tl.maximum(last, 1)
     if TURNED:
         for i in tl.range(number, last, parts, num_stages=STAGES):
-            store_codes(
-                k, mu, rotation, codes, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
+            store_quantized(
+                k, mu, rotation, k_int8, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
                 length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
             )  # fmt: skip
     elif number < last:
-        store_codes(
-            k, mu, None, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
+        store_quantized(
+            k, mu, None, k_int8, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
             length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
         )  # fmt: skip
 
@@ -204,11 +204,11 @@ def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr,
 
 
 @triton.jit
-def store_codes(
-    k, mu, rotation, codes, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
+def store_quantized(
+    k, mu, rotation, k_int8, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
     tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are, by pieces of channels."""
+    """Quantize one block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are, by pieces of channels."""
     first = number * BLOCK
     local = tl.arange(0, BLOCK)
     inside = first + local < length
@@ -233,12 +233,12 @@ def store_codes(
         lanes = tl.where(lanes < largest_mu * ROUNDING, 0.0, lanes)
     lane_scale = psi_scale(lanes)
     scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
-    out = row_of(codes, batch, head, start + first) + local[:, None] * pitch_of(codes)
+    out = row_of(k_int8, batch, head, start + first) + local[:, None] * pitch_of(k_int8)
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(len(tile)):
         columns = piece * tile[0].shape[1] + tl.arange(0, tile[piece].shape[1])
-        code = to_int8(divide(tile[piece], scale[:, None], (1.0 / scale)[:, None]))
-        tl.store(out + columns[None, :], code, mask=inside[:, None] & (columns < COLUMNS)[None, :])
+        x_int8 = to_int8(divide(tile[piece], scale[:, None], (1.0 / scale)[:, None]))
+        tl.store(out + columns[None, :], x_int8, mask=inside[:, None] & (columns < COLUMNS)[None, :])
         squares += tl.sum(tile[piece] * tile[piece], 1)
     tl.store(scales + z * total + start + first + local, scale, mask=inside)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
@@ -251,7 +251,7 @@ def store_codes(
 
 @triton.jit
 def centred(pieces, mu, keep):
-    """Pieces of a tile less those of the mean, 0 where a key does not count."""
+    """Tile less the mean, by pieces; 0 for masked keys."""
     found = ()
     for piece in tl.static_range(len(pieces)):
         found += (tl.where(keep[:, None], pieces[piece] - mu[piece][None, :], 0.0),)
@@ -329,15 +329,15 @@ def launch_channel_maxima(
 def launch_quantize_k(
     k: Tensor, keys: Packing, key_mask: Tensor | None, block_k: int, *, columns: int | None = None,
     k_sampled: bool = False, turned: int = 0,
-) -> Codes:  # fmt: skip
-    """Codes of k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
+) -> QuantizedK:  # fmt: skip
+    """Quantize k less its mean, (B, H, N, D) or packed, of any strides but the last dimension's.
 
     columns: channels of the codes, zeros beyond k's, or None: k's. k_sampled: the mean is that of a sample, where
     there is no mask. turned: channels of the rotation under which codes are made, or 0.
     """
     head_dim, device = k.shape[-1], k.device
     columns = columns or head_dim
-    out = Codes(
+    out = QuantizedK(
         torch.empty((*k.shape[:-1], columns), dtype=torch.int8, device=device),
         keys.per_token(device),
         keys.padded(block_k, LANES.value, dtype=torch.float32, device=device),
