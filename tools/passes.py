@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.results import environment
 from sagebwd.cache import PLANS
+from sagebwd.cli.results import environment
 from sagebwd.kernels.host import program
 from tools.beside import Case, runs_of
 
