@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 try:
     import typer
     from rich.table import Table
 
-    from sagebwd.cli.terminal import command_line, console, progress, quiet, run
+    from benchmarks import commands
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
 KERNELS = "src/sagebwd/kernels"
 
-app = command_line("Speed and memory of attention.")
+app = commands.command_line("Speed and memory of attention.")
 
 
 @app.command()
 def attention(
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    recipe: commands.Recipes = None,
     impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
     head_dim: Annotated[
         list[str] | None,
         typer.Option(help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256; repeat [default: 64, 128]."),
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Of the grid; repeat for several.")] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Of a sequence; repeat for several [default: the grid's; on a CPU its shortest]."),
+    ] = None,
     special: Annotated[
-        bool | None, typer.Option(help="Also grouped heads and the video shape [default: with the grid].")
+        bool | None, typer.Option(help="Also grouped heads and the video shape [default: on a GPU].")
     ] = None,
     packed: Annotated[
         bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
@@ -42,21 +45,23 @@ def attention(
     peer: Annotated[
         list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plot.")] = Path("benchmarks/results"),
-    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+    rounds: commands.Rounds = 4,
+    device: commands.Device = "cuda",
+    output: commands.Results = commands.RESULTS,
+    commit: commands.Commit = None,
 ) -> None:
     """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
     from benchmarks import attention as benchmark
     from benchmarks import baselines, low_bit, shapes
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
-    from benchmarks.results import environment, save, save_csv
+    from sagebwd.cli.results import environment, save
+    from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device
     from sagebwd.recipe import Recipe
 
+    commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]))
     check_device(device)
     for name in impl or ():
         check_known(name)
@@ -69,23 +74,30 @@ def attention(
             )
         kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS)
     else:
-        kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens or shapes.GRID_TOKENS)
-        grid += shapes.special_shapes() if special is not False else []
+        kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens, device)
+        grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
     facts = environment(device, commit) | low_bit.facts(peer or ())
     rows: list[benchmark.Measurement] = []
-    for index, shape in enumerate(grid, 1):
-        with console.status(f"{index}/{len(grid)} {shape}"):
+    path = None
+    work = [0.0, *itertools.accumulate(shape.flops("fwd+bwd") for shape in grid)]
+    with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
+        for index, shape in enumerate(grid):
+
+            def told(text: str, done: float, index: int = index, shape: object = shape) -> None:
+                share = (work[index] + done * (work[index + 1] - work[index])) / work[-1]
+                tell(f"{index + 1} of {len(grid)}, {shape}: {text}", share)
+
             measured = benchmark.measure_shape(
-                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or ()
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
             )
-        rows += measured
-        console.print(_attention_table(str(shape), measured))
-        for line in low_bit.comparisons(measured):
-            console.print(line, markup=False)
-        for name, reason in measured[-1].peer_gates.items():
-            console.print(f"{name} does not count here, {reason}", markup=False)
-        path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
-    console.print(f"wrote {path} and {save_csv(rows, path)}")
+            rows += measured
+            console.print(_attention_table(str(shape), measured))
+            for line in low_bit.comparisons(measured):
+                console.print(line, markup=False)
+            for name, reason in measured[-1].peer_gates.items():
+                console.print(f"{name} does not count here, {reason}", markup=False)
+            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
+    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best({row.impl for row in rows}, device):
         del compared["the best baseline"]
@@ -150,26 +162,30 @@ def masks(
     ] = None,
     impl: Annotated[str | None, typer.Option(help="Kernel family of ours [default: the fastest].")] = None,
     tokens: Annotated[int, typer.Option(help="Queries and keys.")] = 16384,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 4,
+    rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
         typer.Option(help="That compile before anything is timed [default: one a case on a GPU, at most 8]."),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Begin no mask that would end later.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
-    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+    device: commands.Device = "cuda",
+    output: commands.Results = commands.RESULTS,
+    commit: commands.Commit = None,
     kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
 ) -> None:
     """Speed of block masks, and of layers with sinks, end to end, against FlexAttention and FlashAttention-4."""
+    from sagebwd.cli.terminal import console, progress, quiet
+
     quiet()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
     from benchmarks import mask_cases
     from benchmarks import masks as benchmark
-    from benchmarks.results import environment, save
+    from sagebwd.cli.results import environment, save
     from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device, command_output
 
+    commands.check_at_least(1, tokens=tokens, rounds=rounds, head_dim=min(head_dim or [1]))
+    commands.check_at_least(0, processes=processes)
     check_device(device)
     check_known(impl)
     names = attention or list(mask_cases.DEFAULT)
@@ -183,7 +199,8 @@ def masks(
     facts = environment(device, commit)
     facts["kernels"] = kernels_hash or command_output("git", "rev-parse", f"HEAD:{KERNELS}")
     rows: list[benchmark.Measurement] = []
-    with progress() as tell:
+    path = None
+    with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
         for measured in benchmark.measure(
             cases, names, device, impl=impl, rounds=rounds, processes=processes, seconds=seconds, tell=tell
         ):
@@ -229,7 +246,7 @@ def _masks_table(rows: list) -> Table:
 
 def main() -> None:
     """Entry point of `python -m benchmarks`."""
-    run(app, "benchmarks")
+    commands.run(app, "benchmarks")
 
 
 if __name__ == "__main__":  # processes that it starts import this too

@@ -5,14 +5,16 @@ All are interleaved in rounds and compared by the median. Before a shape is time
 against the recipe's emulator (forward and gradients); a shape that fails prints FAILED and no figure. The baselines'
 are held against attention in FP64; one that is wrong at a shape is timed and marked, and nothing is compared with it.
 
-TFLOPS count the useful work of `sagebwd.hardware.flops`: INT8 products at their full count, nothing for recomputation.
+TFLOPS count the useful work of `benchmarks.shapes.flops`: INT8 products at their full count, recomputation not at all.
 """
 
 from __future__ import annotations
 
+import csv
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ from sagebwd.switches import switches
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 BASELINE = "bf16"
 DETERMINISTIC = " (deterministic)"
+CHECKING = {"cpu": 0.2, "cuda": 0.6}
+"""The share of a shape's time that its checks take, about."""
 
 
 Key = tuple[str, str]
@@ -111,18 +115,23 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str = "cuda",
     rounds: int = ROUNDS, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),
+    tell: Callable[[str, float], object] = lambda *_: None,
 ) -> list[Measurement]:  # fmt: skip
     """Rows of one shape: of each recipe in each implementation that runs it, of each low-bit peer, and each baseline.
 
     impls: None for each recipe's fastest. deterministic: also FP8 recipes, the only ones whose gradients do not repeat
     bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. low_bit_peers: of `low_bit.PEERS`; one that does
-    not take the shape has no rows. Raises NotImplementedError where none runs a recipe.
+    not take the shape has no rows. tell: is told what begins, and which share of the shape's work is done.
+
+    Raises NotImplementedError where none runs a recipe.
     """
     dtype = torch.bfloat16
     inputs = shape.inputs(device, dtype)
     attentions: dict[Key, Attention] = {}
     gates: dict[Key, dict[str, str]] = {}
-    for impl, recipe in _pairs(shape, recipes, impls, device, dtype):
+    pairs, checking = _pairs(shape, recipes, impls, device, dtype), CHECKING[torch.device(device).type]
+    for number, (impl, recipe) in enumerate(pairs):
+        tell(f"checking {recipe} ({impl})", checking * number / (len(pairs) + 1))
         key = (impl, str(recipe))
         attention = attentions[key] = _ours(shape, recipe, impl, device)
         gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attention, recipe, inputs))
@@ -130,6 +139,7 @@ def measure_shape(
             key = impl, str(recipe) + DETERMINISTIC
             attentions[key] = switches(deterministic=True)(attention)
             gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attentions[key], recipe, inputs))
+    tell("checking the baselines", checking * len(pairs) / (len(pairs) + 1))
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
     errors: dict[Key, dict[str, float]] = {}
     refused: dict[str, str] = {}
@@ -151,7 +161,11 @@ def measure_shape(
             continue
         attentions[name, BASELINE] = attention
         gates[name, BASELINE] = _peer_gates(wrong_tensors(shape, attention, exact, inputs))
-    times = _time_all(attentions, gates, inputs, device, rounds)
+    times = _time_all(
+        attentions, gates, inputs, device, rounds,
+        lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
+    )  # fmt: skip
+    tell("measuring memory", 0.95 + 0.05 * checking)
     used = {key: memory(attention, inputs) for key, attention in attentions.items()}
     return [
         _row(shape, key, direction, times, gates, refused, used, errors.get(key))
@@ -202,6 +216,7 @@ def _time_all(
     inputs: tuple[Tensor, ...],
     device: str,
     rounds: int,
+    tell: Callable[[str, float], object],
 ) -> dict[tuple[Key, str], tuple[float, float]]:
     *tensors, do = inputs
     forward, backward = {}, {}
@@ -212,7 +227,13 @@ def _time_all(
         out = attention(*leaves)
         forward[key] = lambda attention=attention, leaves=leaves: attention(*leaves)
         backward[key] = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, do, retain_graph=True)
-    forward, backward = (time_interleaved(runs, device, rounds) for runs in (forward, backward))
+    forward, backward = (
+        time_interleaved(
+            runs, device, rounds,
+            tell=lambda done, name=name, index=index: tell(f"timing {name}", (index + done) / 2),
+        )
+        for index, (name, runs) in enumerate({"forward": forward, "backward": backward}.items())
+    )  # fmt: skip
     times = {}
     for key in forward:
         times[key, "fwd"], times[key, "bwd"] = forward[key], backward[key]
@@ -267,3 +288,13 @@ def deterministic_cost(rows: list[Measurement], impl: str, recipe: str, directio
     )
     ratios = [ms / default[shape] for shape, ms in slower.items() if shape in default]
     return statistics.geometric_mean(ratios) if ratios else None
+
+
+def save_csv(rows: list, path: Path) -> Path:
+    """Write the rows, dataclasses, beside ``path``, as .csv; its path. What is None there is empty."""
+    path = path.with_suffix(".csv")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])] if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    return path

@@ -8,11 +8,9 @@ recipe's emulator, and one of a peer's against attention in FP64 under the same 
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +24,8 @@ from benchmarks.mask_cases import DENSE, PACKED, PEERS, Attention, Case, attenti
 from sagebwd import dispatch
 from sagebwd.auto import thresholds
 from sagebwd.call import Ask
+from sagebwd.cli.measure import COMPILING
+from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.masks.mask import Mask, of_tensor
 from sagebwd.recipe import Recipe
@@ -69,36 +69,37 @@ class Measurement:
 
 def measure(
     cases: list[Case], names: Iterable[str], device: str, *, impl: str | None = None, rounds: int = ROUNDS,
-    processes: int = 0, seconds: float | None = None, tell: Callable[[str], object] = print,
+    processes: int = 0, seconds: float | None = None, tell: Callable[..., object] = lambda *_: None,
 ) -> Iterator[list[Measurement]]:  # fmt: skip
     """The rows of each case, one case after another.
 
     processes: compile in so many at once before anything is timed, so that timing finds it on disk; 0 for none.
-    seconds: begin no case that would end later, as long as the longest so far.
+    seconds: begin no case that would end later, as long as the longest so far. tell: is told what begins, and which
+    share of the whole is done.
     """
-    start, longest = time.perf_counter(), 0.0
-
-    def say(text: str) -> None:
-        tell(f"{time.perf_counter() - start:.0f} s, {text}")
-
+    start, longest, compiling = time.perf_counter(), 0.0, COMPILING if processes else 0.0
     if processes:
-        _compile(cases, tuple(names), device, impl, processes, say)
-    for number, case in enumerate(cases, 1):
+        _compile(cases, tuple(names), device, impl, processes, tell)
+    for number, case in enumerate(cases):
         began = time.perf_counter()
         if seconds is not None and began - start + longest > seconds:
-            say(f"no time for {len(cases) - number + 1} of {len(cases)}, from {case} on")
+            tell(f"no time for {len(cases) - number} of {len(cases)}, from {case} on")
             return
-        yield measure_case(
-            case, names, device, impl, rounds, lambda text, n=number: say(f"{n} of {len(cases)}: {text}")
-        )
+
+        def told(text: str, done: float, number: int = number) -> None:
+            share = compiling + (1 - compiling) * (number + done) / len(cases)
+            tell(f"{number + 1} of {len(cases)}: {text}", share)
+
+        yield measure_case(case, names, device, impl, rounds, told)
         longest = max(longest, time.perf_counter() - began)
 
 
 def measure_case(
     case: Case, names: Iterable[str], device: str, impl: str | None = None, rounds: int = ROUNDS,
-    tell: Callable[[str], object] = print,
+    tell: Callable[[str, float], object] = lambda *_: None,
 ) -> list[Measurement]:  # fmt: skip
     """A row of each attention and direction."""
+    tell(f"{case}", 0.0)
     inputs, mask_mod = case.shape.inputs(device, torch.bfloat16), case.mask_mod(device)
     block_mask = case.block_mask(mask_mod, device)
     _, block_mask_ms = _timed(lambda: case.block_mask(mask_mod, device), device)
@@ -106,15 +107,19 @@ def measure_case(
     beside = None if sinks is None else sinks.detach()
     exact = emulated(case.shape, Recipe.named("full"), inputs, torch.float64, mask, sinks=beside)
     found, gates = attentions(case, names, device, impl, sinks), {}
-    for name, attention in found.items():
+    for number, (name, attention) in enumerate(found.items(), 1):
         began = time.perf_counter()
         check = partial(_peer_gates, case, attention, exact, inputs, block_mask)
         if name not in PEERS:
             check = partial(_our_gates, case, name, attention, mask, inputs, block_mask, beside)
         gates[name] = check()
-        tell(f"{case}, {name}: {gates[name][BOTH]}, compiled and checked in {time.perf_counter() - began:.0f} s")
+        tell(
+            f"{case}, {name}: {gates[name][BOTH]}, compiled and checked in {time.perf_counter() - began:.0f} s",
+            number / (len(found) + len(DIRECTIONS)),
+        )
     rows, shown = [], mask.elements.count_nonzero().item() / mask.elements.numel()
-    for direction in DIRECTIONS:
+    for number, direction in enumerate(DIRECTIONS):
+        tell(f"{case}, timing {direction}", (len(found) + number) / (len(found) + len(DIRECTIONS)))
         timed = {name: found[name] for name in found if gates[name][direction].startswith(("ok", "wrong"))}
         runs = {name: _run(attention, inputs, block_mask, direction, sinks) for name, attention in timed.items()}
         times = time_interleaved(runs, device, rounds)
@@ -229,16 +234,15 @@ def _new_mask_ms(attention: Attention, inputs: Inputs, block_mask: BlockMask, di
 
 def _compile(
     cases: list[Case], names: tuple[str, ...], device: str, impl: str | None, processes: int,
-    tell: Callable[[str], object],
+    tell: Callable[..., object],
 ) -> None:  # fmt: skip
     """Call each attention of each case once, in several processes: what they compile stays on disk."""
     tell(f"compiling for {len(cases)} cases in {processes} processes")
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        calls = {pool.submit(_call, case, names, device, impl): case for case in cases}
-        for done, future in enumerate(as_completed(calls), 1):
-            error = future.exception()  # of a process that died: what it lacks is compiled when it is timed
-            tell(f"compiled {done} of {len(cases)}: {calls[future]}{'' if error is None else f', {error}'}")
+    calls = run_in_processes(_call, [(case, names, device, impl) for case in cases], processes)
+    for done, (index, error) in enumerate(calls, 1):
+        # of a process that died: what it lacks is compiled when it is timed
+        text = f"compiled {done} of {len(cases)}: {cases[index]}{'' if error is None else f', {error}'}"
+        tell(text, COMPILING * done / len(cases))
 
 
 def _call(case: Case, names: tuple[str, ...], device: str, impl: str | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.thresholds import widths_text
-from sagebwd.hardware import flops
+from sagebwd.masks.band import Band
 
 WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {
     "192/128": (192, 128),
@@ -19,7 +19,39 @@ WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192
 DEFAULT_WIDTHS = ("64", "128")
 GRID_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 TOTAL_TOKENS = 16384
+CPU_TOKENS = 1024
+"""As many as a CPU gets in all, where the emulator runs: to try a command out takes seconds."""
 MODEL_WIDTH = 2048
+
+
+def flops(
+    batch: int,
+    heads: int,
+    tokens_q: int,
+    tokens_k: int,
+    head_dim: int,
+    *,
+    is_causal: bool = False,
+    value_dim: int | None = None,
+    window: tuple[int, int] | None = None,
+    direction: str = "fwd",
+) -> float:
+    """Useful floating-point operations of one attention call.
+
+    Each product is 2 x batch x heads x width x visible pairs, pairs counted exactly. Forward is S and O; backward is
+    five, S again, dP, dV, dQ and dK, as FlashAttention's benchmarks count: 2.5 times forward where both widths are
+    one. Nothing is credited for other recomputation, softmax or quantisation.
+
+    Args: value_dim, head_dim unless given; direction, "fwd", "bwd" or "fwd+bwd"; is_causal and window, aligned top
+    left. Raises ValueError for another direction.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    widths = {"fwd": head_dim + value_dim, "bwd": 3 * head_dim + 2 * value_dim}
+    widths["fwd+bwd"] = widths["fwd"] + widths["bwd"]
+    if direction not in widths:
+        raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(widths)}")
+    pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
+    return 2.0 * batch * heads * widths[direction] * pairs
 
 
 @dataclass(frozen=True)
@@ -94,13 +126,19 @@ def widths_of(names: Iterable[str]) -> list[tuple[int, int]]:
     return [WIDTHS[name] for name in names]
 
 
-def standard_grid(widths: Iterable[str] = DEFAULT_WIDTHS, tokens: Iterable[int] = GRID_TOKENS) -> list[Shape]:
+def standard_grid(
+    widths: Iterable[str] = DEFAULT_WIDTHS, tokens: Iterable[int] | None = None, device: str = "cuda"
+) -> list[Shape]:
     """The standard grid: heads = 2048 / value's head_dim, batch x tokens = 16384 (batch 1 beyond), causal and not.
 
-    widths: of `WIDTHS`. Raises ValueError for another.
+    Args: widths, of `WIDTHS`; tokens, all of `GRID_TOKENS` unless given. On a CPU batch x tokens is `CPU_TOKENS`, and
+    tokens the least of the grid unless given. Raises ValueError for another width.
     """
+    on_cpu = device == "cpu"
+    tokens = tokens or (GRID_TOKENS[:1] if on_cpu else GRID_TOKENS)
+    total = min(CPU_TOKENS, TOTAL_TOKENS) if on_cpu else TOTAL_TOKENS
     return [
-        Shape(d, MODEL_WIDTH // e, MODEL_WIDTH // e, max(1, TOTAL_TOKENS // n), n, is_causal, e)
+        Shape(d, MODEL_WIDTH // e, MODEL_WIDTH // e, max(1, total // n), n, is_causal, e)
         for d, e in widths_of(widths)
         for is_causal in (False, True)
         for n in tokens

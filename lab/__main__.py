@@ -2,12 +2,12 @@
 finetune | task | gaussian | trace | bench-training | figure`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
-when they run, so that `python -m lab --help` is quick and a missing extra is named.
+when they run, so that `python -m lab --help` and a mistake in a config take no import of torch, and a missing extra is
+named.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +15,11 @@ from typing import Annotated
 try:
     import typer
 
-    from lab.commands import continued, figures, finetune, seeds, steps
-    from lab.commands import gaussian as random_inputs
-    from lab.commands.terminal import interruptible
-    from sagebwd.cli import trace as cli_trace
-    from sagebwd.cli.terminal import command_line, console, quiet
-    from sagebwd.cli.terminal import run as run_app
+    from benchmarks.commands import command_line
+    from benchmarks.commands import run as run_app
+    from lab.commands import continued, figures, finetune, gaussian, seeds, steps
+    from lab.commands.configs import ConfigFile, Folder, Only, Setting, load
+    from lab.commands.terminal import training
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"lab: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
@@ -29,33 +28,38 @@ app = command_line("Training runs under low-bit attention, their comparisons, an
 
 @app.command()
 def pretrain(
-    config: Annotated[Path, typer.Option(help="YAML file; those in configs/ are examples.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/NAME].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    config: ConfigFile,
+    output: Folder = None,
+    setting: Setting = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint.")] = False,
 ) -> None:
     """Pre-train a Llama (with QK-norm: a Qwen3) under one attention."""
-    from lab.commands.configs import load
-
     chosen = load(config, setting)
-    quiet()
-    from lab.training.pretrain import run
-    from lab.training.processes import is_first
-    from lab.training.run_dir import RESULT
-
     run_dir = output or Path("runs") / chosen.name
-    with interruptible("go on with --resume"):
+
+    def kept() -> str:
+        from lab.training.run_dir import checkpoints
+
+        whole = checkpoints(run_dir)
+        return f"{whole[-1]} is whole, go on with --resume" if whole else "no checkpoint was written yet"
+
+    with training(kept):
+        from lab.training import processes
+        from lab.training.pretrain import run
+        from lab.training.run_dir import RESULT
+        from sagebwd.cli.terminal import console
+
         run(chosen, run_dir, resume)
-    if is_first():
+    if processes.is_first():
         console.print(f"finished: {run_dir / RESULT}")
 
 
 @app.command()
 def compare(
-    config: Annotated[Path, typer.Option(help="YAML file with variants.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of the comparison [default: runs/NAME].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Run these variants alone; repeat for several.")] = None,
+    config: ConfigFile,
+    output: Folder = None,
+    setting: Setting = None,
+    only: Only = None,
     jobs: Annotated[
         int | None, typer.Option(help="Variants at once, in processes of their own, on the GPUs in turn.")
     ] = None,
@@ -64,17 +68,15 @@ def compare(
 
     Variants that have finished are kept, one that was interrupted goes on where it stopped.
     """
-    from lab.commands.configs import load
-
     chosen = load(config, setting)
-    quiet()
-    from lab.training import compare as comparison
-    from lab.training.processes import is_first
-
     folder = output or Path("runs") / chosen.name
-    with interruptible("the same command goes on from there"):
+    with training(f"what was trained is kept in {folder}, the same command goes on from there"):
+        from lab.training import compare as comparison
+        from lab.training import processes
+        from sagebwd.cli.terminal import console
+
         outcomes = comparison.compare(chosen, folder, only, jobs)
-    if is_first():
+    if processes.is_first():
         console.print(comparison.table(outcomes))
         console.print(f"report: {folder / 'report.html'}")
 
@@ -84,17 +86,14 @@ app.command()(seeds.gaps)
 
 
 @app.command()
-def tokenize(
-    config: Annotated[Path, typer.Option(help="YAML file of a training run.")],
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-) -> None:
+def tokenize(config: ConfigFile, setting: Setting = None) -> None:
     """Make the token files of a config's data, which its runs share; they are kept if they are there."""
-    from lab.commands.configs import load
-
     chosen = load(config, setting)
     from lab.training import data
+    from sagebwd.cli.terminal import console, interruptible
 
-    tokens = data.load(chosen)
+    with interruptible("nothing was written, token files are made whole"):
+        tokens = data.load(chosen)
     counts = f"{len(tokens.train):,} training and {len(tokens.held_out):,} held-out tokens"
     console.print(f"{counts}, vocabulary {tokens.vocabulary:,}: {data.token_folder(chosen)}", soft_wrap=True)
 
@@ -103,19 +102,22 @@ app.command("continue")(continued.continued)
 app.command()(continued.token_file)
 app.command()(finetune.finetune)
 app.command()(finetune.task)
-app.command()(random_inputs.gaussian)
+app.command()(gaussian.gaussian)
 app.command()(figures.figure)
 app.command("bench-training")(steps.bench_training)
 
 
-@app.command()
-@functools.wraps(cli_trace.trace)
-def trace(**options: object) -> None:
-    """`sagebwd trace`, which then knows the tokenisers of runs too."""
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    help="`sagebwd trace`, which then knows the tokenisers of runs too.",
+)
+def trace(context: typer.Context) -> None:
+    """Hand the options over as they are: importing those of `sagebwd trace` takes an import of torch."""
     from lab.training.data import know_runs
+    from sagebwd.cli.main import app as library
 
     know_runs()
-    cli_trace.trace(**options)
+    typer.main.get_command(library).main(["trace", *context.args], context.info_name, standalone_mode=False)
 
 
 def main() -> None:

@@ -193,7 +193,9 @@ def apps():
     """The commands of each of `PROGRAMS`, by name."""
     typer = pytest.importorskip("typer")
     modules = (importlib.import_module(name) for name in ("sagebwd.cli.main", "lab.__main__", "benchmarks.__main__"))
-    return {name: typer.main.get_command(module.app) for name, module in zip(PROGRAMS, modules)}
+    found = {name: typer.main.get_command(module.app) for name, module in zip(PROGRAMS, modules)}
+    found["lab"].commands["trace"] = found["sagebwd"].commands["trace"]  # which hands its options over
+    return found
 
 
 def objection(known, program, words):

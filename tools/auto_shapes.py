@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks.results import environment, save
 from sagebwd import explain, explain_varlen, sage_attention
 from sagebwd.auto.thresholds import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
 from sagebwd.cli.measure import Attention, by_backend, packed_attentions, run_of, takes, torch_mask, window_of
+from sagebwd.cli.results import environment, save
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.hardware import check_device
 from sagebwd.recipe import AUTO

@@ -24,8 +24,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.results import environment, save_lines
-from sagebwd.hardware import check_device, command_output, visible_gpus
+from lab.training.gpus import visible_gpus
+from sagebwd.cli.results import environment, save
+from sagebwd.hardware import check_device, command_output
 from tools.tree import digest
 
 KERNELS = "src/sagebwd/kernels"
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     walked = sequences and f"{sequences['steps']} steps, {sequences['differ']} differ"
     print(f"tests: {facts['counts']}; sequences: {walked}", end="; ")
     print(f"matrix: {matrix and matrix['counts']}{'; something is left' if left else ''}")
-    print(f"wrote {save_lines(failures, facts, given.results, 'gpu-suite')}")
+    print(f"wrote {save(failures, facts, given.results, 'gpu-suite')}")
     if failures or (matrix is not None and matrix["wrong"]):
         return 1
     return 3 if left else 0

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from benchmarks.results import environment, save_lines
 from lab.training import data, run_dir
 from lab.training.config import Config, load
+from sagebwd.cli.results import environment, save
 
 TOLERANCE = 5e-3
 """Relative, of every loss: what sums in another order may come to (`tests/lab/training/test_gpus.py`)."""
@@ -191,7 +191,7 @@ def main(given: list[str] | None = None) -> None:
     found = list(verdicts(rows))
     for line, _ in found:
         print(line, flush=True)
-    print(f"wrote {save_lines(rows, facts, arguments.output, f'kill_one_{arguments.processes}-processes')}")
+    print(f"wrote {save(rows, facts, arguments.output, f'kill_one_{arguments.processes}-processes')}")
     if not all(good for _, good in found):
         sys.exit("a run that was resumed is another run")
 

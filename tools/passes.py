@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.results import environment
 from sagebwd.cache import PLANS
+from sagebwd.cli.results import environment
 from sagebwd.kernels.host import program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch

@@ -33,10 +33,10 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.correctness import PEER_LIMIT, TENSORS
-from benchmarks.results import environment, save_lines
 from benchmarks.shapes import Shape
 from lab.training import processes
 from sagebwd import sage_attention
+from sagebwd.cli.results import environment, save
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import Comparison
 from tools import fa4_in_torch
@@ -303,7 +303,7 @@ def main(given: list[str] | None = None) -> None:
         for line in (*_table(found), f"{shape}: {compared(found)}"):
             _say(line)
         if processes.is_first():  # anew with every shape: one that is cut off has what it measured
-            path = save_lines(rows, facts, arguments.output, f"ring_{count}-processes")
+            path = save(rows, facts, arguments.output, f"ring_{count}-processes")
             print(f"wrote {path}", flush=True)
     dist.destroy_process_group()
 

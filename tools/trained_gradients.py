@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.results import environment
 from lab.training.continued import tokens
 from lab.training.data import know_runs
 from sagebwd import sage_attention
+from sagebwd.cli.results import environment
 from sagebwd.diagnostics.models import load_model, text_windows, windows
 from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe

@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.results import environment
 from lab.training.data import know_runs
+from sagebwd.cli.results import environment
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.models import load_model, text_windows
 from sagebwd.diagnostics.trace import OUTPUTS, emulate

@@ -1,8 +1,12 @@
-"""Configs of commands: each command has a kind, and says so of a file of another one."""
+"""Configs of commands, and the options of those that have one: each command has a kind, and says so of a file of
+another one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from lab.training import config
 from lab.training.config import Config, Kind
@@ -10,6 +14,20 @@ from lab.training.continued.config import Continued
 from lab.training.finetune_config import Finetuning
 
 COMMANDS = {Config: "pretrain, compare, seeds and tokenize", Finetuning: "finetune", Continued: "continue"}
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="YAML file; those in configs/ are examples.")]
+Setting = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")]
+Folder = Annotated[Path | None, typer.Option("--output", help="Folder of what is trained [default: runs/NAME].")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="These variants alone; repeat for several.")]
+# Of commands that train many runs.
+Jobs = Annotated[int, typer.Option(help="Runs at once, in processes of their own, on the GPUs in turn.")]
+Seconds = Annotated[float | None, typer.Option(help="Stop after so long; what has ended counts.")]
+Kept = Annotated[
+    Path | None,
+    typer.Option("--results", help="Folder for comparison.json and runs.jsonl.xz, written after each run."),
+]
+Margin = Annotated[float, typer.Option(help="Nats a token within which two attentions count as equivalent.")]
+MARGIN = 0.02  # `lab.training.gaps.MARGIN`, which takes torch to import
 
 
 def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
@@ -26,8 +44,9 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
 
 
 def _is(path: Path, kind: type) -> bool:
+    """Whether a file's keys are those of a kind."""
     try:
-        config.load(path, None, kind)
+        config.read(path, None, kind)
     except ValueError:
         return False
     return True

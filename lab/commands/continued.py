@@ -7,35 +7,33 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.seeds import JOBS, MARGIN, MARGIN_BY_DEFAULT, RESULTS, SECONDS
-from lab.commands.terminal import interruptible
-from sagebwd.cli.terminal import console, errors, quiet
+from benchmarks.commands import check_at_least
+from lab.commands.configs import MARGIN, ConfigFile, Folder, Jobs, Kept, Margin, Seconds, Setting, load
+from lab.commands.terminal import training
+from lab.training.continued.config import Continued
 
 
 def continued(
-    config: Annotated[Path, typer.Option(help="YAML file; those in configs/continued/ are examples.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of all runs [default: runs/NAME].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-    jobs: Annotated[int, JOBS] = 1,
-    seconds: Annotated[float | None, SECONDS] = None,
-    results: Annotated[Path | None, RESULTS] = None,
-    margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
+    config: ConfigFile,
+    output: Folder = None,
+    setting: Setting = None,
+    jobs: Jobs = 1,
+    seconds: Seconds = None,
+    results: Kept = None,
+    margin: Margin = MARGIN,
 ) -> None:
     """Train a model on, in pairs of one seed under several attentions and learning rates, and print the paired gaps.
 
     Runs that have finished are kept; the same command trains the others, from their beginning.
     """
-    from lab.commands.configs import load
-    from lab.training.continued.config import Continued
-
     chosen = load(config, setting, Continued)
-    quiet()
-    from lab.training import gaps as measured
-    from lab.training.continued import comparison
-    from lab.training.run_dir import COMPARISON
-
     folder = output or Path("runs") / chosen.name
-    with interruptible("the same command goes on with the others"):
+    with training(f"runs that have ended are kept in {folder}, the same command goes on with the others"):
+        from lab.training import gaps as measured
+        from lab.training.continued import comparison
+        from lab.training.run_dir import COMPARISON
+        from sagebwd.cli.terminal import console, errors
+
         left = comparison.train(chosen, folder, jobs, seconds, results)
     if left:
         errors.print(f"lab: {len(left)} runs have not ended: {', '.join(left)}; the same command goes on")
@@ -56,9 +54,12 @@ def token_file(
     most: Annotated[int | None, typer.Option("--tokens", help="Leave out what comes after so many.")] = None,
 ) -> None:
     """Write the token ids of a text by a trained model's own tokeniser, for `python -m lab continue`."""
-    quiet()
-    from lab.training.continued import tokens
+    check_at_least(1, tokens=most)
+    from sagebwd.cli.terminal import console, loading, progress, quiet
 
-    with console.status("tokenising"):
-        count = tokens.write(model, text, output, most)
+    quiet()
+    with loading("transformers"):
+        from lab.training.continued import tokens
+    with progress() as tell:
+        count = tokens.write(model, text, output, most, tell)
     console.print(f"{output}: {count:,} tokens")

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagebwd.cli.terminal import console
-from sagebwd.diagnostics.plots import save
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -190,13 +187,21 @@ def figure(
     """Draw a picture of the documents from results: speed by width, steps by context, gaps, or a model's layers."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
-    import matplotlib
+    from sagebwd.cli.terminal import console, loading
+
+    with loading("matplotlib"):
+        import matplotlib
+
+        from sagebwd.diagnostics.plots import save
 
     matplotlib.use("Agg")
     try:
         drawn = KINDS[kind](files)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"{error.filename}: there is no such file; expected a file of results") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        named = ", ".join(map(str, files))
+        raise ValueError(f"{named}: no results that {kind} draws ({type(error).__name__}: {error})") from None
     save(drawn, output, dpi=130)
     console.print(str(output), highlight=False, markup=False)
 

@@ -7,27 +7,30 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.terminal import interruptible
-from sagebwd.cli.terminal import console, quiet
+from lab.commands.configs import ConfigFile, Folder, Setting, load
+from lab.commands.terminal import training
+from lab.training.finetune_config import Finetuning
 
 
 def finetune(
-    config: Annotated[Path, typer.Option(help="YAML file; those in configs/finetune/ are examples.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of the runs [default: runs/NAME].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    config: ConfigFile,
+    output: Folder = None,
+    setting: Setting = None,
     resume: Annotated[bool, typer.Option(help="Keep runs that have finished, and go on with the others.")] = False,
 ) -> None:
     """Fine-tune a checkpoint on JSON lines under each variant of attention and seed, and report the accuracies."""
-    from lab.commands.configs import load
-    from lab.training.finetune_config import Finetuning
-
     chosen = load(config, setting, Finetuning)
-    from lab.training import finetune_report
-    from lab.training.finetune import finetune as run
-
-    quiet()
     folder = output or Path("runs") / chosen.name
-    with interruptible("go on with --resume"):
+
+    def kept() -> str:
+        begun = any(folder.glob("*/config.yaml"))
+        return f"what was trained is kept in {folder}, go on with --resume" if begun else "nothing was trained yet"
+
+    with training(kept):
+        from lab.training import finetune_report
+        from lab.training.finetune import finetune as run
+        from sagebwd.cli.terminal import console
+
         outcomes = run(chosen, folder, resume)
     console.print(finetune_report.table(outcomes))
     console.print(f"report: {folder / 'comparison.md'}")
@@ -46,10 +49,11 @@ def task(
 ) -> None:
     """Make a task to fine-tune on from a text: which passage comes next, or how two paragraphs belong together."""
     from lab.training import tasks
+    from sagebwd.cli.terminal import console, progress
 
-    with console.status(f"making {name}"):
+    with progress() as tell:
         made = tasks.make(
-            name, source, output, held_out, held_out_share, examples, held_out_examples, per_document, seed
+            name, source, output, held_out, held_out_share, examples, held_out_examples, per_document, seed, tell
         )
     for part, count in made.items():
         console.print(f"{output / part}.jsonl: {count} examples")

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sagebwd.cli.terminal import console, progress
+from benchmarks.commands import Device, Recipes
 
 
 def gaussian(
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe name or text; repeat for several.")] = None,
+    recipe: Recipes = None,
     sigma: Annotated[
         list[float] | None, typer.Option(help="Standard deviation of Q and K; repeat for several.")
     ] = None,
@@ -25,19 +25,20 @@ def gaussian(
     seeds: Annotated[int | None, typer.Option(help="Draws to average [default: 1 for plain, else 8].")] = None,
     causal: Annotated[bool, typer.Option(help="Mask the future.")] = False,
     impl: Annotated[str, typer.Option(help="reference (the emulator) or a kernel family.")] = "reference",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     place: Annotated[int, typer.Option(help="Which key is the sink of kind sink.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the rows as JSON to this file.")] = None,
 ) -> None:
     """Error of recipes on random inputs, next to the paper's Table 1."""
     from lab.studies import gaussian as study
+    from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
     from sagebwd.hardware import check_device
 
     check_device(device)
     check_known(impl)
     plain, biased = kind == "plain", kind == "bias-and-sink"
-    recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token"])
+    recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token", "mixed"])
     sigmas = sigma or (list(study.PAPER_TABLE_1) if plain else [1.0, 3.0])
     with progress() as tell:
         rows = study.measure(

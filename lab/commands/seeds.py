@@ -8,43 +8,34 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.terminal import interruptible
-from sagebwd.cli.terminal import console, errors, quiet
-
-MARGIN_BY_DEFAULT = 0.02  # `lab.training.gaps.MARGIN`, which takes torch to import
-MARGIN = typer.Option(help="Nats a token within which two attentions count as equivalent.")
-# Of commands that train many runs.
-JOBS = typer.Option(help="Runs at once, in processes of their own, on the GPUs in turn.")
-SECONDS = typer.Option(help="Stop after so long; what has ended counts.")
-RESULTS = typer.Option(help="Folder for comparison.json and runs.jsonl.xz, written after each run.")
+from lab.commands.configs import MARGIN, ConfigFile, Jobs, Kept, Margin, Only, Seconds, Setting, load  # fmt: skip
+from lab.commands.terminal import training
 
 
 def seeds(
-    config: Annotated[Path, typer.Option(help="YAML file with variants.")],
+    config: ConfigFile,
     seeds: Annotated[str, typer.Option(help="Seeds, as 3-12 or 0,5,7.")],
     output: Annotated[Path | None, typer.Option(help="Folder of all runs [default: runs/NAME-seeds].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="These variants alone; repeat for several.")] = None,
-    jobs: Annotated[int, JOBS] = 1,
-    seconds: Annotated[float | None, SECONDS] = None,
-    results: Annotated[Path | None, RESULTS] = None,
-    margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
+    setting: Setting = None,
+    only: Only = None,
+    jobs: Jobs = 1,
+    seconds: Seconds = None,
+    results: Kept = None,
+    margin: Margin = MARGIN,
 ) -> None:
     """Train a config's variants with several seeds, side by side, and print the paired gaps to the first.
 
     Runs that have finished are kept; the same command goes on with those that were stopped.
     """
-    from lab.commands.configs import load
-
-    chosen = load(config, setting)
-    quiet()
-    from lab.training import gaps as measured
-    from lab.training import seeds as training
-    from lab.training.run_dir import COMPARISON
-
+    chosen, numbers = load(config, setting), _seeds(seeds)
     folder = output or Path("runs") / f"{chosen.name}-seeds"
-    with interruptible("the same command goes on from there"):
-        left = training.train(chosen, _seeds(seeds), folder, only, jobs, seconds, results)
+    with training(f"what was trained is kept in {folder}, the same command goes on from there"):
+        from lab.training import gaps as measured
+        from lab.training import seeds as runs
+        from lab.training.run_dir import COMPARISON
+        from sagebwd.cli.terminal import console, errors
+
+        left = runs.train(chosen, numbers, folder, only, jobs, seconds, results)
     if left:
         errors.print(f"lab: {len(left)} runs have not ended: {', '.join(left)}; the same command goes on")
     if (folder / COMPARISON).exists():
@@ -56,7 +47,7 @@ def gaps(
     noise_of: Annotated[
         list[Path] | None, typer.Option(help="More outputs, whose repeated baselines count for the noise; repeat.")
     ] = None,
-    margin: Annotated[float, MARGIN] = MARGIN_BY_DEFAULT,
+    margin: Margin = MARGIN,
     in_full_precision: Annotated[
         bool, typer.Option("--in-full-precision", help="Of losses of all runs in full precision; `continue` has them.")
     ] = False,
@@ -72,6 +63,7 @@ def gaps(
     Runs whose kernels had faulty gradients do not count for their recipe.
     """
     from lab.training import gaps as measured
+    from sagebwd.cli.terminal import console
 
     if (by_step or since is not None) and noise_of:
         raise ValueError(
@@ -91,6 +83,8 @@ def _seeds(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None:
             raise ValueError(f"seeds={text!r}: expected seeds and ranges with commas between them, as 3-12 or 0,5,7")
-        first = int(match[1])
-        found += range(first, int(match[2] or first) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"seeds={text!r}: {part.strip()} is empty; expected the lower seed first")
+        found += range(first, last + 1)
     return found

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from sagebwd.cli.terminal import console, progress, quiet
+from benchmarks.commands import RESULTS, Commit, Device, Results, check_at_least
+from lab.commands.configs import ConfigFile, Setting, load
 
 
 def bench_training(
-    config: Annotated[Path, typer.Option(help="YAML file whose model is trained.")] = Path("configs/paper-325m.yaml"),
+    config: ConfigFile = Path("configs/paper-325m.yaml"),
     attention: Annotated[
         list[str] | None,
         typer.Option(help="cudnn, flash, sdpa, fa4, a recipe or recipe@impl; repeat [default: all here]."),
@@ -20,7 +21,7 @@ def bench_training(
         list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences at once [default: 32768 tokens].")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")] = None,
+    setting: Setting = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the model.")] = True,
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Compile its layers, one for all, in a tenth of the time.")
@@ -35,27 +36,29 @@ def bench_training(
     steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
     vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 50257,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command out.")] = "cuda",
-    output: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
-    commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
+    device: Device = "cuda",
+    output: Results = RESULTS,
+    commit: Commit = None,
 ) -> None:
     """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
-    quiet()
-    from benchmarks.results import save
-    from lab.commands.configs import load
-    from lab.steps import largest_context as longest
-    from lab.steps import tables as tables
-    from lab.steps import timing as benchmark
-    from lab.training import processes
+    check_at_least(1, steps=steps, warmup=warmup, batch=batch, vocabulary=vocabulary, context=min(context or [1]))
+    chosen = load(config, setting)
+    from sagebwd.cli.results import save
+    from sagebwd.cli.terminal import console, loading, progress, quiet
     from sagebwd.hardware import check_device
 
     check_device(device)
+    quiet()
+    with loading("transformers"):
+        from lab.steps import largest_context as longest
+        from lab.steps import tables
+        from lab.steps import timing as benchmark
+        from lab.training import processes
     if sum((not compiled, by_layer, reduce_overhead)) > 1:
         raise ValueError("expected one of --no-compile, --by-layer and --reduce-overhead")
     how = "no" if not compiled else "layers" if by_layer else "reduce-overhead" if reduce_overhead else "model"
     names = attention or (["cudnn", "flash", "token"] if device.startswith("cuda") else ["sdpa", "token"])
     choices = [benchmark.Choice.parse(name, device) for name in names]
-    chosen = load(config, setting)
     processes.join()
     console.quiet = not processes.is_first()
     facts = benchmark.facts(device, commit, chosen)
@@ -63,8 +66,8 @@ def bench_training(
     if largest_context:
         if not device.startswith("cuda") or processes.count() > 1 or how == "reduce-overhead":
             raise ValueError("--largest-context needs one process, a GPU, and no CUDA graphs, whose memory stays")
-        start, found = chosen.replace({"data.context": (context or [chosen.data.context])[0]}), []
-        with progress() as tell:
+        path, start, found = None, chosen.replace({"data.context": (context or [chosen.data.context])[0]}), []
+        with progress(lambda: f"what was found is in {path}" if path else "nothing was found yet") as tell:
             for row in longest.measure(start, choices, batch=batch or 1, progress=tell, **shared):
                 found.append(row)  # and saved: a search that is cut off has what it found
                 path = save(found, facts, output, "largest-context")
@@ -73,17 +76,21 @@ def bench_training(
         return
     name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
     rows: list[benchmark.Step] = []
-    for tokens in context or [chosen.data.context]:
-        with progress() as tell:
+    path, contexts = None, context or [chosen.data.context]
+    with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
+        for number, tokens in enumerate(contexts):
             measured = benchmark.measure(
                 chosen.replace({"data.context": tokens}), choices, batch=batch, steps=steps, warmup=warmup,
-                progress=lambda text, tokens=tokens: tell(f"context {tokens}, {text}"), **shared,
+                progress=lambda text, done, tokens=tokens, number=number: tell(
+                    f"context {tokens}, {text}", (number + done) / len(contexts)
+                ), **shared,
             )  # fmt: skip
-        rows += measured
-        console.print(tables.table(measured))
-        console.print(tables.parts_table(measured))
-        if processes.is_first():  # anew with every context: one that is cut off has what it measured
-            console.print(f"wrote {save(rows, facts, output, name)}")
+            rows += measured
+            console.print(tables.table(measured))
+            console.print(tables.parts_table(measured))
+            if processes.is_first():  # anew with every context: one that is cut off has what it measured
+                path = save(rows, facts, output, name)
+                console.print(f"wrote {path}")
     processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")

@@ -1,24 +1,20 @@
-"""How Ctrl-C ends the commands that train."""
+"""How the commands that train begin and end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import typer
-
-from sagebwd.cli.terminal import errors
 
 
 @contextmanager
-def interruptible(hint: str) -> Iterator[None]:
-    """Ctrl-C as one line that says what is left; processes of one run end together."""
-    from lab.training import processes
+def training(kept: str | Callable[[], str]) -> Iterator[None]:
+    """Says that libraries are loaded, which takes seconds; Ctrl-C is one line that says what is kept, and exit code
+    130; processes of one run end together."""
+    from sagebwd.cli.terminal import interruptible, loading, quiet
 
-    try:
+    quiet()
+    with interruptible(kept):
+        with loading("transformers"):
+            from lab.training import pretrain, processes  # noqa: F401
         yield
         processes.leave()
-    except KeyboardInterrupt:
-        if processes.is_first():
-            errors.print(f"\nlab: stopped; checkpoints written so far are whole, {hint}")
-        raise typer.Exit(130) from None

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.shapes import flops
 from lab.training import processes
 from lab.training.config import Config
 from lab.training.model import build, checkpoint_layers
-from sagebwd.hardware import flops
 
 COMPILED = ("model", "layers", "reduce-overhead", "no")
 """The whole model by torch.compile; each decoder layer by itself, one for all, and the loss; the whole model with its

@@ -11,7 +11,7 @@ Before anything is timed, the gradients of the attention's projections are compa
 in full precision, on the same weights and tokens: an attention that is far off prints FAILED and no figure.
 
 Model FLOPs are 6 a token and weight that takes part in a matrix product (embeddings look up and count nothing), plus
-attention: 3 times `sagebwd.hardware.flops` of forward, since backward's own products are twice forward's and what is
+attention: 3 times `benchmarks.shapes.flops` of forward, since backward's own products are twice forward's and what is
 computed again is not credited. Utilisation is over the dense BF16 peak, INT8 products too.
 """
 
@@ -26,12 +26,12 @@ from dataclasses import asdict, dataclass
 import torch
 import transformers
 
-from benchmarks.results import environment
 from lab.steps.breakdown import PARTS, breakdown
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training import processes
 from lab.training.config import Config
+from sagebwd.cli.results import environment
 from sagebwd.hardware import peak_rates
 from sagebwd.reference.metrics import Comparison
 
@@ -43,6 +43,7 @@ FLOOR = 0.97
 """Cosine of the projections' gradients to full precision's: a wrong kernel is below, the coarsest recipe above."""
 PIECE = 1 << 24
 """Numbers of a gradient taken to FP64 at a time."""
+STEPS_OF_A_START = 40  # that compiling takes as long as, about
 PROFILED_STEPS = 2
 
 
@@ -104,12 +105,13 @@ def measure(
     warmup: int = 2,
     compiled: str = "no",
     is_causal: bool = True,
-    progress: Callable[[str], object] = lambda text: None,
+    progress: Callable[[str, float], object] = lambda text, done: None,
 ) -> list[Step]:
     """Every attention on one config's model and context, a row each.
 
     Args: batch, sequences of a micro-batch [`TOKENS_AT_ONCE` tokens]; steps, timed for each after ``warmup`` others;
-    compiled, one of `COMPILED`; is_causal, False for attention as video models have it; progress, is told what runs.
+    compiled, one of `COMPILED`; is_causal, False for attention as video models have it; progress, is told what runs,
+    and which share of the whole is done.
     Of several processes each calls it, once `lab.training.processes.join` has.
 
     Raises ValueError for no choices, steps or warmup below 1, or an unknown ``compiled``; RuntimeError where a step
@@ -117,16 +119,24 @@ def measure(
     """
     if not choices or min(steps, warmup) < 1:
         raise ValueError(f"expected choices, steps and warmup; got {len(choices)}, {steps} and {warmup}")
+    done, total = 0, len(choices) * (steps + warmup + PROFILED_STEPS + (STEPS_OF_A_START if compiled != "no" else 1))
+
+    def tell(text: str, count: int) -> None:
+        """``count`` steps begin."""
+        nonlocal done
+        progress(text, done / total)
+        done += count
+
     torch._dynamo.reset()
     gc.collect()  # an earlier call's model
     batch = batch or max(1, TOKENS_AT_ONCE // config.data.context)
     runner = Runner(config, vocabulary, batch, device, compiled, is_causal)
     # an error beats times of layers that run uncompiled
     with torch._dynamo.config.patch(recompile_limit=8 + len(choices), fail_on_recompile_limit_hit=True):
-        starts, cosines = _start(runner, choices, progress)
+        starts, cosines = _start(runner, choices, tell)
         good = [one for one in choices if _gate(cosines[one]) != "FAILED"]
         for one in good:
-            progress(f"{one.name}: warming up")
+            tell(f"{one.name}: warming up", warmup)
             with one.applied(runner.model):
                 for seed in range(warmup):
                     runner.step(runner.tokens(seed))
@@ -139,7 +149,7 @@ def measure(
         for index in range(steps):
             ids = runner.tokens(warmup + index)
             for one in good:
-                progress(f"{one.name}: step {index + 1} of {steps}")
+                tell(f"{one.name}: step {index + 1} of {steps}", 1)
                 runner.reset_peak()
                 with one.applied(runner.model):
                     times[one].append(runner.milliseconds(lambda ids=ids: runner.step(ids)))
@@ -148,7 +158,7 @@ def measure(
             raise RuntimeError(f"steps at context {runner.context} compiled as they were timed: raise warmup={warmup}")
         kept, profiles = {}, {}
         for one in good:
-            progress(f"{one.name}: profiling")
+            tell(f"{one.name}: profiling", PROFILED_STEPS)
             with one.applied(runner.model):
                 kept[one] = runner.kept_bytes(runner.tokens(0))
                 profiles[one] = _profile(runner)
@@ -156,14 +166,17 @@ def measure(
 
 
 def _start(
-    runner: Runner, choices: Sequence[Choice], progress: Callable[[str], object]
+    runner: Runner, choices: Sequence[Choice], tell: Callable[[str, int], object]
 ) -> tuple[dict[Choice, float], dict[Choice, float | None]]:
     """Compile each; seconds of that, and cosines of its gradients to those of the first in full precision."""
     starts, cosines = {}, {}
     first = next((one for one in choices if one.recipe is None), None)
     expected = None
     for one in sorted(choices, key=lambda one: one != first):
-        progress(f"{one.name}: first step" if runner.compiled == "no" else f"{one.name}: compiling")
+        if runner.compiled == "no":
+            tell(f"{one.name}: first step", 1)
+        else:
+            tell(f"{one.name}: compiling", STEPS_OF_A_START)
         with one.applied(runner.model):
             starts[one] = runner.milliseconds(lambda: runner.gradients(runner.tokens(0)))[0] / 1e3
         if one == first:

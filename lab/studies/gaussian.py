@@ -135,12 +135,13 @@ def measure(
     impl: str = "reference",
     device: str = "cpu",
     place: int = 0,
-    progress: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str, float], object] = lambda step, done: None,
 ) -> list[Row]:
     """Errors of each recipe at each sigma_QK, averaged over ``seeds`` draws.
 
     With ``impl="reference"`` products are emulated in FP32 from the BF16 inputs, so that the error is the recipe's
-    alone; a kernel runs on the BF16 inputs as they are. place, as in `draw`. ``progress`` is called before each step.
+    alone; a kernel runs on the BF16 inputs as they are. place, as in `draw`. ``progress`` is called before each step,
+    with the share of them that is done.
 
     Raises ValueError for no recipe, seed, token or channel, a sigma that is not above 0, an unknown kind or place.
     """
@@ -154,18 +155,22 @@ def measure(
         if not 0 < sigma < math.inf:
             raise ValueError(f"sigma={sigma:g} must be above 0 and finite")
     dtype = torch.float32 if impl == "reference" else torch.bfloat16
-    rows = []
+    rows, done, steps = [], 0, len(sigmas) * seeds * (len(recipes) + 1)
     for sigma in sigmas:
         errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for seed in range(seeds):
-            progress(f"{kind}, sigma {sigma:g}, seed {seed}")
+            what = f"{kind}, sigma {sigma:g}, seed {seed}"
+            progress(f"{what}, in FP64", done / steps)
             inputs = [x.to(device) for x in draw(kind, sigma, tokens, head_dim, seed, place)]
             exact = gradients([x.double() for x in inputs], "full", "reference", is_causal)
             for recipe in recipes:
+                done += 1
+                progress(f"{what}, {recipe}", done / steps)
                 actual = gradients([x.to(dtype) for x in inputs], recipe, impl, is_causal)
                 for name in TENSORS:
                     pair = cosine(actual[name], exact[name]), relative_l2(actual[name], exact[name])
                     errors.setdefault((str(recipe), name), []).append(pair)
+            done += 1
         for (recipe, name), pairs in errors.items():
             cosines, norms = zip(*pairs)
             expected = _expected(kind, recipe, sigma, name)

@@ -14,7 +14,16 @@ from rich.table import Table
 from lab.training import parallel_runs, pretrain, processes
 from lab.training.config import Config
 from lab.training.report import Run, write_curves, write_report
-from lab.training.run_dir import COMPARISON, RESULT, checkpoints, digest_in, end_of, read_metrics, write_whole
+from lab.training.run_dir import (
+    COMPARISON,
+    RESULT,
+    checkpoints,
+    digest_in,
+    end_of,
+    read_metrics,
+    refuse_single,
+    write_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     processes.agreed(lambda: check(variants, output))
     left = {name: variant for name, variant in variants.items() if not _has_ended(variant, output / name)}
     if jobs is None:
-        for name, variant in left.items():
+        for number, (name, variant) in enumerate(left.items(), 1):
+            _say(f"{name}: {number} of {len(left)} variants")
             _train(variant, output / name)
     else:
         parallel_runs.train(left, output, jobs)
@@ -78,7 +88,8 @@ def chosen(config: Config, only: list[str] | None) -> dict[str, Config]:
 
 
 def check(variants: dict[str, Config], output: Path) -> None:
-    """Raises ValueError where the folder of a variant under ``output`` holds a run of other settings."""
+    """Raises ValueError where ``output`` is a run's own folder, or that of a variant in it holds other settings."""
+    refuse_single(output)
     for name, variant in variants.items():
         if digest_in(output / name) not in (None, variant.digest()):
             raise ValueError(f"{output / name} holds a run of other settings; choose another --output, or delete it")

@@ -1,11 +1,13 @@
 """What a training run is: one YAML file, read strictly.
 
 Every key is a field below, in its section; one that does not exist is an error that names the nearest one that does.
-``--set section.key=value`` changes a key after the file is read.
+``--set section.key=value`` changes a key after the file is read. Keys and types are checked, variants' too, before
+torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -13,14 +15,15 @@ import json
 import re
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
-from sagebwd import dispatch
-from sagebwd.diagnostics.monitor_settings import Monitor
-from sagebwd.recipe import Recipe
+if TYPE_CHECKING:
+    from sagebwd.diagnostics.monitor_settings import Monitor
 
 SDPA = "sdpa"
 FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
@@ -102,6 +105,16 @@ class Logging:
     keep_checkpoints: int = 2
 
 
+LEAST = {"context": 2, "max_tokens": 2, "warmup_steps": 0, "rank": 0}
+"""The least that a key takes, where it is not 1 of a whole number."""
+
+
+def _monitor() -> Monitor:
+    from sagebwd.diagnostics.monitor_settings import Monitor
+
+    return Monitor()
+
+
 class Settings:
     """What every kind of config can do: dotted overrides, and ``variants``, which are overrides with names."""
 
@@ -109,16 +122,7 @@ class Settings:
 
     def replace(self, overrides: dict[str, object]) -> typing.Self:
         """A copy with dotted keys changed, as ``{"attention.recipe": "paper"}``. Raises ValueError as `load` does."""
-        nested = self.as_dict()
-        for key, value in overrides.items():
-            *sections, last = key.split(".")
-            target = nested
-            for section in sections:
-                target = target.get(section) if isinstance(target, dict) else None
-            if not isinstance(target, dict):
-                raise ValueError(f"config: there is no section {'.'.join(sections)!r} to set {key!r} in")
-            target[last] = value
-        return build(type(self), nested, "")
+        return build(type(self), _overridden(self.as_dict(), overrides), "")
 
     def as_dict(self) -> dict[str, typing.Any]:
         """The config as nested plain values."""
@@ -129,18 +133,63 @@ class Settings:
 
         Raises ValueError for a name that cannot be a folder's, or overrides that are none.
         """
-        variants = {}
-        for name, overrides in self.variants.items():
-            if not isinstance(name, str) or not re.fullmatch(r"\w[\w .()=,-]*", name):
-                raise ValueError(
-                    f"variants: {name!r} cannot name a folder; use a text of letters, digits, spaces, .()=,-"
-                )
-            if not isinstance(overrides or {}, dict) or not all(isinstance(key, str) for key in overrides or {}):
-                raise ValueError(
-                    f"variants: {name} must map keys to values, as attention.recipe: paper; got {overrides!r}"
-                )
-            variants[name] = self.replace({**(overrides or {}), "variants": {}})
-        return variants
+        return {
+            name: self.replace({**overrides, "variants": {}}) for name, overrides in _variants(self.variants).items()
+        }
+
+    def check_numbers(self) -> None:
+        """Raises ValueError for a number of a section below its `LEAST`; else 1 of whole numbers, and 0 of others."""
+        sections = {name: values for name, values in self.as_dict().items() if isinstance(values, dict)}
+        numbers = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+        for key, value in numbers.items():
+            if type(value) not in (int, float) or key.startswith(("monitor.", "variants.")):
+                continue
+            least = LEAST.get(key.split(".")[1], 1 if type(value) is int else 0)
+            if not value >= least:
+                raise ValueError(f"{key}={value} must be at least {least}")
+
+    def check_known(self, known: dict[str, tuple[str, ...]], in_full: Iterable[str]) -> None:
+        """Raises ValueError where a dotted key's value is none of its names, or the attention none that there is.
+
+        in_full: what attention.recipe takes beside recipes.
+        """
+        for key, names in known.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if value not in names:
+                raise ValueError(f"{key}={value!r} is not known; accepted: {', '.join(names)}")
+        from sagebwd import dispatch
+        from sagebwd.recipe import Recipe
+
+        dispatch.check_known(self.attention.impl)
+        if self.attention.recipe not in in_full:
+            Recipe.parse(self.attention.recipe)
+
+
+def _variants(variants: dict) -> dict[str, dict[str, object]]:
+    """Names and overrides. Raises ValueError for a name that cannot be a folder's, or overrides that are none."""
+    for name, overrides in variants.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w .()=,-]*", name):
+            raise ValueError(f"variants: {name!r} cannot name a folder; use a text of letters, digits, spaces, .()=,-")
+        if not isinstance(overrides or {}, dict) or not all(isinstance(key, str) for key in overrides or {}):
+            raise ValueError(
+                f"variants: {name} must map keys to values, as attention.recipe: paper; got {overrides!r}"
+            )
+    return {name: overrides or {} for name, overrides in variants.items()}
+
+
+def _overridden(content: dict[str, object], overrides: dict[str, object]) -> dict[str, object]:
+    """A copy of nested content with dotted keys changed. Raises ValueError for a section that is a plain value."""
+    changed = copy.deepcopy(content)
+    for key, value in overrides.items():
+        *sections, last = key.split(".")
+        target = changed
+        for section in sections:
+            target = target.setdefault(section, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            raise ValueError(f"config: there is no section {'.'.join(sections)!r} to set {key!r} in")
+        target[last] = value
+    return changed
 
 
 Kind = typing.TypeVar("Kind", bound=Settings)
@@ -157,34 +206,27 @@ class Config(Settings):
     data: Data = field(default_factory=Data)
     optimisation: Optimisation = field(default_factory=Optimisation)
     logging: Logging = field(default_factory=Logging)
-    monitor: Monitor = field(default_factory=Monitor)
+    monitor: Monitor = field(default_factory=_monitor)
     variants: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks that need more than one key. Raises ValueError."""
         optimisation, model = self.optimisation, self.model
-        dispatch.check_known(self.attention.impl)
-        if self.attention.recipe not in FULL_PRECISION:
-            Recipe.parse(self.attention.recipe)
-        if optimisation.precision not in ("fp32", "bf16"):
-            raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")
-        if optimisation.sharding not in ("none", "fsdp"):
-            raise ValueError(f"optimisation.sharding={optimisation.sharding!r} is not known; accepted: none, fsdp")
+        known = {"optimisation.precision": ("fp32", "bf16"), "optimisation.sharding": ("none", "fsdp")}
+        self.check_known(known, FULL_PRECISION)
+        self.check_numbers()
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0")
+        if self.data.held_out is None and not 0 < self.data.held_out_share < 1:
+            raise ValueError(f"data.held_out_share={self.data.held_out_share} must be above 0 and below 1")
         if optimisation.keep_attention and not optimisation.gradient_checkpointing:
             raise ValueError("optimisation.keep_attention=true needs optimisation.gradient_checkpointing=true")
-        for name in ("tokens_per_step", "micro_batch", "steps"):
-            if getattr(optimisation, name) < 1:
-                raise ValueError(f"optimisation.{name}={getattr(optimisation, name)} must be at least 1")
         if model.head_dim is None and model.width % model.heads:
             raise ValueError(f"model.width={model.width} is not a multiple of model.heads={model.heads}")
-        if model.kv_heads is not None and (model.kv_heads < 1 or model.heads % model.kv_heads):
+        if model.kv_heads is not None and model.heads % model.kv_heads:
             raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
         if model.value_dim is not None:
             self._check_latent()
-        if model.vocabulary_multiple < 1:
-            raise ValueError(f"model.vocabulary_multiple={model.vocabulary_multiple} must be at least 1")
-        if self.data.context < 2:
-            raise ValueError(f"data.context={self.data.context} must be at least 2 tokens")
         if max(self.monitor.layers or [0]) >= model.layers:
             raise ValueError(f"monitor.layers={self.monitor.layers} goes beyond model.layers={model.layers}")
 
@@ -239,7 +281,13 @@ def check_seeds(seeds: list[int]) -> None:
 
 
 def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Config) -> Kind:
-    """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied.
+    """The config in a YAML file, of a ``kind``, with ``section.key=value`` settings applied. Raises as `read` does,
+    and ValueError for a value out of range."""
+    return build(kind, read(path, settings, kind), "")
+
+
+def read(path: Path, settings: list[str] | None, kind: type[Settings]) -> dict[str, object]:
+    """The keys and values of a config's file, with settings applied, every key and type checked, variants' too.
 
     Raises ValueError for a file that is missing, is not YAML, holds a key that does not exist or a value of the wrong
     type, or a setting that is not key=value.
@@ -257,30 +305,39 @@ def load(path: Path, settings: list[str] | None = None, kind: type[Kind] = Confi
     if not isinstance(content, dict):
         raise ValueError(f"config {path}: expected sections and keys, got {type(content).__name__}")
     content.setdefault("name", path.stem)
-    config = build(kind, content, "")
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: expected section.key=value")
         overrides[key.strip()] = yaml.safe_load(value)
-    return config.replace(overrides)
+    content = _overridden(content, overrides)
+    _values(kind, content, "")
+    for changes in _variants(content.get("variants") or {}).values():
+        _values(kind, _overridden(content, changes), "")
+    return content
 
 
 def build(kind: type, content: dict[str, object], section: str) -> typing.Any:
     """A dataclass from a mapping, every key and type checked."""
+    return kind(**_values(kind, content, section))
+
+
+def _values(kind: type, content: dict[str, object], section: str) -> dict[str, object]:
+    """The fields of a dataclass from a mapping. Raises ValueError as `load` does."""
     if not isinstance(content, dict):
         raise ValueError(f"config: {section.rstrip('.')} must hold keys, got {content!r}")
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, localns={"Monitor": object})
     names = [item.name for item in dataclasses.fields(kind)]
     values = {}
-    for key, value in content.items():
+    for key in sorted(content, key=lambda key: hints.get(key) is object):  # the monitor, which imports torch, last
         if key not in names:
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f"did you mean {section}{near[0]}?" if near else f"accepted: {', '.join(names)}"
             raise ValueError(f"config: there is no key {section}{key}; {hint}")
-        values[key] = _typed(hints[key], value, f"{section}{key}")
-    return kind(**values)
+        hint = type(_monitor()) if hints[key] is object else hints[key]
+        values[key] = _typed(hint, content[key], f"{section}{key}")
+    return values
 
 
 def _typed(hint: typing.Any, value: object, key: str) -> object:

@@ -16,6 +16,7 @@ import itertools
 import json
 import lzma
 import shutil
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -372,6 +373,7 @@ def _train_bpe(data: Data, size: int):
                 if left <= 0:
                     return
 
+    print(f"training a tokeniser of {size} ids", file=sys.stderr)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

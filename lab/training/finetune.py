@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -21,7 +20,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
@@ -36,7 +34,7 @@ from lab.training import examples, processes
 from lab.training.finetune_config import Data, Finetuning
 from lab.training.finetune_model import build
 from lab.training.finetune_report import Outcome, folder_name, report
-from lab.training.pretrain import TrainingStopped, environment
+from lab.training.pretrain import ProgressBar, TrainingStopped, environment, trainer_arguments
 from lab.training.run_dir import (
     COMPLETE,
     DIVERGED,
@@ -46,6 +44,7 @@ from lab.training.run_dir import (
     digest_in,
     end_of,
     open_run_dir,
+    refuse_single,
     write_whole,
 )
 
@@ -84,11 +83,12 @@ def finetune(config: Finetuning, output: Path, resume: bool = False) -> list[Out
     for run_config in runs.values():
         material = _material(run_config.data, run_config.model.path)
         build(run_config, material.tokenizer, material.labels)
-    for name, run_config in runs.items():
+    for number, (name, run_config) in enumerate(runs.items(), 1):
         end = end_of(run_config, output / name)
         if end is not None:
             print(f"{name}: {'finished' if end == RESULT else 'diverged'} before, kept", file=sys.stderr)
             continue
+        print(f"{name}: {number} of {len(runs)} runs", file=sys.stderr)
         _run(run_config, output / name)
         report(config, output)
         gc.collect()
@@ -96,6 +96,7 @@ def finetune(config: Finetuning, output: Path, resume: bool = False) -> list[Out
 
 
 def _check(runs: dict[str, Finetuning], output: Path, resume: bool) -> None:
+    refuse_single(output)
     begun = {name: digest for name in runs if (digest := digest_in(output / name)) is not None}
     for name, digest in begun.items():
         if digest != runs[name].digest():
@@ -140,7 +141,7 @@ def _run(config: Finetuning, output: Path) -> None:
         data_collator=DataCollatorForSeq2Seq(tokens) if labels is None else DataCollatorWithPadding(tokens),
         compute_metrics=partial(answer_metrics, counts=material.counts) if labels is None else label_metrics,
         preprocess_logits_for_metrics=answer_scores if labels is None else predicted_labels,
-        callbacks=[_Record(output)],
+        callbacks=[ProgressBar(), _Record(output)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     start, stopped = time.monotonic(), None
@@ -180,73 +181,41 @@ def _loss(metrics: dict[str, float]) -> float:
 
 
 def _arguments(config: Finetuning, output: Path, count: int) -> TrainingArguments:
-    optimisation, settings = config.optimisation, config.logging
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(output / "tensorboard")
+    optimisation = config.optimisation
     steps = math.ceil(count * optimisation.epochs / optimisation.batch)
-    return TrainingArguments(
-        output_dir=str(output),
+    return trainer_arguments(
+        output,
+        optimisation,
+        config.logging,
+        config.seeds[0],
         num_train_epochs=optimisation.epochs,
-        per_device_train_batch_size=optimisation.micro_batch,
-        per_device_eval_batch_size=optimisation.micro_batch,
         gradient_accumulation_steps=optimisation.batch // optimisation.micro_batch,
-        learning_rate=optimisation.learning_rate,
         lr_scheduler_type="linear",
         warmup_steps=math.ceil(steps * optimisation.warmup_share),
-        weight_decay=optimisation.weight_decay,
-        max_grad_norm=optimisation.clip_norm,
-        bf16=optimisation.precision == "bf16",
-        logging_steps=settings.every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=settings.checkpoint_every,
         save_total_limit=2,
-        seed=config.seeds[0],
-        data_seed=config.seeds[0],
-        disable_tqdm=True,
-        report_to="tensorboard",
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
         label_names=["labels"],
     )
 
 
 class _Record(TrainerCallback):
-    """Writes metrics.jsonl, marks whole checkpoints, shows progress, and stops a run whose loss is not finite."""
+    """Writes metrics.jsonl, marks whole checkpoints, and stops a run whose loss is not finite."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        self.bar: tqdm | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Open the bar where the run begins."""
-        name = self.output.name
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=name, unit="step", file=sys.stderr)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Advance."""
-        self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write what Trainer has logged since the run began, whatever process it began in."""
         write_whole(self.output / METRICS, "".join(json.dumps(line) + "\n" for line in state.log_history))
         loss = (logs or {}).get("loss")
-        if loss is not None:
-            self.bar.set_postfix({"loss": f"{float(loss):.3f}"}, refresh=False)
-            if not math.isfinite(float(loss)):
-                self.bar.close()
-                raise TrainingStopped(
-                    f"the loss ({loss}) is not finite at step {state.global_step}; stopped. Lower "
-                    "optimisation.learning_rate, or use a finer attention.recipe"
-                )
+        if loss is not None and not math.isfinite(float(loss)):
+            raise TrainingStopped(
+                f"the loss ({loss}) is not finite at step {state.global_step}; stopped. Lower "
+                "optimisation.learning_rate, or use a finer attention.recipe"
+            )
 
     def on_save(self, args, state, control, **kwargs):
         """A checkpoint counts once it is written."""
         (self.output / f"checkpoint-{state.global_step}" / COMPLETE).touch()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Close the bar."""
-        self.bar.close()
 
 
 def answer_scores(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:

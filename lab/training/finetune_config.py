@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass, field
 
 from lab.training.config import SDPA, Attention, Settings, check_seeds
-from sagebwd import dispatch
-from sagebwd.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,17 @@ class Finetuning(Settings):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
-        dispatch.check_known(self.attention.impl)
-        if self.attention.recipe != SDPA:
-            Recipe.parse(self.attention.recipe)
+        self.check_known({"optimisation.precision": ("fp32", "bf16")}, [SDPA])
+        self.check_numbers()
         check_seeds(self.seeds)
         optimisation = self.optimisation
-        if optimisation.precision not in ("fp32", "bf16"):
-            raise ValueError(f"optimisation.precision={optimisation.precision!r} is not known; accepted: fp32, bf16")
-        if optimisation.micro_batch < 1 or optimisation.batch < 1 or optimisation.batch % optimisation.micro_batch:
+        if not optimisation.epochs > 0:
+            raise ValueError(f"optimisation.epochs={optimisation.epochs} must be above 0")
+        if optimisation.batch % optimisation.micro_batch:
             raise ValueError(
                 f"optimisation.batch={optimisation.batch} is not a multiple of "
                 f"optimisation.micro_batch={optimisation.micro_batch}"
             )
-        for section, name in (("optimisation", "epochs"), ("logging", "every"), ("logging", "checkpoint_every")):
-            value = getattr(getattr(self, section), name)
-            if not value > 0:
-                raise ValueError(f"{section}.{name}={value} must be above 0")
-        if self.lora.rank < 0:
-            raise ValueError(f"lora.rank={self.lora.rank} must be at least 0")
         if self.model.width % self.model.heads:
             raise ValueError(f"model.width={self.model.width} is not a multiple of model.heads={self.model.heads}")
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from lab.training import data, processes
 from lab.training.config import Config
-from lab.training.run_dir import checkpoints, end_of, read_metrics
-from sagebwd.hardware import visible_gpus
+from lab.training.gpus import visible_gpus
+from lab.training.run_dir import checkpoints, end_of, last_step
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 1.0
@@ -74,8 +74,8 @@ def train(
                     longest = max(longest, time.monotonic() - run.began)
                     bar.write(f"{name}: ended", file=sys.stderr)
                     ended(name)
-                    logged += _step(output / name)
-                bar.update(logged + sum(_step(output / name) for name in running) - bar.n)
+                    logged += last_step(output / name)
+                bar.update(logged + sum(last_step(output / name) for name in running) - bar.n)
         finally:
             for run in running.values():
                 run.process.terminate()
@@ -89,11 +89,6 @@ class _Running(NamedTuple):
     process: subprocess.Popen
     gpu: str | None
     began: float
-
-
-def _step(run_dir: Path) -> int:
-    """The step that a run has logged last."""
-    return max((line["step"] for line in read_metrics(run_dir)), default=0)
 
 
 def _start(config: Config, run_dir: Path, gpu: str | None, jobs: int) -> subprocess.Popen:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -93,7 +94,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
         args=_arguments(config, output, accumulation),
         train_dataset=train,
         eval_dataset=held_out,
-        callbacks=[record, _Progress(optimisation.tokens_per_step)],
+        callbacks=[record, ProgressBar(optimisation.tokens_per_step)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     record.trainer = trainer
@@ -138,39 +139,51 @@ def _monitor(config: Config, held_out: text.Blocks, trainer: Trainer) -> Attenti
 
 def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArguments:
     optimisation, settings = config.optimisation, config.logging
+    sharded = optimisation.sharding == "fsdp" and processes.count() > 1
+    return trainer_arguments(
+        output,
+        optimisation,
+        settings,
+        config.seed,
+        max_steps=optimisation.steps,
+        gradient_accumulation_steps=accumulation,
+        lr_scheduler_type="cosine",
+        warmup_steps=optimisation.warmup_steps,
+        adam_beta1=optimisation.beta1,
+        adam_beta2=optimisation.beta2,
+        torch_compile=optimisation.compile,
+        eval_strategy="steps",
+        eval_steps=settings.evaluate_every,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        prediction_loss_only=True,
+        **(sharding.arguments() if sharded else {}),
+    )
+
+
+def trainer_arguments(output: Path, optimisation: Any, settings: Any, seed: int, **own: object) -> TrainingArguments:
+    """What all kinds of run tell Trainer alike, from the sections ``optimisation`` and ``logging`` of a config."""
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(output / "tensorboard")
     return TrainingArguments(
         output_dir=str(output),
-        max_steps=optimisation.steps,
         per_device_train_batch_size=optimisation.micro_batch,
         per_device_eval_batch_size=optimisation.micro_batch,
-        gradient_accumulation_steps=accumulation,
         learning_rate=optimisation.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=optimisation.warmup_steps,
         weight_decay=optimisation.weight_decay,
-        adam_beta1=optimisation.beta1,
-        adam_beta2=optimisation.beta2,
         max_grad_norm=optimisation.clip_norm,
         bf16=optimisation.precision == "bf16",
-        torch_compile=optimisation.compile,
         logging_steps=settings.every,
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=settings.evaluate_every,
         save_strategy="steps",
         save_steps=settings.checkpoint_every,
-        seed=config.seed,
-        data_seed=config.seed,
+        seed=seed,
+        data_seed=seed,
         disable_tqdm=True,
         report_to="tensorboard",
         use_cpu=not torch.cuda.is_available(),
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
         dataloader_pin_memory=torch.cuda.is_available(),
-        prediction_loss_only=True,
-        **(sharding.arguments() if optimisation.sharding == "fsdp" and processes.count() > 1 else {}),
+        **own,
     )
 
 
@@ -300,12 +313,13 @@ def logits_observed(model: transformers.PreTrainedModel) -> Iterator[list[float]
         model.config._attn_implementation = before
 
 
-class _Progress(TrainerCallback):
-    """A bar with loss, tokens/s and the time left."""
+class ProgressBar(TrainerCallback):
+    """A bar with loss, the time left and, of ``tokens_per_step`` that are known, tokens/s."""
 
-    def __init__(self, tokens_per_step: int) -> None:
+    def __init__(self, tokens_per_step: int = 0) -> None:
         self.tokens_per_step = tokens_per_step
         self.bar: tqdm | None = None
+        self.evaluation: tqdm | None = None
         self.shown: dict[str, str] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -327,9 +341,23 @@ class _Progress(TrainerCallback):
             if value is not None:
                 self.shown[name] = f"{float(value):.3f}"
         rate = self.bar.format_dict["rate"]
-        if rate:
+        if rate and self.tokens_per_step:
             self.shown["tokens/s"] = f"{rate * self.tokens_per_step:,.0f}"
         self.bar.set_postfix(self.shown, refresh=False)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """A bar of an evaluation that takes over two seconds."""
+        if self.evaluation is None and state.is_world_process_zero:
+            count = len(eval_dataloader)
+            self.evaluation = tqdm(total=count, desc="evaluating", leave=False, delay=2, file=sys.stderr)
+        if self.evaluation is not None:
+            self.evaluation.update()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """Close that bar."""
+        if self.evaluation is not None:
+            self.evaluation.close()
+        self.evaluation = None
 
     def on_train_end(self, args, state, control, **kwargs):
         """Close the bar."""

@@ -33,6 +33,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     return lines
 
 
+def last_step(run_dir: Path) -> int:
+    """The step that a run has logged last; 0 of one that has logged none."""
+    return max((line["step"] for line in read_metrics(run_dir)), default=0)
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     return sorted((path for path in run_dir.glob("checkpoint-*") if (path / COMPLETE).exists()), key=step_of)
@@ -98,13 +103,26 @@ def _switched(config: Config, before: dict, switched: list[dict[str, object]], s
     return [*switched, {"until": step, **attention}]
 
 
+def refuse_several(run_dir: Path) -> None:
+    """Raises ValueError where a folder is one of several runs, as `compare` and others of `python -m lab` write."""
+    if (run_dir / COMPARISON).exists() or any(run_dir.glob(f"*/{CONFIG}")) or any(run_dir.glob(f"seed-*/*/{CONFIG}")):
+        raise ValueError(f"{run_dir} holds several runs, of a comparison; choose another --output for one run")
+
+
+def refuse_single(output: Path) -> None:
+    """Raises ValueError where the folder of several runs is one of a single run."""
+    if any((output / name).exists() for name in (CONFIG, RESULT, DIVERGED, METRICS)):
+        raise ValueError(f"{output} holds a run of `python -m lab pretrain`; choose another --output for several runs")
+
+
 def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     """Make or check the run's folder; returns the checkpoint to go on from.
 
     A resumed run may have another attention than before: config.yaml then says which it had until when.
 
-    Raises ValueError where it holds another run or a finished one, or does not fit ``resume``.
+    Raises ValueError where it holds another run or a finished one, several runs, or does not fit ``resume``.
     """
+    refuse_several(run_dir)
     known = run_dir / CONFIG
     whole, switched = checkpoints(run_dir), []
     if known.exists():

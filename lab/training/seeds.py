@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lab.training import compare, kernel_commit, packed, parallel_runs
 from lab.training.config import Config
-from lab.training.run_dir import COMPARISON, end_of, write_whole
+from lab.training.run_dir import COMPARISON, end_of, refuse_single, write_whole
 from sagebwd.cli.results import commit
 
 
@@ -45,6 +45,7 @@ def train(
     for variant in chosen[f"seed-{seeds[0]}"].values():
         if reason := kernel_commit.objection(variant.attention.recipe, commit()):
             raise ValueError(f"runs of {variant.attention.recipe} would not count: {reason}; set SAGEBWD_COMMIT")
+    refuse_single(output)
     for folder, variants in chosen.items():
         compare.check(variants, output / folder)
     runs = {f"{folder}/{name}": variant for folder, variants in chosen.items() for name, variant in variants.items()}

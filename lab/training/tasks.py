@@ -52,6 +52,7 @@ def make(
     held_out_examples: int = 1000,
     per_document: int = 4,
     seed: int = 0,
+    tell: Callable[[str, float], object] = lambda *_: None,
 ) -> dict[str, int]:
     """Write ``train.jsonl`` and ``held_out.jsonl`` of a task into ``output``; returns how many examples each holds.
 
@@ -61,6 +62,7 @@ def make(
         held_out: text for the held-out examples, or else ``held_out_share`` of the source's documents. Documents of
             ``source`` that stand in it too are left out of training.
         per_document: the most examples that one document gives.
+        tell: is told how many examples there are so far, and which share of all that is.
 
     Raises ValueError for a task that does not exist, a source that cannot be read, a number below 1, or a source whose
     documents do not give as many examples.
@@ -75,6 +77,8 @@ def make(
     ):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if held_out is None and not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share={held_out_share} must be above 0 and below 1")
     found: dict[str, list[Example]] = {"train": [], "held_out": []}
     pools: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[bytes] = set()
@@ -88,6 +92,9 @@ def make(
         draw = random.Random(f"{seed} {task} {digest.hex()}")
         found[part] += TASKS[task](document, per_document, draw, len(found[part]), pools[part])
         del pools[part][:-POOL]
+        counts = {name: min(len(found[name]), count) for name, count in wanted.items()}
+        made = ", ".join(f"{counts[name]} of {count} {name}" for name, count in wanted.items())
+        tell(f"making {task}: {made}", sum(counts.values()) / sum(wanted.values()))
     for part, count in wanted.items():
         if len(found[part]) < count:
             raise ValueError(

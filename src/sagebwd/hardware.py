@@ -1,14 +1,11 @@
-"""The FLOP count of attention, the peak rates of GPUs, and which of them are here."""
+"""The peak rates of GPUs, and which devices are here."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import dataclass
 
 import torch
-
-from sagebwd.masks.band import Band
 
 
 @dataclass(frozen=True)
@@ -29,36 +26,6 @@ PEAK_RATES: dict[str, PeakRates] = {
     "NVIDIA GeForce RTX 4090": PeakRates(165, 660, 1.008, "Ada whitepaper; BF16 with FP32 accumulation"),
     "NVIDIA GeForce RTX 5090": PeakRates(210, 838, 1.792, "Blackwell whitepaper; BF16 with FP32 accumulation"),
 }
-
-
-def flops(
-    batch: int,
-    heads: int,
-    tokens_q: int,
-    tokens_k: int,
-    head_dim: int,
-    *,
-    is_causal: bool = False,
-    value_dim: int | None = None,
-    window: tuple[int, int] | None = None,
-    direction: str = "fwd",
-) -> float:
-    """Useful floating-point operations of one attention call.
-
-    Each product is 2 x batch x heads x width x visible pairs, pairs counted exactly. Forward is S and O; backward is
-    five, S again, dP, dV, dQ and dK, as FlashAttention's benchmarks count: 2.5 times forward where both widths are
-    one. Nothing is credited for other recomputation, softmax or quantisation.
-
-    Args: value_dim, head_dim unless given; direction, "fwd", "bwd" or "fwd+bwd"; is_causal and window, aligned top
-    left. Raises ValueError for another direction.
-    """
-    value_dim = head_dim if value_dim is None else value_dim
-    widths = {"fwd": head_dim + value_dim, "bwd": 3 * head_dim + 2 * value_dim}
-    widths["fwd+bwd"] = widths["fwd"] + widths["bwd"]
-    if direction not in widths:
-        raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(widths)}")
-    pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
-    return 2.0 * batch * heads * widths[direction] * pairs
 
 
 def check_device(device: str) -> None:
@@ -87,10 +54,3 @@ def command_output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    return [str(index) for index in range(torch.cuda.device_count())]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks import attention as bench
-from benchmarks import baselines, results
+from benchmarks import baselines
 from benchmarks.baselines import available
 from benchmarks.correctness import emulated, gate, wrong_tensors
 from benchmarks.plot import plot_attention
-from benchmarks.shapes import WIDTHS, Shape, on_grid, special_shapes, standard_grid
+from benchmarks.shapes import WIDTHS, Shape, flops, on_grid, special_shapes, standard_grid
 from sagebwd import Recipe, sage_attention
-from sagebwd.cli import timer
+from sagebwd.cli import results, timer
 from sagebwd.switches import current
 from tests.scaled import scaled
 
@@ -88,7 +88,7 @@ def with_peers(monkeypatch, **wrong):
 def timed(monkeypatch, **ms):
     """Forward and backward of a baseline take so long, of all else a second."""
 
-    def time_interleaved(runs, device, rounds):
+    def time_interleaved(runs, device, rounds, tell):
         return {key: (float(ms.get(key[0], 1000)), 0.0) for key in runs}
 
     monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
@@ -188,7 +188,7 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     content = json.loads(path.read_text())
     assert {"gpu", "driver", "torch", "triton", "flash_attn_4", "commit", "dirty", "date", "rows"} == set(content)
     assert len(content["rows"]) == len(rows)
-    with results.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
+    with bench.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     as_text = [{key: "" if x is None else str(x) for key, x in row.items()} for row in content["rows"]]
     assert lines == as_text
@@ -331,3 +331,16 @@ def test_a_peer_that_is_wrong_in_a_few_tokens_is_wrong():
         return torch.cat([o[..., :-1, :], torch.zeros_like(o[..., -1:, :])], dim=-2)
 
     assert "o" in wrong_tensors(shape, cut_short, exact, inputs)
+
+
+def test_flops_by_hand():
+    assert flops(2, 3, 10, 10, 64) == 4 * 2 * 3 * 64 * 100
+    assert flops(1, 1, 4, 4, 64, is_causal=True) == 4 * 64 * 10
+    assert flops(1, 1, 4, 4, 64, window=(1, 0)) == 4 * 64 * 7
+    assert flops(1, 1, 4, 4, 64, direction="bwd") == 2.5 * 4 * 64 * 16
+    assert flops(1, 1, 4, 4, 64, direction="fwd+bwd") == 3.5 * 4 * 64 * 16
+
+
+def test_unknown_direction():
+    with pytest.raises(ValueError, match="direction='forward'"):
+        flops(1, 1, 1, 1, 1, direction="forward")

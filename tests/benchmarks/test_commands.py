@@ -1,13 +1,15 @@
 """`python -m benchmarks` as a person runs it: what it prints and writes, and what it says where something is wrong."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import __main__ as cli
 from benchmarks import attention, baselines, low_bit
-from benchmarks.shapes import Shape
+from benchmarks.shapes import Shape, standard_grid
+from sagebwd.cli.terminal import Progress
 from tests.commands import runner, started
 from tests.scaled import scaled
 
@@ -119,9 +121,50 @@ def test_a_bench_that_is_cut_off_has_what_it_measured(command, tmp_path, monkeyp
     assert {row["causal"] for row in rows} == {shapes[0].is_causal}
 
 
+def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command, tmp_path, monkeypatch):
+    """Regression: the command printed nothing for a minute, and was killed."""
+    measure, shapes = attention.measure_shape, []
+
+    def interrupted(shape, *arguments, **options):
+        shapes.append(shape)
+        if len(shapes) == 2:
+            options["tell"]("checking token", 0.5)
+            raise KeyboardInterrupt
+        return measure(shape, *arguments, **options)
+
+    monkeypatch.setattr("benchmarks.shapes.TOTAL_TOKENS", 32)
+    monkeypatch.setattr(attention, "measure_shape", interrupted)
+    monkeypatch.setattr("sagebwd.cli.terminal.Progress", lambda show, every: Progress(show))
+    code, out, err = command(
+        "attention", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--rounds", 1,
+        "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    (path,) = tmp_path.iterdir()
+    assert code == 130
+    assert "reference token" in out
+    assert "0 s: 1 of 2, D64 H32 B1 N32 no mask: checking token (reference)" in err
+    assert re.search(r"about \d+ s left: 1 of 2, .*: timing backward", err)
+    assert re.search(r"about \d+ s left: 2 of 2, D64 H32 B1 N32 causal: checking token", err)
+    assert f"stopped: what was measured is in {path}" in err
+
+
+def test_a_cpu_has_a_small_grid():
+    assert {shape.batch * shape.tokens for shape in standard_grid(device="cpu")} == {1024}
+    assert [shape.batch for shape in standard_grid(["64"], [128], "cpu")] == [8, 8]
+    assert len(standard_grid()) == 24
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("attention", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
+        (("attention", "--device", "cpu", "--tokens", 64, "--tokens", -5), "tokens=-5 must be at least 1"),
+        (("attention", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
+        (("masks", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
+        (("masks", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
+        (("masks", "--device", "cpu", "--head-dim", 0), "head_dim=0 must be at least 1"),
+        (("masks", "--device", "cpu", "--processes", -1), "processes=-1 must be at least 0"),
+        (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
         (("attention", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
         (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benchmarks import attention as bench
-from benchmarks import baselines, results
+from benchmarks import baselines
 from benchmarks.correctness import emulated, gate, wrong_tensors
 from benchmarks.packed import Packed, packed_shapes
 from benchmarks.plot import plot_attention
-from benchmarks.shapes import WIDTHS, Shape, on_grid
+from benchmarks.shapes import WIDTHS, Shape, flops, on_grid
 from sagebwd import Recipe, sage_attention_varlen
-from sagebwd.hardware import flops
+from sagebwd.cli import results
 from tests.scaled import scaled
 
 pytestmark = pytest.mark.rounding
@@ -111,7 +111,7 @@ def test_rows_of_packed_documents(tmp_path):
     assert path.name.startswith("packed_cpu_")
     read = json.loads(path.read_text())["rows"]
     assert [bench.Measurement(**row) for row in read] == rows
-    assert str([37, 100, 5, 64]) in results.save_csv(rows, path).read_text()
+    assert str([37, 100, 5, 64]) in bench.save_csv(rows, path).read_text()
 
 
 def test_a_wrong_kernel_has_no_figure(monkeypatch):

@@ -40,7 +40,7 @@ def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
 
 def test_answers_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, 64, Recipe.named("token"))}
+    answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, (64, 64), Recipe.named("token"))}
     assert set(answers) == set(dispatch.IMPLEMENTATIONS)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
@@ -48,7 +48,7 @@ def test_answers_on_a_cpu(monkeypatch):
 
 
 def test_answers_name_what_is_wrong_with_the_call():
-    answers = doctor.answers("cpu", torch.float32, 64, Recipe.named("token"))
+    answers = doctor.answers("cpu", torch.float32, (64, 64), Recipe.named("token"))
     assert "dtype float32 is not supported by impl='triton'" in answers[1].reason
 
 
@@ -58,7 +58,7 @@ def test_answers_say_whose_backward_runs(monkeypatch):
     def reasons(forward: str, backward: str) -> set[str]:
         choice = dispatch.named(Recipe.named("mixed"), f"{forward}/{backward}")
         monkeypatch.setattr(dispatch, "choose", lambda *_: choice)
-        return {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, 64, choice.recipe)}
+        return {a.impl: a.reason for a in doctor.answers("cpu", torch.bfloat16, (64, 64), choice.recipe)}
 
     assert reasons("hopper", "hopper")["hopper"] == "fastest that takes the call"
     for forward, backward, direction in (("hopper", "triton", "backward"), ("triton", "hopper", "forward")):
@@ -68,7 +68,7 @@ def test_answers_say_whose_backward_runs(monkeypatch):
 
 
 def test_self_test_compares_with_the_reference(monkeypatch):
-    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == 0
+    assert doctor.self_test("cpu", torch.bfloat16, (64, 64), Recipe.named("token")) == 0
     calls = []
     real = doctor.sage_attention
 
@@ -78,5 +78,5 @@ def test_self_test_compares_with_the_reference(monkeypatch):
         return out if impl == "reference" else 1.1 * out
 
     monkeypatch.setattr(doctor, "sage_attention", broken)
-    assert doctor.self_test("cpu", torch.bfloat16, 64, Recipe.named("token")) == pytest.approx(0.1, rel=0.1)
+    assert doctor.self_test("cpu", torch.bfloat16, (64, 64), Recipe.named("token")) == pytest.approx(0.1, rel=0.1)
     assert calls == [None, "reference"]

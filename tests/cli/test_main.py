@@ -1,5 +1,6 @@
 """`sagebwd` as a person runs it: what it prints, and one line and an exit code where something is wrong."""
 
+import json
 import os
 import resource
 import subprocess
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from sagebwd.cli import doctor
+from sagebwd.auto.thresholds import DIRECTIONS
+from sagebwd.cli import doctor, measure
 from sagebwd.cli import main as cli
 from sagebwd.version import __version__
 from tests.commands import ROOT, runner, started, without_defaults
@@ -71,10 +73,21 @@ def test_doctor_says_of_a_wide_head_that_nothing_here_runs_it(command, recipe, w
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("doctor", "--head-dim", "0"), "head_dim=0 must be at least 1"),
+        (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1, or two as 192/128"),
+        (("doctor", "--head-dim", "128/x"), "head_dim='128/x': expected a number from 1"),
+        (("doctor", "--head-dim", "64", "--head-dim", "128"), "several --head-dim belong to --measure"),
+        (("doctor", "--kind", "causal"), "--kind, --output, --commit and several --head-dim belong to --measure"),
+        (("doctor", "--measure", "--head-dim", "65", "--device", "cpu"), "head_dim='65' is not known; accepted: 128"),
+        (("doctor", "--measure", "--kind", "triangle", "--device", "cpu"), "kind='triangle' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
         (("doctor", "--device", "tpu"), "device='tpu' is not known; accepted: cpu, cuda, cuda:N"),
         (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
+        (("trace", "--model", "missing"), "model='missing': no config.json there"),
+        (("trace", "--model", ROOT / "docs"), "docs': no config.json there"),
+        (("trace", "--load", "missing.safetensors"), "missing.safetensors: there is no such file"),
+        (("trace", "--load", ROOT), "there is no such file"),
+        (("trace",), "give one of --model FOLDER and --load FILE"),
+        (("trace", "--load", "x", "--layers", "a"), "layers='a': expected indices with commas between them"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
@@ -98,3 +111,41 @@ def test_a_missing_extra_is_named():
     )  # fmt: skip
     assert outcome.returncode == 1
     assert "pip install '.[cli]'" in outcome.stderr
+
+
+def test_doctor_asks_about_a_call_whose_values_are_narrower(command):
+    code, out, _ = command("doctor", "--device", "cpu", "--head-dim", "192/128")
+    assert code == 1  # no kernel runs on a CPU
+    assert "A call with head_dim 192/128, bfloat16" in out
+    assert "self-test PASS" in out
+
+
+def test_ctrl_c_in_the_self_test_is_one_line(command, monkeypatch):
+    def interrupted(*call):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "self_test", interrupted)
+    code, _, err = command("doctor", "--device", "cpu")
+    assert code == 130
+    assert "stopped: nothing was written" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    calls = []
+
+    def measured(case, device, timer):
+        calls.append(case)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        times = (1.0, 0.1, 2.0, 0.1, "MATH", {})
+        shape = (case.kind, case.head_dim, case.value_dim, case.size, 1, 1, 256, 256 * case.value_dim)
+        return [measure.Timing(*shape, direction, "token", "reference", *times) for direction in DIRECTIONS]
+
+    monkeypatch.setattr(measure, "measure_case", measured)
+    code, _, err = command("doctor", "--measure", "--device", "cpu", "--kind", "causal", "--head-dim", "128")
+    (kept,) = tmp_path.rglob("*.json")
+    assert code == 130
+    assert f"stopped: what was measured is kept in {kept}" in err
+    assert len(json.loads(kept.read_text())["rows"]) == 2

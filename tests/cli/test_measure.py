@@ -110,11 +110,11 @@ def test_every_kind_has_its_cases():
 def test_cases_of_kinds_and_widths():
     found = bench.cases([CAUSAL], ["72", "192/128"])
     assert {(case.kind, case.head_dim, case.value_dim) for case in found} == {(CAUSAL, 72, 72), (CAUSAL, 192, 128)}
-    with pytest.raises(ValueError, match="width='65' is not known; accepted: 128, "):
+    with pytest.raises(ValueError, match="head_dim='65' is not known; accepted: 128, "):
         bench.cases(widths=["65"])
     with pytest.raises(ValueError, match="kind='triangle' is not known; accepted: "):
         bench.cases(["triangle"])
-    with pytest.raises(ValueError, match="kind=packed is not measured at width=72"):
+    with pytest.raises(ValueError, match="kind=packed is not measured at head_dim=72"):
         bench.cases([PACKED], ["72"])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,12 @@ import time
 import pytest
 
 from lab import __main__ as cli
+from lab.studies import gaussian
 from sagebwd.cli import main as library
 from sagebwd.diagnostics import models
 from tests.commands import ROOT, runner, started, without_defaults
+
+RESULTS = ROOT / "benchmarks" / "results" / "masks_h200_2026-11-25_7133de8.json"
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_help_lists_the_commands():
     assert all(name in outcome.stdout for name in names)
 
 
-@pytest.mark.parametrize("name", ["trace", "gaussian", "finetune", "bench-training"])
+@pytest.mark.parametrize("name", ["gaussian", "finetune", "bench-training"])
 def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
     assert not without_defaults(cli.app, name, command, monkeypatch)
 
@@ -159,7 +163,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
     _, stderr = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert "stopped; checkpoints written so far are whole, go on with --resume" in " ".join(stderr.split())
+    assert re.search(r"stopped: \S+/checkpoint-\d+ is whole, go on with --resume", stderr)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +188,24 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
         (("figure", "widths", "missing.json", "--output", "x.png"), "missing.json: there is no such file"),
         (("figure", "layers", ROOT, "--output", "x.png"), "there is no such file; expected a file of results"),
         (("figure", "gaps", "missing", "--output", "x.png"), "missing holds no comparison.json"),
+        (("figure", "widths", ROOT / "README.md", "--output", "x.png"), "README.md: no results that widths draws"),
+        (("figure", "contexts", RESULTS, "--output", "x.png"), "no step with a profile to draw"),
+        (("pretrain", "--config", "CONFIG", "--set", "model.heads=0"), "model.heads=0 must be at least 1"),
+        (("pretrain", "--config", "CONFIG", "--set", "model.width=0"), "model.width=0 must be at least 1"),
+        (("pretrain", "--config", "CONFIG", "--set", "logging.every=0"), "logging.every=0 must be at least 1"),
+        (("pretrain", "--config", "CONFIG", "--set", "optimisation.learning_rate=-1"), "must be at least 0"),
+        (("compare", "--config", "CONFIG", "--jobs", 0), "jobs=0 must be at least 1"),
+        (("seeds", "--config", "CONFIG", "--seeds", "5-3"), "seeds='5-3': 5-3 is empty"),
+        (("token-file", "missing", "x.txt", "x.npy"), "model='missing': no tokeniser there"),
+        (("token-file", "missing", "x.txt", "x.npy", "--tokens", 0), "tokens=0 must be at least 1"),
+        (
+            ("task", "order", "--source", "x.txt", "--held-out-share", 2),
+            "held_out_share=2.0 must be above 0 and below",
+        ),
+        (("bench-training", "--device", "cpu", "--batch", 0), "batch=0 must be at least 1"),
+        (("bench-training", "--device", "cpu", "--context", 0), "context=0 must be at least 1"),
+        (("bench-training", "--device", "cpu", "--config", "missing.yaml"), "there is no such file"),
+        (("continue", "--config", "CONFIG"), "expected one of continue"),
         (("gaussian", "--tokens", 0), "tokens=0 must be at least 1"),
         (("gaussian", "--head-dim", 0), "head_dim=0 must be at least 1"),
         (("gaussian", "--seeds", 0), "seeds=0 must be at least 1"),
@@ -209,6 +231,53 @@ def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, argume
     code, _, err = command(*arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pretrain", "--config", "configs/demo.yaml", "--set", "model.widht=3"),
+        ("compare", "--config", "configs/demo.yaml", "--set", "variants.token={'model.widht': 3}"),
+        ("finetune", "--config", "configs/finetune/subject.yaml", "--set", "data.trian=x"),
+        ("continue", "--config", "configs/demo.yaml"),
+        ("bench-training", "--config", "configs/demo.yaml", "--set", "model.width=wide"),
+    ],
+)
+def test_a_mistake_in_a_config_is_found_before_torch_is_imported(arguments):
+    program = "import sys; sys.modules['torch'] = None; from lab.__main__ import main; main()"
+    outcome = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )  # fmt: skip
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith("lab: config")
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_one_run_and_a_comparison_have_folders_of_their_own(command, config, tmp_path):
+    """Regression: pretrain after compare, by default in one folder, mixed their runs."""
+    (tmp_path / "both" / "token").mkdir(parents=True)
+    (tmp_path / "both" / "token" / "config.yaml").write_text("digest: x\n", encoding="utf-8")
+    code, _, err = command("pretrain", "--config", config, "--output", tmp_path / "both")
+    assert (code, "both holds several runs, of a comparison; choose another --output" in err) == (2, True)
+    assert not (tmp_path / "both" / "config.yaml").exists()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.yaml").write_text("digest: x\n", encoding="utf-8")
+    for arguments in (("compare",), ("seeds", "--seeds", "0")):
+        code, _, err = command(*arguments, "--config", config, "--output", tmp_path / "one")
+        assert (code, "one holds a run of `python -m lab pretrain`" in err) == (2, True)
+
+
+def test_gaussian_has_the_recommended_recipe_and_says_what_is_left(command, monkeypatch):
+    def interrupted(recipes, sigmas, progress, **settings):
+        assert recipes == ["paper", "token", "mixed"]
+        progress("sigma 1", 0.5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gaussian, "measure", interrupted)
+    code, _, err = command("gaussian")
+    assert code == 130
+    assert re.search(r"0 s, about 0 s left: sigma 1 stopped: nothing was written", err)
 
 
 def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from benchmarks.results import environment, save_lines
+from sagebwd.cli.results import environment, save
 from sagebwd.hardware import check_device
 from tools.matrix import check, forms, large, sizes
 from tools.matrix.groups import groups_of
@@ -77,7 +77,7 @@ def report(rows: list[Row], left: int, facts: dict[str, object], folder: Path | 
     if folder is not None:
         facts = {**facts, "counts": dict(counts), "left": left, "tensors": check.TENSORS}
         rows = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-        print(f"wrote {save_lines(rows, facts, folder, 'matrix')}")
+        print(f"wrote {save(rows, facts, folder, 'matrix')}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from sagebwd.hardware import visible_gpus
+from lab.training.gpus import visible_gpus
 from tools.matrix import check, large
 from tools.matrix.forms import Cell
 

@@ -15,7 +15,7 @@ from lab.training import kernel_commit, packed
 from lab.training.config import FULL_PRECISION
 from lab.training.continued import workers
 from lab.training.continued.config import Continued, rate_folder
-from lab.training.run_dir import COMPARISON, digest_in, end_of, read_metrics, write_whole
+from lab.training.run_dir import COMPARISON, digest_in, end_of, read_metrics, refuse_single, write_whole
 from sagebwd.cli.results import commit
 
 LOSS, IN_FULL = "held_out_loss", "held_out_loss_in_full_precision"
@@ -40,6 +40,7 @@ def train(
     baseline = next(iter(config.each_variant().values())).attention.recipe
     if baseline not in FULL_PRECISION:
         raise ValueError(f"variants: the first has attention.recipe={baseline}; expected {', '.join(FULL_PRECISION)}")
+    refuse_single(output)
     for name, run in runs.items():
         if reason := kernel_commit.objection(run.attention.recipe, commit()):
             raise ValueError(f"runs of {run.attention.recipe} would not count: {reason}; set SAGEBWD_COMMIT")

@@ -9,8 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from lab.training.config import FULL_PRECISION, SDPA, Attention, Settings, build, check_seeds
-from sagebwd import dispatch
-from sagebwd.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -74,29 +72,16 @@ class Continued(Settings):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
-        dispatch.check_known(self.attention.impl)
-        if self.attention.recipe not in FULL_PRECISION:
-            Recipe.parse(self.attention.recipe)
+        known = {"optimisation.precision": ("bf16", "fp32"), "optimisation.schedule": ("cosine", "constant")}
+        self.check_known(known, FULL_PRECISION)
+        self.check_numbers()
         check_seeds(self.seeds)
         settings = self.optimisation
-        for name, accepted in (("precision", ("bf16", "fp32")), ("schedule", ("cosine", "constant"))):
-            if getattr(settings, name) not in accepted:
-                raise ValueError(
-                    f"optimisation.{name}={getattr(settings, name)!r} is not known; accepted: {', '.join(accepted)}"
-                )
-        for section, name, least in (
-            ("optimisation", "micro_batch", 1), ("optimisation", "steps", 1), ("optimisation", "warmup_steps", 0),
-            ("data", "context", 2), ("data", "held_out_sequences", 1), ("logging", "every", 1),
-            ("logging", "evaluate_every", 1),
-        ):  # fmt: skip
-            value = getattr(getattr(self, section), name)
-            if value < least:
-                raise ValueError(f"{section}.{name}={value} must be at least {least}")
         out_of_range = [step for step in self.logging.weights_at if not 0 < step <= settings.steps]
         if out_of_range:
             raise ValueError(f"logging.weights_at={self.logging.weights_at}: steps are 1 to {settings.steps}")
         together = self.data.context * settings.micro_batch
-        if settings.tokens_per_step < 1 or settings.tokens_per_step % together:
+        if settings.tokens_per_step % together:
             raise ValueError(
                 f"optimisation.tokens_per_step={settings.tokens_per_step} is not a multiple of data.context "
                 f"({self.data.context}) x optimisation.micro_batch ({settings.micro_batch}) = {together}"

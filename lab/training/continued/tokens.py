@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,17 @@ from sagebwd.diagnostics.models import load_tokenizer
 DOCUMENTS_AT_ONCE = 256
 
 
-def write(model: str | Path, text: str | Path, output: Path, most: int | None = None) -> int:
+def write(
+    model: str | Path, text: str | Path, output: Path, most: int | None = None,
+    tell: Callable[[str, float], object] = lambda *_: None,
+) -> int:  # fmt: skip
     """Write the ids of a text's documents into ``output``, .npy, uint16 or uint32; how many there are.
 
     The end-of-document id follows each document: that of `END_OF_TEXT`, or where the tokeniser does not know it the
     end of its sequences.
 
     Args: model, a folder or GGUF file with its tokeniser; text, as a config's ``data.source``; most, ids, after which
-    the rest of the text is left out.
+    the rest of the text is left out; tell, is told how many there are so far, and which share that is of ``most``.
 
     Raises ValueError for another ending than .npy, a text without documents, and as `load_tokenizer` and
     `lab.training.data.documents` do.
@@ -35,6 +38,7 @@ def write(model: str | Path, text: str | Path, output: Path, most: int | None = 
         raise ValueError(f"model={str(model)!r}: its tokeniser has neither {END_OF_TEXT} nor an end of sequences")
     parts, count = [], 0
     for batch in _batches(documents(str(text))):
+        tell(f"tokenising, {count:,} tokens", 0.0 if most is None else count / most)
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             parts.append(np.asarray([*ids, end], np.uint32))
             count += len(ids) + 1

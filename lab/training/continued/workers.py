@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.training.continued.config import Continued
-from lab.training.run_dir import read_metrics
-from sagebwd.hardware import visible_gpus
+from lab.training.gpus import visible_gpus
+from lab.training.run_dir import last_step, read_metrics
+from sagebwd.cli.processes import without_sigint
+from sagebwd.cli.terminal import duration
 
 POLL_SECONDS, TELL_SECONDS = 1.0, 5.0
 RESERVE = 3.0  # seconds before the end in which a run that time has run out for writes what it has
@@ -94,8 +96,12 @@ def train(
                     ended(run.name)
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
+                ended_runs, spent = len(runs) - len(waiting) - len(at), told - begun
+                steps = (last_step(output / run.name) / runs[run.name].optimisation.steps for run in at.values())
+                share = (ended_runs + sum(steps)) / len(runs)
+                left = f", about {duration(spent / share * (1 - share))} left" if share else ""
                 for run in at.values():
-                    say(f"  {told - begun:4.0f} s  {_progress(runs[run.name], output / run.name, run)}")
+                    say(f"  {duration(spent)}{left}: {_progress(runs[run.name], output / run.name, run)}")
     finally:
         for worker in workers.values():
             worker.process.terminate()
@@ -107,7 +113,7 @@ def train(
 def _progress(config: Continued, folder: Path, run: Running) -> str:
     """One line of a run that goes on."""
     lines = read_metrics(folder)
-    shown = [f"{run.name}: step {max((line['step'] for line in lines), default=0)} of {config.optimisation.steps}"]
+    shown = [f"{run.name}: step {last_step(folder)} of {config.optimisation.steps}"]
     for key, name in (("loss", "loss"), ("held_out_loss", "held out"), ("tokens_per_s", "tokens/s")):
         values = [line[key] for line in lines if key in line]
         shown += (
@@ -127,7 +133,8 @@ def _start(number: int, config: Continued, jobs: int) -> Worker:
     os.environ.update(own)  # what a process that is started finds
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, config))
-    process.start()
+    with without_sigint():
+        process.start()
     there.close()
     for name, value in before.items():
         os.environ.pop(name)

@@ -75,20 +75,25 @@ def _forward_of_mixed() -> str:
     return "forward in CuTe DSL"
 
 
-def recipe_of(device: str, dtype: torch.dtype, head_dim: int, recipe: str) -> Recipe:
+def _call(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query and a value of one token; widths, (head_dim, value_dim)."""
+    query, value = (torch.empty(1, 1, 1, width, device=device, dtype=dtype) for width in widths)
+    return query, value
+
+
+def recipe_of(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> Recipe:
     """The recipe of a call with these properties, "auto" settled."""
-    query = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
-    return dispatch.choose(ask_of(query, query, recipe, None)).recipe
+    return dispatch.choose(ask_of(*_call(device, dtype, widths), recipe, None)).recipe
 
 
-def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> list[Answer]:
+def answers(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: Recipe) -> list[Answer]:
     """What each implementation says to a call with these properties, and which one ``impl=None`` takes."""
-    query = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+    call = _call(device, dtype, widths)
 
     def asked(impl: str | None) -> dispatch.Choice | str:
         try:
-            checks.refuse_only_torch(query, query, None, 0)
-            return dispatch.choose(ask_of(query, query, recipe, impl))
+            checks.refuse_only_torch(*call, None, 0)
+            return dispatch.choose(ask_of(*call, recipe, impl))
         except (ValueError, TypeError, NotImplementedError) as error:
             return str(error)
 
@@ -107,14 +112,18 @@ def answers(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> l
     return found
 
 
-def self_test(device: str, dtype: torch.dtype, head_dim: int, recipe: Recipe) -> float:
+def self_test(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: Recipe) -> float:
     """Run forward and backward once and return the largest relative L2 distance to the reference's results.
 
     Two implementations of a recipe differ by 16-bit rounding and by codes that fall on the other side of a tie, which
     is well under 0.03.
     """
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, 2, 300, head_dim, generator=generator).to(device, dtype) for _ in range(4)]
+    head_dim, value_dim = widths
+    inputs = [
+        torch.randn(1, 2, 300, width, generator=generator).to(device, dtype)
+        for width in (head_dim, head_dim, value_dim, value_dim)
+    ]
     results = []
     for impl in (None, "reference"):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]

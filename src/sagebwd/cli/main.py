@@ -15,13 +15,19 @@ try:
     from rich.markup import escape
 
     from sagebwd.cli import trace as cli_trace
-    from sagebwd.cli.terminal import command_line, console, run
+    from sagebwd.cli.terminal import console, progress
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a clone of sagebwd: pip install '.[cli]'")
 
 from sagebwd.version import __version__
 
-app = command_line("Trainable low-bit attention.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own drops what is in brackets
+    help="Trainable low-bit attention.",
+)
 
 
 def _version(wanted: bool) -> None:
@@ -44,7 +50,10 @@ app.command()(cli_trace.trace)
 
 @app.command()
 def doctor(
-    head_dim: Annotated[int, typer.Option(help="Of the call to ask about.")] = 128,
+    head_dim: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the call; 192/128 where value's is 128 [default: 128]. With --measure repeat."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
@@ -54,9 +63,6 @@ def doctor(
     kind: Annotated[
         list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
     ] = None,
-    width: Annotated[
-        list[str] | None, typer.Option(help="With --measure: head_dim, or head_dim/value's as 192/128; repeat.")
-    ] = None,
     output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
@@ -64,37 +70,38 @@ def doctor(
     import torch
 
     from sagebwd.cli import doctor as examination
+    from sagebwd.cli import measure as benchmark
+    from sagebwd.cli import thresholds
     from sagebwd.hardware import check_device
     from sagebwd.recipe import AUTO
 
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype={dtype!r} is not known; accepted: bfloat16, float16, float32")
-    if head_dim < 1:
-        raise ValueError(f"head_dim={head_dim} must be at least 1")
+    parsed_dtype = cli_trace.dtype_of(dtype)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if measure:
-        from sagebwd.cli import measure as benchmark
-        from sagebwd.cli import thresholds
-
-        cases = benchmark.cases(kind or benchmark.KINDS, width or benchmark.MEASURED_WIDTHS)
-        thresholds.measure(device, cases, output, commit)
+        thresholds.measure(
+            device, benchmark.cases(kind or benchmark.KINDS, head_dim or benchmark.MEASURED_WIDTHS), output, commit
+        )
         return
+    if kind or output or commit or len(head_dim or ()) > 1:
+        raise ValueError("--kind, --output, --commit and several --head-dim belong to --measure; add it")
+    width = (head_dim or ["128"])[0]
+    call = device, parsed_dtype, benchmark.pair_of(width)
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
-    parsed = examination.recipe_of(device, getattr(torch, dtype), head_dim, recipe)
+    parsed = examination.recipe_of(*call, recipe)
     named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
-    console.print(f"\nA call with head_dim {head_dim}, {dtype}, recipe {named} on {device}:")
-    found = examination.answers(device, getattr(torch, dtype), head_dim, parsed)
+    console.print(f"\nA call with head_dim {width}, {dtype}, recipe {named} on {device}:")
+    found = examination.answers(*call, parsed)
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
-        from sagebwd.cli import thresholds
-
         thresholds.show(device)
     if any(answer.chosen for answer in found):
-        error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
+        with progress() as tell:
+            tell("self-test")
+            error = examination.self_test(*call, parsed)
         passed = error < 0.03
         console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
         if not passed:
@@ -110,7 +117,11 @@ def doctor(
 
 def main() -> None:
     """Entry point of `sagebwd`."""
-    run(app, "sagebwd")
+    try:
+        app()
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        typer.secho(f"sagebwd: {error}", fg="red", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

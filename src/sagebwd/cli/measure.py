@@ -8,12 +8,9 @@ longest length the other backends of torch are timed beside them, for the record
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -43,6 +40,7 @@ from sagebwd.auto.thresholds import (
     wins,
 )
 from sagebwd.call import Ask
+from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.recipe import AUTO, Recipe
 
@@ -52,6 +50,8 @@ OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80",
 MEASURED_WIDTHS = OWN_WIDTHS + FILLED_WIDTHS
 MODEL_WIDTH = 2048  # heads x value_dim, at most
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
+# The share of the time that compiling takes, about.
+COMPILING = 0.5
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12
 
@@ -123,38 +123,46 @@ def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS)
 
     Raises ValueError for a kind or a width that there is not, and where nothing is measured of those that were named.
     """
-    for what, names, known in (("kind", kinds, KINDS), ("width", widths, MEASURED_WIDTHS)):
+    for what, names, known in (("kind", kinds, KINDS), ("head_dim", widths, MEASURED_WIDTHS)):
         for name in names:
             if name not in known:
                 raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
-    own, filled = ([_pair(name) for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
+    own, filled = ([pair_of(name) for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
     found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, MIDDLE, SMALL) for pair in own]
     found += [Case(PACKED, *pair, size) for size in (LARGE, SMALL) for pair in own]
     found += [Case(kind, *pair, LARGE) for kind in (CAUSAL, FULL) for pair in filled]
     found += [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
     found = [case for case in found if case.kind in kinds]
     if not found:
-        named = f"kind={', '.join(kinds)} is not measured at width={', '.join(widths)}"
+        named = f"kind={', '.join(kinds)} is not measured at head_dim={', '.join(widths)}"
         raise ValueError(f"{named}; accepted: causal, full, or one of {', '.join(OWN_WIDTHS)}")
     return found
 
 
-def _pair(width: str) -> tuple[int, int]:
-    """(head_dim, value_dim) of a width as the command line writes it, "128" or "192/128"."""
-    head_dim, _, value_dim = width.partition("/")
-    return int(head_dim), int(value_dim or head_dim)
+def pair_of(width: str) -> tuple[int, int]:
+    """(head_dim, value_dim) as the command line writes them, "128" or "192/128".
+
+    Raises ValueError for another text.
+    """
+    head_dim, slash, value_dim = width.partition("/")
+    pair = head_dim, value_dim if slash else head_dim
+    if not all(part.isdecimal() and int(part) for part in pair):
+        raise ValueError(f"head_dim={width!r}: expected a number from 1, or two as 192/128 where value's is another")
+    return int(pair[0]), int(pair[1])
 
 
 def measure(
-    device: str, chosen: list[Case], timer: Timer | None = None, tell: Callable[[str], object] = print
+    device: str, chosen: list[Case], timer: Timer | None = None, tell: Callable[..., object] = lambda *_: None
 ) -> Iterator[list[Timing]]:
-    """The rows of each case, one case after another; timer: for tests, in place of the device's clock."""
-    start = time.perf_counter()
+    """The rows of each case, one case after another.
+
+    timer: for tests, in place of the device's clock. tell: is told what begins and which share of its part is done.
+    """
     if device.startswith("cuda"):
         _compile(device, chosen, tell)
     timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
-    for number, case in enumerate(chosen, 1):
-        tell(f"{time.perf_counter() - start:.0f} s, {number} of {len(chosen)}: {case}")
+    for number, case in enumerate(chosen):
+        tell(f"{number + 1} of {len(chosen)}: {case}", COMPILING + (1 - COMPILING) * number / len(chosen))
         yield measure_case(case, device, timer)
 
 
@@ -298,18 +306,17 @@ def packed_attentions(case: Case, tokens: int, q: Tensor, recipe: Recipe | str) 
     return {"ours": ours, "torch": theirs} if takes else {"ours": ours}
 
 
-def _compile(device: str, chosen: list[Case], tell: Callable[[str], object]) -> None:
+def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> None:
     """Compile what our kernels need, in several processes, so that timing finds it on disk."""
     pairs = sorted({(case.kind, case.head_dim, case.value_dim) for case in chosen})
     groups = [[case for case in chosen if (case.kind, case.head_dim, case.value_dim) == pair] for pair in pairs]
     count = max(1, min(len(groups), (os.cpu_count() or 1) - 1, MOST_PROCESSES))
     tell(f"compiling the kernels of {len(groups)} kinds of call in {count} processes")
-    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
-        for done, future in enumerate(as_completed([pool.submit(_call, group, device) for group in groups]), 1):
-            future.result()
-            if done % 5 == 0 or done == len(groups):
-                tell(f"{time.perf_counter() - start:.0f} s, compiled {done} of {len(groups)}")
+    calls = run_in_processes(_call, [(group, device) for group in groups], count)
+    for done, (_, error) in enumerate(calls, 1):
+        if error is not None:
+            raise error
+        tell(f"compiled {done} of {len(groups)}", COMPILING * done / len(groups))
 
 
 def _call(group: list[Case], device: str) -> None:

@@ -1,4 +1,5 @@
-"""Results files: what was measured, and on what GPU, driver, versions and commit."""
+"""Results files of `sagebwd doctor --measure`, of benchmarks and of tools: what was measured, on what GPU, driver,
+versions and commit."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sagebwd.environment import COMMIT
+from sagebwd.environment import COMMIT, write_whole
 from sagebwd.hardware import command_output
 
 
@@ -52,14 +53,15 @@ def _version(distribution: str) -> str | None:
 
 
 def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
-    """Write <name>_<gpu>_<date>_<commit>.json: ``facts`` from `environment`, and the rows, dataclasses; its path."""
-    path = path_of(facts, folder, name)
-    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
-    return path
+    """Write <name>_<gpu>_<date>_<commit>.json into a folder, which is made; its path.
 
-
-def path_of(facts: dict[str, object], folder: Path, name: str) -> Path:
-    """The path <name>_<gpu>_<date>_<commit>.json in a folder, which is made."""
+    Args: rows, dataclasses or dictionaries, of which each gets a line; facts, from `environment`.
+    """
     gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items()]
+    found = (row if isinstance(row, dict) else asdict(row) for row in rows)
+    text = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in found)
+    write_whole(path, "{\n" + "".join(lines) + ' "rows": [\n' + text + "\n ]\n}\n")
+    return path

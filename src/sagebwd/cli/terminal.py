@@ -1,9 +1,10 @@
-"""The terminal that commands print to, and how their errors end."""
+"""The terminal that commands print to: progress, errors, and how Ctrl-C ends them."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,14 +16,68 @@ console = Console(width=WIDTH)
 errors = Console(stderr=True, width=WIDTH)
 
 
+class Progress:
+    """Says what runs, how long the whole has run, and about how long what is left takes; every: seconds between two
+    lines, at least."""
+
+    def __init__(
+        self, show: Callable[[str], object], every: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.show, self.every, self.clock = show, every, clock
+        self.began, self.shown = clock(), -float("inf")
+
+    def __call__(self, text: str, done: float = 0.0) -> None:
+        """A step begins. done: the share of the whole that is done before it, from 0 to 1; 0 gives no estimate."""
+        now = self.clock()
+        if now - self.shown < self.every:
+            return
+        self.shown, spent = now, now - self.began
+        left = f", about {duration(spent / done * (1 - done))} left" if done > 0 else ""
+        self.show(f"{duration(spent)}{left}: {text}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them: "42 s", "7 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
-def progress() -> Iterator[Callable[[str], object]]:
-    """Says what runs: one line that changes on a terminal; elsewhere, as in a log, lines on standard error."""
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield status.update
-    else:
-        yield lambda text: None if console.quiet else errors.print(text, markup=False, highlight=False)
+def progress(kept: str | Callable[[], str] = "nothing was written") -> Iterator[Progress]:
+    """`Progress` on one line that changes on a terminal; elsewhere, as in a log, on lines of standard error.
+
+    kept: as of `interruptible`.
+    """
+    with interruptible(kept):
+        if console.is_terminal:
+            with console.status("starting") as status:
+                yield Progress(lambda text: status.update(text.replace("[", r"\[")))
+        else:
+            silent = console.quiet
+            yield Progress(
+                lambda text: None if silent else errors.print(text, markup=False, highlight=False), every=1.0
+            )
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Says that libraries are imported, which takes seconds."""
+    with progress() as tell:
+        tell(f"loading {what}")
+        yield
+
+
+@contextmanager
+def interruptible(kept: str | Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C as one line that says what is kept, and exit code 130; of several processes the first one says it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            text = kept if isinstance(kept, str) else kept()
+            errors.print(f"\nstopped: {text}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 def quiet() -> None:
@@ -32,25 +87,3 @@ def quiet() -> None:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def command_line(text: str) -> typer.Typer:
-    """A command line without commands yet; text, its help."""
-    return typer.Typer(
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",  # rich's own drops what is in brackets
-        help=text,
-    )
-
-
-def run(app: typer.Typer, name: str) -> None:
-    """Run a command line: an error that a person can mend is one line, which begins with ``name``, and exit code 2."""
-    try:
-        app()
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        # settings are wrong in all processes of a run alike
-        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OSError):
-            errors.print(f"{name}: {error}", style="red", highlight=False, markup=False)
-        sys.exit(2)

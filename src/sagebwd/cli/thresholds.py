@@ -38,7 +38,7 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
         ) from None
     anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
     before = [row for row in rows_kept(kept) or () if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
-    with progress() as tell:
+    with progress(lambda: f"what was measured is kept in {kept}" if rows else "nothing was measured yet") as tell:
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
             write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")

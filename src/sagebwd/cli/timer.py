@@ -40,16 +40,22 @@ def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float
 
 def time_interleaved(
     runs: dict[str, Callable[[], object]], device: str, rounds: int = ROUNDS, round_ms: float = ROUND_MS,
-    lead_ms: float = LEAD_MS,
+    lead_ms: float = LEAD_MS, tell: Callable[[float], object] = lambda done: None,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about."""
+    """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about.
+
+    tell: is told the share of it that is done.
+    """
     measure, lead = _stopwatch(device), lead_ms / round_ms if device.startswith("cuda") else 0.0
-    for run in runs.values():
+    repeats = {}
+    for number, (name, run) in enumerate(runs.items()):
+        tell(number / len(runs) / (rounds + 1))
         measure(run, 2)
-    repeats = {name: max(1, round(round_ms / max(measure(run, 2)[0], 1e-3))) for name, run in runs.items()}
+        repeats[name] = max(1, round(round_ms / max(measure(run, 2)[0], 1e-3)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for turn in range(rounds):
+        for number, (name, run) in enumerate(runs.items()):
+            tell((turn + 1 + number / len(runs)) / (rounds + 1))
             if lead:
                 measure(run, round(lead * repeats[name]))
             times[name].append(measure(run, repeats[name]))

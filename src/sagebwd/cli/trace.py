@@ -12,7 +12,10 @@ import typer
 from sagebwd.cli.terminal import console, progress, quiet
 
 if TYPE_CHECKING:
+    import torch
+
     from sagebwd.diagnostics.capture import Captured
+    from sagebwd.diagnostics.trace import Row
 
 ALL = "all"
 DIGITS = 5
@@ -41,15 +44,6 @@ def trace(
 ) -> None:
     """Error of recipes inside a trained model, layer by layer, next to the paper's Table 2."""
     quiet()
-    try:
-        from sagebwd.diagnostics import capture, models, summary, tables
-        from sagebwd.diagnostics import layers as together
-        from sagebwd.diagnostics import trace as study
-
-        if plot is not None:
-            from sagebwd.diagnostics.plots import plot_trace
-    except ImportError as error:
-        raise ValueError(f"trace needs {error.name}; in a clone of sagebwd: pip install '.[diagnostics]'") from None
     import torch
 
     from sagebwd.cli.results import commit
@@ -58,21 +52,35 @@ def trace(
 
     recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]
     chosen_layers, chosen_heads = _indices("layers", layers), None if heads == ALL else _indices("heads", heads)
-    rounded = _dtype(dtype)
+    rounded = None if dtype is None else dtype_of(dtype)
     if (model is None) == (load is None):
         raise ValueError("give one of --model FOLDER and --load FILE")
     if windows != 1 and (save is not None or load is not None):
         raise ValueError(f"windows={windows}: a file of --save and --load holds one window")
     check_device(device)
-    rows: list[study.Row] = []
-    with progress() as tell:
+    rows: list[Row] = []
+    with progress(lambda: f"{save} is whole" if save and save.exists() else "nothing was written") as tell:
+        tell("loading transformers")
+        try:
+            from sagebwd.diagnostics import capture, models, summary, tables
+            from sagebwd.diagnostics import layers as together
+            from sagebwd.diagnostics import trace as study
+            from sagebwd.diagnostics.plots import plot_trace
+        except ImportError as error:
+            raise ValueError(
+                f"trace needs {error.name}; in a clone of sagebwd: pip install '.[diagnostics]'"
+            ) from None
 
         def add(captured: list[Captured], window: int) -> None:
+            def told(text: str, done: float) -> None:
+                tell(text, (window + done) / windows)
+
             kept = [call.select(chosen_heads).to(rounded) for call in captured]
             if save is not None:
                 capture.save(kept, save)
-            rows.extend(study.measure(kept, recipes, attribute=attribute, window=window, progress=tell))
+            rows.extend(study.measure(kept, recipes, attribute=attribute, window=window, progress=told))
 
+        tell(f"reading {load or model}")
         if load is not None:
             captured = capture.load(load, chosen_layers, device)
             count = captured[0].q.shape[2]
@@ -120,13 +128,13 @@ def _rounded(value: object) -> object:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def _dtype(given: str | None):
+def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of that name. Raises ValueError for one that no kernel takes."""
     import torch
 
-    if given not in (None, "bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype={given!r} is not known; accepted: bfloat16, float16, float32")
-    return None if given is None else getattr(torch, given)
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={name!r} is not known; accepted: bfloat16, float16, float32")
+    return getattr(torch, name)
 
 
 def _indices(name: str, given: str | None) -> list[int] | None:

@@ -104,9 +104,10 @@ def measure(
     *,
     attribute: bool = False,
     window: int = 0,
-    progress: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str, float], object] = lambda step, done: None,
 ) -> list[Row]:
-    """A row for every recipe, layer and head, heads in turn. ``progress`` is called before each.
+    """A row for every recipe, layer and head, heads in turn. ``progress`` is called before each, with the share of
+    them that is done.
 
     Args: captured, of one window of text, whose number is ``window``.
 
@@ -115,7 +116,8 @@ def measure(
     recipes = [Recipe.parse(recipe) for recipe in recipes]
     if not recipes:
         raise ValueError("recipes: at least one is needed")
-    rows = []
+    rows, captured = [], list(captured)
+    count = sum(len(call.heads) for call in captured) * len(recipes)
     for call in captured:
         band = Band.of(call.is_causal, *(call.window or (-1, -1)))
         for head in call.heads:
@@ -123,7 +125,7 @@ def measure(
             for name, tensor in zip(("q", "k", "v", "the output gradient"), tensors):
                 if not tensor.isfinite().all():
                     raise ValueError(f"layer {call.layer}, head {head}: {name} holds NaN or Inf")
-            progress(f"window {window}, layer {call.layer}, head {head}")
+            progress(f"window {window}, layer {call.layer}, head {head}", len(rows) / count)
             exact = Exact(*tensors, call.scale, band)
             for recipe in recipes:
                 rows.append(replace(_row(call.layer, head, tensors, recipe, exact, attribute), window=window))

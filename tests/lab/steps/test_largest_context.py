@@ -8,7 +8,6 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks.results import save
 from lab import __main__ as cli
 from lab.steps import largest_context as longest
 from lab.steps import tables as tables
@@ -17,6 +16,7 @@ from lab.steps.largest_context import Trial, search
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from sagebwd import hardware
+from sagebwd.cli.results import save
 from tests.lab.steps.test_timing import TINY
 
 

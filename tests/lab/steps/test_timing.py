@@ -14,7 +14,6 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import plot
-from benchmarks.results import save
 from lab import __main__ as cli
 from lab.steps import breakdown
 from lab.steps import tables as tables
@@ -22,6 +21,7 @@ from lab.steps import timing as bench
 from lab.steps.timing import Step
 from lab.training.config import FULL_PRECISION, Config
 from lab.training.model import build
+from sagebwd.cli.results import save
 from sagebwd.plan import Plan
 from tests.lab.training.runs import command, finish
 
@@ -220,7 +220,7 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     printed = capsys.readouterr()
     assert "token@reference" in printed.out
     assert "where a step's time goes, ms" in printed.out
-    assert "context 32, token@reference: step 1 of 1\n" in printed.err  # no terminal: a line for each
+    assert "context 16, sdpa: first step\n" in printed.err  # no terminal: lines, at least a second apart
     (path,) = tmp_path.glob("training_cpu_*_abc.json")
     content = json.loads(path.read_text())
     assert [(row["attention"], row["context"]) for row in content["rows"]] == [

@@ -52,7 +52,7 @@ def test_settings_change_keys_with_their_types(tmp_path):
         ("a: [", [], "not readable as YAML"),
         ("{}", ["optimisation.steps"], "expected section.key=value"),
         ("{}", ["optimisation.stepz=5"], "did you mean optimisation.steps"),
-        ("{}", ["training.steps=5"], "there is no section 'training'"),
+        ("{}", ["training.steps=5"], "there is no key training; accepted: name, seed,"),
         ("{}", ["attention.recipe=fp8"], "none called 'fp8'"),
         ("{}", ["optimisation.precision=fp16"], "accepted: fp32, bf16"),
         ("{}", ["optimisation.keep_attention=true"], "needs optimisation.gradient_checkpointing=true"),

@@ -104,7 +104,7 @@ def test_equivalence_is_two_tests_at_once():
     assert equivalence([0.03, 0.031, 0.029], 0.02) > 0.95
     assert equivalence([0.01]) is None
     assert (equivalence([0.01, 0.01], 0.02), equivalence([0.03, 0.03], 0.02)) == (0, 1)
-    assert MARGIN == command.MARGIN_BY_DEFAULT
+    assert MARGIN == command.MARGIN
 
 
 def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):

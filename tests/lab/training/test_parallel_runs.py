@@ -10,6 +10,7 @@ import pytest
 
 from lab.training import compare as comparison
 from lab.training import parallel_runs
+from lab.training.gpus import visible_gpus
 from lab.training.run_dir import COMPLETE, RESULT, checkpoints
 from tests.lab.training.runs import command, losses
 
@@ -114,3 +115,13 @@ def test_bad_jobs(config, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start the command without torchrun"):
         parallel_runs.train({}, tmp_path, 2)
+
+
+def test_gpus_as_the_environment_names_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,3")
+    assert visible_gpus() == ["GPU-1", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert visible_gpus() == ["0", "1"]
