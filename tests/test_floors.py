@@ -246,7 +246,8 @@ def floors(measured):
     """What was measured with a margin, as the tables above have it."""
     pairs = (measured[name] for name in TENSORS)
     return ", ".join(
-        f"({max(1.1 * error, 1e-4):.4f}, {math.floor(1e5 - 1.2e5 * (1 - cosine)) / 1e5:.5f})" for cosine, error in pairs
+        f"({max(1.1 * error, 1e-4):.4f}, {math.floor(1e5 - 1.2e5 * (1 - cosine)) / 1e5:.5f})"
+        for cosine, error in pairs
     )
 
 

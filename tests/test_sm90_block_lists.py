@@ -208,5 +208,6 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, interleave_hea
     assert sum(len(taken) > 1 for taken in met.values()) == len(cut)
     if least == 1 and kind == "bool-none":
         assert cut
-    whole = [program[1::-1] if interleave_heads else program[:2] for program in programs[: sum(there)] if program[5] == 1]
+    uncut = [program for program in programs[: sum(there)] if program[5] == 1]
+    whole = [program[1::-1] if interleave_heads else program[:2] for program in uncut]
     assert whole == sorted(whole)  # key heads by turns, or one after another
