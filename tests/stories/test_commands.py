@@ -29,8 +29,8 @@ def run(*arguments, code, program=LAB, **environment):
 def test_story_6_pretrain_parity(tmp_path):
     """“same data order; final val loss differs by <= 1%; [no QK-norm] warns. Files: metrics.jsonl, curves.png for
     both; a third run with [no K-smoothing] shown”. Here a tiny model for 40 steps; the story's 1000 steps are
-    configs/parity.yaml, whose outcome is in docs/results/training.md. At three times this learning rate another order
-    of adding moves an end by .7%."""
+    configs/parity.yaml, whose outcome is in dev/log/2026-11-22-small-runs.md. At three times this learning rate
+    another order of adding moves an end by .7%."""
     corpus = tmp_path / "corpus.txt"
     sentence = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n"
     corpus.write_text("<|endoftext|>\n".join(f"Document {n}. {sentence * 3}" for n in range(300)), encoding="utf-8")
