@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.shapes import value_dim_of
+from lab.studies import causality
 from lab.training.gaps import gaps
 from lab.training.packed import read as runs_of
 from sagebwd.diagnostics import layers, summary
@@ -414,6 +415,38 @@ def sinks_by_strength() -> str:
     ]  # fmt: skip
     head = ["logits above the rest (mean weight)", "`paper`: O / dQ / dK", *(f"`{name}`" for name in recipes[1:])]
     return table(head, rows)
+
+
+@named
+def sinks_elsewhere() -> str:
+    """Errors beside sinks that are not the first key alone, at 12 logits."""
+    kinds = {
+        "first": "the first key", "first and mean": "the first key; K and V have a mean of 3",
+        "four": "the first four keys", "delimiter": "the first key and one in the middle",
+    }  # fmt: skip
+    found = {(row["kind"], row["recipe"]): row for row in sinks() if row["logits"] == 12}
+    rows = [
+        [kinds[kind], *(errors(found[kind, name][x] for x in TENSORS[:3]) for name in RECIPES)]
+        for kind in dict.fromkeys(kind for kind, _ in found)
+    ]
+    return table(["kind", *(f"`{name}`" for name in RECIPES)], rows)
+
+
+def causal_tables() -> list[str]:
+    """What causal outputs and gradients of queries depend on."""
+    return causality.markdown(json.loads((RUNS / "causality.json").read_text(encoding="utf-8"))).strip().split("\n\n")
+
+
+@named
+def causality_o() -> str:
+    """What an output depends on."""
+    return causal_tables()[0]
+
+
+@named
+def causality_dq() -> str:
+    """What a query's gradient depends on."""
+    return causal_tables()[1]
 
 
 # -- Training ------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_padding_is_sdpas(name, side):
 
 
 def test_a_loss_reads_padding_before_a_real_token():
-    """As docs/integrations/transformers-masks.md says, and how to leave that out."""
+    """As docs/integrations/transformers.md says, and how to leave that out."""
     ids, attention_mask = tokens(2, 6), torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]])
     models = pair(DECODERS["llama"]())
     labels = ids.masked_fill(attention_mask == 0, -100)
