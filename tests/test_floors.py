@@ -6,7 +6,7 @@ needs a reason in the commit message.
 dK of "flat-and-sink" is one key's gradient and swings with the seed: over 12 seeds .005 to .027 (mean .011).
 
 `python -m tests.test_floors` prints the floors; with the word ``tables``, the tables of
-docs/results/accuracy-kinds.md, and with ``lengths`` that of dQ by length there.
+dev/log/2026-11-24-accuracy-kinds.md, and with ``lengths`` that of dQ by length there.
 """
 
 import math

@@ -7,12 +7,12 @@ synccheck finds anything, racecheck anything that is not triton's own hand-over,
 Triton hands partitions their number and the values that they use through shared memory, ordered by barriers of the
 whole CTA, and racecheck reports that in kernels that also have barriers of a warpgroup; not in the kernel of
 `tools.handover`, which has nothing else. A report counts as hand-over where all its accesses are at a kernel's
-`def` or its `gl.warp_specialize`; docs/log/2026-11-22-correctness.md has the proof from machine code.
+`def` or its `gl.warp_specialize`; dev/log/2026-11-22-correctness.md has the proof from machine code.
 
 The forward's computing warps read what the loading warp wrote of masks into a stage, and then one elected lane gives
 the stage back. ptxas drops the warp's barrier before that, since the warp is together and its reads have come back,
 and racecheck counts the reads of the elected lane alone. A report counts as that where the loading warp's write of a
-stage's masks meets reads of it; docs/log/2026-11-25-sanitizers.md has the machine code.
+stage's masks meets reads of it; dev/log/2026-11-25-sanitizers.md has the machine code.
 """
 
 from __future__ import annotations

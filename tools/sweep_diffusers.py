@@ -1,6 +1,6 @@
 """Diffusers' models with the tiny configs of its own tests, under the backend "sagebwd" beside torch's own attention.
 
-    python -m tools.sweep_diffusers --tests ../diffusers --table docs/integrations/diffusers_models.md
+    python -m tools.sweep_diffusers --tests ../diffusers --table benchmarks/results/diffusers-models.md
     python -m tools.sweep_diffusers                        # which models ask for a backend, by their source
 
 ``--tests`` names a checkout of Diffusers of about the version that is installed, where ``tests/models`` is. Each model
@@ -170,7 +170,7 @@ def main() -> int:
     rows |= sweep.rows_of(given.models or sorted(testers), partial(sweep_one, testers=testers), given.jobs)
     rows = kept(given.rows, rows)
     if given.table:
-        command = "python -m tools.sweep_diffusers --tests ../diffusers --table docs/integrations/diffusers_models.md"
+        command = "python -m tools.sweep_diffusers --tests ../diffusers --table benchmarks/results/diffusers-models.md"
         versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
         given.table.write_text(table("Diffusers' models, one by one", command, versions, rows, MEANINGS))
     return failed(rows)

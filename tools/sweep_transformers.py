@@ -1,6 +1,6 @@
 """Every model of Transformers that builds small, under attn_implementation="sagebwd" in full precision beside SDPA.
 
-    python -m tools.sweep_transformers --tests ../transformers --table docs/integrations/models.md
+    python -m tools.sweep_transformers --tests ../transformers --table benchmarks/results/transformers-models.md
     python -m tools.sweep_transformers llama bert
 
 ``--tests`` names a checkout of Transformers of about the version that is installed, whose tests have a tiny model of
@@ -35,7 +35,9 @@ from tools import sweep
 from tools.sweep import NEAR, NotRun, failed, judged, kept, table
 from tools.tiny_models import candidates, use_tests
 
-COMMAND = "python -m tools.sweep_transformers --tests ../transformers --table docs/integrations/models.md"
+COMMAND = (
+    "python -m tools.sweep_transformers --tests ../transformers --table benchmarks/results/transformers-models.md"
+)
 MEANINGS = {
     "same": "Forward, gradients, padding on either side and generation with a dynamic and a static cache, as far as "
     "SDPA runs them.",

@@ -1,4 +1,4 @@
-"""The ablations of the error study: one change of `token` each, and what docs/log says that it costs.
+"""The ablations of the error study: one change of `token` each, and what dev/log says that it costs.
 
 A cost of "no more" follows from the rule of `sagebwd.recipe`: a scale on an axis that the product does not reduce over
 is applied in the same multiplication, as many times. Where the log has a figure for the same change it is quoted; the

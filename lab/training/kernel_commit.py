@@ -1,7 +1,7 @@
 """Which commit a run had its kernels from, and whether those computed the gradients of its recipe.
 
 Before `MENDED` Hopper's kernel made dV and dK of e4m3 products up to 29% too small, so its runs say nothing of a
-recipe that has such products (docs/log/2026-11-23-fp32-sums.md).
+recipe that has such products (dev/log/2026-11-23-fp32-sums.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Wan, Flux, Cosmos and LTX under the backend "sagebwd": as under "native", masks and training included."""
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -322,12 +320,6 @@ with attention_backend("native"):
 def test_environment_variable():
     environment = os.environ | {"DIFFUSERS_ATTN_BACKEND": "sagebwd"}
     subprocess.run([sys.executable, "-c", ENVIRONMENT], env=environment, check=True)
-
-
-def test_the_example_of_the_documentation_runs():
-    page = Path(__file__).parents[2] / "docs" / "integrations" / "diffusers.md"
-    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(example, page.name, "exec"), {})
 
 
 @pytest.mark.parametrize("name", ["_AttentionBackendRegistry", "AttentionBackendName"])

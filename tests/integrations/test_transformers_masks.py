@@ -171,7 +171,7 @@ def test_a_query_of_padding_in_a_hole_is_sdpas(name):
     exact, ours = (loss_and_gradients(x, HOLES, input_ids=ids, labels=ids) for x in pair(DECODERS[name]()))
     for a, e in zip(ours[1:], exact[1:]):
         assert relative_l2(a, e) < 1e-4
-    # zeros stand after the last real token alone, of which docs/integrations/transformers-masks.md speaks
+    # zeros stand after the last real token alone, of which docs/integrations/transformers.md speaks
     differs = (exact[0] - ours[0]).abs().amax(-1) > 1e-3
     assert differs[2].tolist() == [False] * 6 + [True] * 2
     assert not differs[:2].any()

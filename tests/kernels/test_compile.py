@@ -15,7 +15,7 @@ INT8_OPCODE = {90: "IGMMA"}
 # instructions in a thousand that may move registers to local memory inside the loops; a register saved once beside
 # a loop costs nothing
 SPILLS = 20
-# capped at 168 registers so that three programs share an SM: faster than two without spills (docs/log)
+# capped at 168 registers so that three programs share an SM: faster than two without spills (dev/log)
 SPILLS_ON_PURPOSE = {(90, 64, "dkdv_kernel"): 100}
 # each product appears twice: in the loop over whole blocks and in the loop over masked ones
 PRODUCTS = {"forward_kernel": (4, 0), "dkdv_kernel": (6, 2), "dq_kernel": (4, 2)}

@@ -12,7 +12,7 @@ ROUNDS = 4
 ROUND_MS = 8.0
 """How long one attention is timed in one round."""
 LEAD_MS = 120.0
-"""How long it runs before that on a GPU: its clock follows its power so slowly (docs/log/2026-11-23-power.md)."""
+"""How long it runs before that on a GPU: its clock follows its power so slowly (dev/log/2026-11-23-power.md)."""
 
 
 def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:

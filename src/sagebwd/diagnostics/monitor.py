@@ -50,7 +50,8 @@ from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
 PREFIX = "monitor/"
-"""Of every name it logs: monitor/layer_3/dq, monitor/seconds, monitor/share and, under auto, monitor/layer_3/rung."""
+"""Of every name it logs: monitor/layer_3/dq, monitor/seconds, monitor/share and, under auto, monitor/layer_3/rung: the
+place of the layer's recipe in `ladder`, 0 for the recipe that the run was given."""
 BUDGET = 0.02
 STATE = "sagebwd_monitor"
 """Where its state is in ``TrainerState.stateful_callbacks``, which every checkpoint holds and a resumed run reads."""

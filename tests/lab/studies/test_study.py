@@ -1,7 +1,6 @@
 """The error study: variants are what they say, the command prints what it writes, the page what the command prints."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from sagebwd.reference.quantize import quantize
 from tests.diagnostics.test_trace import random_call
 
 pytestmark = pytest.mark.rounding
-
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def sample(kind="sigma 3", tokens=200, is_causal=False, seed=0):
@@ -208,11 +205,3 @@ def test_nearest_rounding_has_its_bias_measured():
         assert stochastic["error_of_mean"][name] < 0.4 * stochastic["error"][name]
         assert stochastic["error"][name] > nearest["error"][name]
         assert len(stochastic["gain"][name]) == 20
-
-
-@pytest.mark.parametrize("part", ["ablations", "lengths", "roundings"])
-def test_the_pages_have_the_commands_tables(part):
-    content = json.loads((RESULTS / f"study_{part}.json").read_text(encoding="utf-8"))
-    pages = [path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("error-study*.md"))]
-    for table in markdown(content).split("\n\n"):
-        assert any(table in page for page in pages)

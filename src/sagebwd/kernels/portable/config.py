@@ -54,7 +54,7 @@ class Config:
 
 
 # (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> configuration.
-# Measured on an H200, 4096 tokens, 2026-11-21 (docs/log); a missing block takes the next smaller one's row.
+# Measured on an H200, 4096 tokens, 2026-11-21 (dev/log); a missing block takes the next smaller one's row.
 # TMA with a single stage gave wrong results at head_dim 256 with triton 3.6: never both.
 _HOPPER: dict[tuple[str, int, int], Config] = {
     # a cap of 168 registers lets three programs share an SM

@@ -1,7 +1,7 @@
 """dQ, by query block: each program visits every key block that its queries see, and recomputes P.
 
 Recomputing S and dP costs two products more than adding dQ up with atomics beside dK and dV, and saves the transpose
-of dS through shared memory, the atomics and their FP32 buffer; it was faster (docs/log), and is repeatable.
+of dS through shared memory, the atomics and their FP32 buffer; it was faster (dev/log), and is repeatable.
 dQ is written where the caller wants it, with any strides but the last dimension's.
 """
 

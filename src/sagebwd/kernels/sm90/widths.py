@@ -1,4 +1,4 @@
-"""Which widths Hopper's own kernels have: a row for each (head_dim, value_dim), measured on an H200 (docs/log).
+"""Which widths Hopper's own kernels have: a row for each (head_dim, value_dim), measured on an H200 (dev/log).
 
 Imports neither torch nor triton: tests, tools, the command line and error messages read widths here. A kernel branches
 on what its row says, never on a width.

@@ -6,7 +6,7 @@ goes to shared memory, transposed, and each of two warpgroups computes half of d
 behind, so that neither waits for the other. TMA adds these to dQ^T in FP16, scaled so that no sum overflows: in any
 order, or where it must be repeatable bit for bit, from the last block of keys that a query sees to the first.
 
-Shared memory binds: docs/log/2026-11-22-one-kernel.md counts reads and writes, why dO comes scaled, dQ transposed.
+Shared memory binds: dev/log/2026-11-22-one-kernel.md counts reads and writes, why dO comes scaled, dQ transposed.
 """
 
 from triton.experimental import gluon

@@ -48,7 +48,7 @@ LANES = tl.constexpr(4)
 STEP, WARPS = SAMPLE, 4
 # Where programs hold R's signs: so many channels of all programs together, among which blocks are shared out, and of
 # all tiles of K that are under way in one. On an H100, head_dim 128, 16384 tokens x 2048, K's codes take 45 us plain,
-# 48 rotated, and 69 if each block has a program (docs/log).
+# 48 rotated, and 69 if each block has a program (dev/log).
 TURNED_PROGRAMS, TURNED_STAGES = 32768, 256
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.

@@ -1,0 +1,693 @@
+"""Write the tables of README and pages from results files: `python -m tools.tables` (all), or with names of pages.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function here, which returns Markdown and
+names the files that it reads; a new results file changes nothing until a function names it.
+"""
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from benchmarks.shapes import value_dim_of
+from lab.studies import causality
+from lab.training.gaps import gaps
+from lab.training.packed import read as runs_of
+from sagebwd.diagnostics import layers, summary
+from sagebwd.diagnostics.tables import LABELS
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "docs" / "results"
+BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TENSORS = ("o", "dq", "dk", "dv")
+RECIPES = ("mixed", "token", "paper")
+WAYS = ("fwd", "bwd", "fwd+bwd")
+WIDTHS = {  # by card, the later file counts for a call of two
+    "H200": ("attention_h200_2026-11-25_7133de8", "attention_h200_2026-11-26_b6e3431_72"),
+    "H100": ("attention_h100-80gb-hbm3_2026-11-27_3bed015",),
+}
+LENGTHS = (4096, 8192, 16384)
+TABLES: dict[str, Callable[[], str]] = {}
+
+
+def named(function: Callable[[], str]) -> Callable[[], str]:
+    """Register a table under its function's name, with dashes."""
+    TABLES[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def written(text: str) -> str:
+    """A page's text with each of its tables written anew; KeyError of a name that no function has."""
+    return BLOCK.sub(lambda block: f"{block[1]}{TABLES[block[2]]()}\n{block[3]}", text)
+
+
+def pages() -> list[Path]:
+    """README and the pages of docs and dev."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
+
+
+@cache
+def rows_of(name: str) -> list[dict]:
+    """Rows of a file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def between(values: Iterable[float], digits: int = 2) -> str:
+    """The least and the largest of some numbers."""
+    values = list(values)
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def errors(values: Iterable[float], digits: int = 4) -> str:
+    """Numbers of several tensors or directions in one cell."""
+    return " / ".join(f"{value:.{digits}f}" for value in values)
+
+
+def gap(value: float, interval: tuple[float, float] | None, digits: int = 3) -> str:
+    """A mean gap with its 95% interval."""
+    mean = f"{value:+.{digits}f}"
+    return f"{mean} ({interval[0]:+.{digits}f} to {interval[1]:+.{digits}f})" if interval else mean
+
+
+def length(tokens: int) -> str:
+    """A number of tokens, in thousands where it is whole ones."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+# -- Speed ---------------------------------------------------------------------------------------------------------
+
+
+def speeds(*files: str) -> dict[tuple[int, int, bool, int], dict[str, float]]:
+    """By head_dim, value_dim, causal and tokens: speed of `mixed` over the best BF16 kernel's, by direction."""
+    found: dict[tuple[int, int, bool, int], dict[str, float]] = {}
+    for name in files:
+        for row in rows_of(name):
+            if (row["impl"], row["recipe"]) == ("hopper", "mixed") and row["heads"] == row["kv_heads"]:
+                call = row["head_dim"], value_dim_of(row), row["causal"], row["tokens"]
+                found.setdefault(call, {})[row["direction"]] = row["peer_ms"] / row["ms"]
+    return found
+
+
+def both(card: str) -> dict[tuple[int, int, bool, int], float]:
+    """By call, the speed forward and backward together."""
+    return {call: ways["fwd+bwd"] for call, ways in speeds(*WIDTHS[card]).items()}
+
+
+@named
+def speed_by_head_dim() -> str:
+    """Forward / both of both cards, by head_dim, mask and length."""
+    cards = {card: speeds(*files) for card, files in WIDTHS.items()}
+    rows = []
+    for causal in (True, False):
+        for head_dim, value_dim in sorted({call[:2] for call in cards["H200"]}):
+            ways = [found.get((head_dim, value_dim, causal, many)) for found in cards.values() for many in LENGTHS]
+            cells = ["not timed" if own is None else errors((own["fwd"], own["fwd+bwd"]), 2) for own in ways]
+            name = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
+            rows.append([name, "causal" if causal else "none", *cells])
+    return table(["head_dim", "mask", *(f"{card}, {length(many)}" for card in cards for many in LENGTHS)], rows)
+
+
+@named
+def speed_lengths() -> str:
+    """Speed without the rotation from 2K to 32K tokens."""
+    found = speeds("attention_h200_2026-11-23_0c6affd_2k-grouped-video", "attention_h200_2026-11-23_0c6affd")
+    lengths = (2048, 4096, 8192, 16384, 32768)
+    rows = [
+        [str(head_dim), "causal" if causal else "none",
+         *(f"{found[head_dim, head_dim, causal, tokens]['fwd+bwd']:.2f}" for tokens in lengths)]
+        for head_dim in (64, 128) for causal in (True, False)
+    ]  # fmt: skip
+    return table(["head_dim", "mask", *map(length, lengths)], rows)
+
+
+@named
+def speed_fp8() -> str:
+    """`mixed` over cuDNN's FP8, and the errors of all."""
+    found: dict[tuple[int, bool], dict[str, dict[str, dict]]] = {}
+    for row in rows_of("attention_h200_2026-11-26_b6e3431_cudnn-fp8"):
+        kernels = found.setdefault((row["tokens"], row["causal"]), {})
+        kernels.setdefault(row["impl"], {})[row["direction"]] = row
+    rows = []
+    for (tokens, causal), kernels in found.items():
+        mine, *peers = (kernels[name] for name in ("hopper", "cudnn-fp8", "cudnn-fp8-e4m3"))
+        over = [errors((peer[way]["ms"] / mine[way]["ms"] for way in WAYS), 2) for peer in peers]
+        own = [errors((ways["fwd"]["errors"][x] for x in TENSORS), 3) for ways in (mine, *peers)]
+        rows.append([f"{length(tokens)}{', causal' * causal}", *over, *own])
+    names = ["e5m2", "e4m3"]
+    return table(["tokens", *(f"over {name}" for name in names), "errors of `mixed`: O / dQ / dK / dV", *names], rows)
+
+
+@named
+def speed_token() -> str:
+    """`token` on the portable kernels over cuDNN."""
+    found = {
+        (row["tokens"], row["head_dim"], row["causal"]): f"{row['peer_ms'] / row['ms']:.2f}"
+        for row in rows_of("attention_h200_2026-11-21_963bc02")
+        if (row["impl"], row["direction"], row["recipe"]) == ("triton", "fwd+bwd", "token")
+        and row["kv_heads"] * row["head_dim"] == 2048
+    }
+    lengths = (1024, 2048, 4096, 8192, 16384, 32768)
+    rows = [
+        [str(head_dim), "causal" if causal else "none", *(found[tokens, head_dim, causal] for tokens in lengths)]
+        for head_dim in (64, 128) for causal in (True, False)
+    ]  # fmt: skip
+    return table(["head_dim", "mask", *map(length, lengths)], rows)
+
+
+@named
+def speed_masks() -> str:
+    """`mixed` over FlexAttention and FlashAttention-4 under block masks."""
+    rows = []
+    for name in ("masks_h200_2026-11-25_7133de8", "masks_h200_2026-11-25_7133de8_gpt-oss"):
+        own = [row for row in rows_of(name) if row["attention"] == "mixed"]
+        found = {(row["head_dim"], row["mask"], row["direction"]): row["over"] for row in own}
+        for mask, shown in {row["mask"]: row["shown"] for row in own}.items():
+            cells = []
+            for head_dim in (128, 64):
+                for peer in ("flex", "fa4"):
+                    ways = [found.get((head_dim, mask, way), {}).get(peer) for way in ("fwd", "fwd+bwd")]
+                    cells.append("-" if None in ways else errors(ways, 2))
+            rows.append([f"{mask}, {length(own[0]['tokens'])}", f"{shown:.1%}", *cells])
+    peers = [f"{head_dim}: over {peer}" for head_dim in (128, 64) for peer in ("FlexAttention", "FlashAttention-4")]
+    return table(["mask", "pairs shown", *peers], rows)
+
+
+def packed_rows() -> dict[str, dict[str, float]]:
+    """By packed call, the speed of `mixed` over FlashAttention-4 in each direction."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_of("packed_h200_2026-11-25_cbd8f97"):
+        if row["impl"] == "hopper":
+            lengths, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
+            one = len(set(lengths)) == 1
+            what = f"{len(lengths)} x {lengths[0]}" if one else f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
+            call = f"{row['head_dim']} | {row['heads']}{kv} | {what}"
+            found.setdefault(call, {})[row["direction"]] = row["peer_ms"] / row["ms"]
+    return found
+
+
+@named
+def speed_packed() -> str:
+    """`mixed` over FlashAttention-4 on packed sequences."""
+    rows = [[call, errors((ways[way] for way in WAYS), 2)] for call, ways in packed_rows().items()]
+    return table(["head_dim | heads | sequences", "forward / backward / both"], rows).replace("| --- | --- |",
+                 "| --- | --- | --- | --- |", 1)  # fmt: skip
+
+
+@named
+def speed_auto() -> str:
+    """Calls of `auto` beside torch's own."""
+    rows = []
+    for card, name in (
+        ("H100", "auto_h100-80gb-hbm3_2026-11-27_3bed015"),
+        ("H100, another machine", "auto_h100-80gb-hbm3_2026-11-27_29638e6"),
+        ("H200", "auto_h200_2026-11-26_3f70cad"),
+    ):
+        cells = []
+        for recipe in ("mixed", "full"):
+            own = [row["torch_ms"] / row["ms"] for row in rows_of(name) if row["ran"].startswith(recipe)]
+            cells += [str(len(own)), between(own)]
+        rows.append([card, *cells])
+    head = ["card", "calls that ran `mixed`", "their speed over torch's", "calls handed to torch", "their speed"]
+    return table(head, rows)
+
+
+# -- Steps ---------------------------------------------------------------------------------------------------------
+
+STEPS = (
+    ("325M model", "training_h200_2026-11-23_0c6affd"),
+    ("325M model, with the rotation", "training_h200_2026-11-26_093eef2"),
+    ("the same on two GPUs", "training_2-processes_h200_2026-11-26_093eef2"),
+    ("325M model, checkpointing", "training_h200_2026-11-23_00b09c6_checkpoint"),
+    ("a block of a video model", "training_h200_2026-11-23_00b09c6_video"),
+)
+ATTENTIONS = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "mixed": "`mixed`"}
+
+
+@named
+def steps() -> str:
+    """Whole training steps."""
+    rows = []
+    for what, name in STEPS:
+        for row in sorted(rows_of(name), key=lambda row: row["context"]):
+            attention = row["attention"].partition("@")[0]
+            peer = "" if attention != "mixed" else f"{row['speedup']:.2f}"
+            rows.append([what, str(row["context"]), ATTENTIONS[attention], f"{row['step_ms']:.1f}",
+                         f"{row['tokens_per_s']:,.0f}", peer, f"{row['peak_bytes'] / 2**30:.1f}"])  # fmt: skip
+    head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best", "peak GiB"]
+    return table(head, rows)
+
+
+@named
+def longest() -> str:
+    """The longest sequence that one GPU trains."""
+    rows = [
+        [ATTENTIONS[row["attention"].partition("@")[0]], f"{row['context']:,}", f"{row['too_large']:,}"]
+        for row in rows_of("largest-context_h200_2026-11-23_00b09c6")
+    ]
+    return table(["attention", "longest sequence", "out of memory at"], rows)
+
+
+@named
+def memory_of_a_call() -> str:
+    """Peak memory of one call in MiB."""
+    found = {
+        (row["head_dim"], ATTENTIONS.get(row["recipe"] if row["impl"] == "hopper" else row["impl"])): row
+        for row in rows_of("attention_h200_2026-11-23_0c6affd")
+        if (row["tokens"], row["causal"], row["direction"]) == (4096, False, "fwd+bwd")
+    }
+    names = ["`mixed`", "FlashAttention-4", "cuDNN"]
+    rows = [
+        [str(head_dim), *(f"{found[head_dim, name]['peak_bytes'] / 2**20:.0f}" for name in names)]
+        for head_dim in (64, 128)
+    ]
+    return table(["head_dim", *names], rows)
+
+
+@named
+def ring() -> str:
+    """Milliseconds of one sequence over two GPUs."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows_of("ring_2-processes_h200_2026-11-26_093eef2"):
+        found.setdefault((row["head_dim"], row["tokens"]), {})[row["attention"]] = row["ms"]["both"]
+    rows = []
+    for (head_dim, tokens), ms in found.items():
+        best = {
+            kernel: min(value for name, value in ms.items() if name.startswith(f"torch {kernel}"))
+            for kernel in ("fa4", "cudnn")
+        }
+        mine = ms["sagebwd mixed"]
+        times = (ms["one process, mixed"], mine, best["fa4"], best["cudnn"])
+        rows.append([f"{head_dim}, {length(tokens)}", *(f"{value:.1f}" for value in times),
+                     f"{mine / min(best.values()):.2f}"])  # fmt: skip
+    return table(["head_dim, tokens", "`mixed` on one GPU", "`mixed` on two", "torch, FlashAttention-4",
+                  "torch, cuDNN",
+                  "`mixed` over the best of torch's"], rows)  # fmt: skip
+
+
+# -- Errors --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def trace() -> list:
+    """Rows of heads of SmolLM2-135M."""
+    return summary.read(RUNS / "trace_smollm2.json.xz")
+
+
+@cache
+def of_a_trained_model() -> dict[str, dict[str, tuple[float, float]]]:
+    """By recipe and tensor, the error over all layers and the worst layer's."""
+    return summary.overall(trace())
+
+
+@cache
+def gaussian() -> dict[tuple, float]:
+    """By recipe (or `printed`, the paper's), sigma and tensor, the error on Gaussian data."""
+    found = {}
+    for name in ("gaussian_plain", "gaussian_plain_mixed"):
+        for row in json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8")):
+            found[row["recipe"], row["sigma"], row["tensor"]] = row["relative_l2"]
+            found["printed", row["sigma"], row["tensor"]] = row["expected_l2"]
+    return found
+
+
+@cache
+def sinks() -> list[dict]:
+    """Rows of heads with a sink."""
+    return json.loads((RUNS / "sinks_64.json").read_text(encoding="utf-8"))["rows"]
+
+
+@named
+def errors_trained() -> str:
+    """Errors of SmolLM2 over all layers."""
+    rows = [
+        [f"`{recipe}`", *(errors(own[name][worst] for name in TENSORS) for worst in (0, 1))]
+        for recipe, own in of_a_trained_model().items()
+    ]
+    return table(["recipe", "O / dQ / dK / dV, all layers", "the worst layer and window"], rows)
+
+
+@named
+def errors_by_data() -> str:
+    """Errors on four kinds of data."""
+    first = {(row["recipe"], row["logits"]): row for row in sinks() if row["kind"] == "first"}
+    rows = [
+        [f"`{recipe}`", errors(gaussian()[recipe, 1, x] for x in TENSORS),
+         *(errors(first[recipe, logits][x] for x in TENSORS) for logits in (8, 12)),
+         errors(of_a_trained_model()[recipe][x][0] for x in TENSORS)]
+        for recipe in RECIPES
+    ]  # fmt: skip
+    rows.append(["`full`", "not measured", "not measured", "not measured",
+                 errors(of_a_trained_model()["full"][x][0] for x in TENSORS)])  # fmt: skip
+    weights = (f"first key with {first['mixed', logits]['weight']:.0%}" for logits in (8, 12))
+    return table(["recipe", "Gaussian, sigma 1", *weights, "SmolLM2-135M"], rows)
+
+
+@named
+def errors_by_sigma() -> str:
+    """The paper's Table 1."""
+    names = ("printed", *RECIPES)
+    rows = [
+        [str(sigma), *(errors(gaussian()[name, sigma, x] for x in TENSORS) for name in names)]
+        for sigma in sorted({sigma for _, sigma, _ in gaussian()})
+    ]
+    return table(["sigma of Q and K", "the paper prints", *(f"`{name}`" for name in RECIPES)], rows)
+
+
+@named
+def errors_by_sink() -> str:
+    """Errors of SmolLM2's heads by the first key's weight."""
+    found = summary.by_weight(trace(), layers.idle(trace()))
+    rows = []
+    for least, most in zip(summary.WEIGHTS, summary.WEIGHTS[1:]):
+        medians = [
+            errors(statistics.median(row.relative_l2[name] for row in found[recipe, most]) for name in TENSORS)
+            for recipe in RECIPES
+        ]
+        rows.append([f"{least:g} to {most:g}", str(len(found["full", most])), *medians])
+    return table(["weight of the first key", "heads", *(f"`{recipe}`" for recipe in RECIPES)], rows)
+
+
+@named
+def errors_by_product() -> str:
+    """Shares of the products in the error."""
+    found = summary.shares(summary.read(RUNS / "trace_smollm2_attribution.json.xz"))
+    rows = [
+        [f"`{recipe}`", LABELS.get(source, source.upper()), " / ".join(f"{share:.0%}" for share in own.values())]
+        for (recipe, source), own in found.items()
+    ]
+    return table(["recipe", "product", "share of the squared error of O / dQ / dK / dV"], rows)
+
+
+@named
+def errors_of_variants() -> str:
+    """Errors with and without the rotation."""
+    rows = json.loads((RUNS / "trained_heads_smollm2.json").read_text(encoding="utf-8"))["rows"]
+    return table(
+        ["recipe", "O / dQ / dK / dV"],
+        [
+            [f"`{name}`",
+             errors(math.sqrt(statistics.mean(row["errors"][name][x] ** 2 for row in rows)) for x in TENSORS)]
+            for name in rows[0]["errors"]
+        ],
+    )  # fmt: skip
+
+
+@named
+def sinks_by_strength() -> str:
+    """Errors by the strength of a sink."""
+    first = {(row["logits"], row["recipe"]): row for row in sinks() if row["kind"] == "first"}
+    recipes = ("paper", "token(first_key=int8)", "token", "mixed")
+    rows = [
+        [f"{logits} ({first[logits, 'mixed']['weight']:.2f})",
+         *(errors(first[logits, recipe][x] for x in TENSORS[:3]) for recipe in recipes)]
+        for logits in sorted({logits for logits, _ in first})
+    ]  # fmt: skip
+    head = ["logits above the rest (mean weight)", "`paper`: O / dQ / dK", *(f"`{name}`" for name in recipes[1:])]
+    return table(head, rows)
+
+
+@named
+def sinks_elsewhere() -> str:
+    """Errors beside sinks that are not the first key alone, at 12 logits."""
+    kinds = {
+        "first": "the first key", "first and mean": "the first key; K and V have a mean of 3",
+        "four": "the first four keys", "delimiter": "the first key and one in the middle",
+    }  # fmt: skip
+    found = {(row["kind"], row["recipe"]): row for row in sinks() if row["logits"] == 12}
+    rows = [
+        [kinds[kind], *(errors(found[kind, name][x] for x in TENSORS[:3]) for name in RECIPES)]
+        for kind in dict.fromkeys(kind for kind, _ in found)
+    ]
+    return table(["kind", *(f"`{name}`" for name in RECIPES)], rows)
+
+
+def causal_tables() -> list[str]:
+    """What causal outputs and gradients of queries depend on."""
+    return causality.markdown(json.loads((RUNS / "causality.json").read_text(encoding="utf-8"))).strip().split("\n\n")
+
+
+@named
+def causality_o() -> str:
+    """What an output depends on."""
+    return causal_tables()[0]
+
+
+@named
+def causality_dq() -> str:
+    """What a query's gradient depends on."""
+    return causal_tables()[1]
+
+
+# -- Training ------------------------------------------------------------------------------------------------------
+
+GRID = (  # recipe, model, tokens a step, folders
+    ("mixed", "QK-norm", "16K", ("mixed-small",)),
+    ("mixed", "QK-norm", "131K", ("mixed-large",)),
+    ("token", "QK-norm", "16K", ("qknorm-small", "qknorm-small-seed?")),
+    ("token", "QK-norm", "131K", ("qknorm-large", "qknorm-large-seed?")),
+    ("token", "no QK-norm", "131K", ("no-qknorm-large", "no-qknorm-large-seed?")),
+    ("paper", "QK-norm", "16K", ("qknorm-small", "qknorm-small-seed?")),
+    ("paper", "QK-norm", "131K", ("qknorm-large", "qknorm-large-seed?")),
+    ("paper", "no QK-norm", "131K", ("no-qknorm-large", "no-qknorm-large-seed?")),
+)
+
+
+@cache
+def gaps_in(folders: tuple[Path, ...], margin: float = 0.02, in_full_precision: bool = False) -> dict:
+    """By variant, the gaps of some folders of runs."""
+    found = gaps(list(folders), margin=margin, in_full_precision=in_full_precision)
+    return {row.variant: row for row in found}
+
+
+def grid(folders: tuple[str, ...]) -> dict:
+    """By variant, the gaps of cells of the grid."""
+    return gaps_in(tuple(path for name in folders for path in sorted((RUNS / "grid").glob(name))))
+
+
+def verdict(row) -> list[str]:
+    """Cells of a gap: the mean with its interval, pairs, p and commits."""
+    return [gap(row.mean, row.interval, 4), str(len(row.gaps)), f"{row.p:.4f}",
+            ", ".join(f"`{commit}`" for commit in row.commits)]  # fmt: skip
+
+
+@named
+def gaps_from_scratch() -> str:
+    """Gaps of models trained from scratch."""
+    rows = [
+        [f"`{recipe}`", f"{model}, {step}", *verdict(grid(folders)[recipe])] for recipe, model, step, folders in GRID
+    ]
+    for name, model in (("256", "head_dim 256, QK-norm, 16K"), ("96", "head_dim 96, QK-norm, 16K"),
+                        ("192-128", "head_dim 192/128, no QK-norm, 16K")):  # fmt: skip
+        rows.append(["`mixed`", model, *verdict(gaps_in((RUNS / "widths" / name,))["mixed"])])
+    return table(["recipe", "model, tokens a step", "gap (95%)", "pairs", "p", "commit"], rows)
+
+
+def trained_on(rate: str, weights: bool = False) -> dict:
+    """By variant, the gaps of SmolLM2 trained on."""
+    return gaps_in((RUNS / "continued" / f"lr-{rate}",), 0.001, weights)
+
+
+@named
+def gaps_trained_on() -> str:
+    """Gaps of SmolLM2 trained on."""
+    rows = []
+    for rate, name in (("0.0001", "1e-4"), ("0.001", "1e-3")):
+        for variant, row in trained_on(rate).items():
+            if row.interval is not None:
+                weights = trained_on(rate, True)[variant]
+                rows.append([f"`{variant}`", name, gap(row.mean, row.interval, 5), f"{row.p:.4f}",
+                             gap(weights.mean, weights.interval, 5), f"{weights.p:.4f}",
+                             str(len(row.gaps))])  # fmt: skip
+    head = ["recipe", "rate", "gap by its own attention (95%)", "p", "gap of its weights (95%)", "p", "pairs"]
+    return table(head, rows)
+
+
+@named
+def losses_of_325m() -> str:
+    """Held-out losses of the 325M runs."""
+    rows = []
+    for folder, step in (("120-steps", "2.1M"), ("280-steps", "262K")):
+        ends = {}
+        for run in runs_of(RUNS / "325m" / folder):
+            own = [line for line in run["metrics"] if "held_out_loss" in line]
+            ends[run["run"]] = own[-1]["step"], own[-1]["held_out_loss"]
+        full = ends["full precision"][1]
+        rows += [[name, step, str(last), f"{loss:.4f}", f"{loss - full:+.4f}"] for name, (last, loss) in ends.items()]
+    return table(["run", "tokens a step", "steps", "held-out loss", "gap"], rows)
+
+
+@named
+def fine_tuning() -> str:
+    """Accuracies of SmolLM2 fine-tuned."""
+    rows = []
+    for folder, what in (
+        ("smollm2-subject", "`subject`, chance 0.25"),
+        ("smollm2-neighbours", "`neighbours`, chance 0.5"),
+    ):
+        content = json.loads((RUNS / "finetune" / folder / "comparison.json").read_text(encoding="utf-8"))
+        for row in content["outcomes"]:
+            difference = row.get("difference")
+            shown = "" if row["variant"] == "full precision" or difference is None else f"{difference:+.4f}"
+            rows.append([what, row["variant"], f"{row['mean']:.4f}", shown])
+    return table(["task", "variant", "accuracy", "difference to full precision"], rows)
+
+
+# -- README --------------------------------------------------------------------------------------------------------
+
+
+def step_speeds(name: str) -> dict[int, float]:
+    """By context, the speed of a step of `mixed` over the best other's."""
+    return {row["context"]: row["speedup"] for row in rows_of(name) if row["recipe"] == "mixed"}
+
+
+@named
+def facts() -> str:
+    """What one call, one step and one number cost; then the figure, with three rows of `speed_by_head_dim`."""
+    found = both("H200")
+    at_8k = [ratio for (*_, tokens), ratio in found.items() if tokens == 8192]
+    old = step_speeds("training_h200_2026-11-23_0c6affd")
+    one, two = (step_speeds(f"training_{many}h200_2026-11-26_093eef2")[4096] for many in ("", "2-processes_"))
+    calls = {
+        (row["impl"], row["head_dim"]): row
+        for row in rows_of("attention_h200_2026-11-23_0c6affd")
+        if (row["tokens"], row["causal"], row["direction"]) == (16384, False, "fwd+bwd")
+    }
+    peak, kept = (
+        between(calls["hopper", width][name] / calls["fa4", width][name] for width in (64, 128))
+        for name in ("peak_bytes", "kept_bytes")
+    )
+    own = of_a_trained_model()
+    mixed, full = ([100 * own[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
+    ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
+    lines = [
+        f"- **One call**: forward + backward of the recipe `mixed` is {between(at_8k)} times as fast, by "
+        "head_dim, as the "
+        "best BF16 kernel that we timed (8K tokens, H200; more in the figure and in the rows below it, "
+        "[all](docs/results/speed.md)).",
+        f"- **One training step** of a 325M model is {old[2048]:.2f} (2K tokens) to {old[16384]:.2f} (16K) "
+        "times as fast as "
+        "with the best BF16 attention, timed before `mixed` had its [rotation](docs/method.md#rotation). With "
+        "it, at 4K "
+        f"alone: {one:.2f} on one H200, {two:.2f} on two ([steps](docs/results/steps.md)).",
+        f"- **Memory**: a call keeps {kept} of the bytes that BF16 attention keeps for backward, and has "
+        f"{peak} times its "
+        "peak ([memory](docs/results/steps.md#memory)).",
+        f"- **Error**: on SmolLM2-135M the gradients of `mixed` are off by {between(mixed, 1)}%, where 16-bit "
+        "attention is "
+        f"off by {between(full, 1)}%: {min(ratios):.0f} to {max(ratios):.0f} times as much.",
+        "- **Largest run**: 325M weights, 252M tokens under an earlier `token` and 73M under today's `mixed`, "
+        "one seed each: "
+        "too few to tell a gap from chance.",
+        "- **Tested on**: H100 and H200 alone, with torch 2.11 and triton 3.6. The project is alpha.",
+        "",
+        "![Speed over the best BF16 kernel, by head_dim and length](docs/figures/widths.png)",
+        "",
+    ]
+    rows = [
+        [str(width), *(f"{found[width, width, causal, many]:.2f}" for causal in (True, False) for many in LENGTHS)]
+        for width in (64, 128, 256)
+    ]
+    masks = [f"{mask}, {length(many)} tokens" for mask in ("causal", "no mask") for many in LENGTHS]
+    return "\n".join(lines) + "\n" + table(["head_dim", *masks], rows)
+
+
+@named
+def readme_errors() -> str:
+    """Errors of SmolLM2 beside those of 16-bit attention."""
+    own = of_a_trained_model()
+    rows = []
+    for name in (*RECIPES, "full"):
+        gradients = [own[name][x][0] / own["full"][x][0] for x in TENSORS[1:]]
+        over = "1" if name == "full" else f"{min(gradients):.0f} to {max(gradients):.0f}"
+        label = "`full`, 16-bit attention" if name == "full" else f"`{name}`"
+        rows.append([label, *(f"{own[name][x][0]:.4f}" for x in TENSORS), over])
+    dq = {(name, sigma): gaussian()[name, sigma, "dq"] for name in ("mixed", "printed") for sigma in (1, 10)}
+    said = (
+        "On [random data](docs/results/accuracy.md) the error depends on the size of the scores: with Q and "
+        "K of standard "
+        f"deviation 1 dQ is off by {dq['mixed', 1]:.2f} under `mixed`, at 10 by {dq['mixed', 10]:.2f}, where "
+        "the paper "
+        f"prints {dq['printed', 10]:.2f}."
+    )
+    return table(["recipe", "O", "dQ", "dK", "dV", "gradients over 16-bit's"], rows) + "\n\n" + said
+
+
+@named
+def readme_training() -> str:
+    """Gaps; a star where they are shown to be within the margin."""
+    rows = []
+    for recipe in RECIPES:
+        cells = []
+        for size in ("small", "large"):
+            row = grid((f"mixed-{size}",) if recipe == "mixed" else (f"qknorm-{size}", f"qknorm-{size}-seed?"))[recipe]
+            cells.append(gap(row.mean, row.interval) + " *" * (row.p < 0.05))
+        row = trained_on("0.0001")[recipe]
+        cells.append(gap(row.mean, row.interval, 5) + " *" * (row.p < 0.05))
+        rows.append([f"`{recipe}`", *cells])
+    head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained on at 1e-4"]
+    return table(head, rows)
+
+
+@named
+def readme_tests() -> str:
+    """The newest run of the GPU tests."""
+    suite = json.loads(
+        (ROOT / "benchmarks/results/gpu-suite_h200_2026-11-26_093eef2.json").read_text(encoding="utf-8")
+    )
+    counts = {way: suite["counts"].get(way, 0) for way in ("passed", "failed", "skipped")}
+    calls = json.loads(
+        (ROOT / "benchmarks/results/call-sequences_h100_2026-11-28_335edec.json").read_text(encoding="utf-8")
+    )
+    return (
+        f"The GPU tests of {suite['date']} on two H200s: {counts['passed']} passed, {counts['failed']} failed, "
+        f"{counts['skipped']} were skipped, and time ended before one more. That tree is older than today's, "
+        "of which an "
+        f"H100 ran {calls['steps']} random steps of calls beside fresh processes: {calls['differ']} differ."
+    )
+
+
+@named
+def readme_limits() -> str:
+    """Where it is not faster."""
+    slowest = min(both("H200").items(), key=lambda item: item[1])
+    (head_dim, _, _, tokens), ratio = slowest
+    at_2k = [ways["fwd+bwd"] for (*_, tokens), ways in
+             speeds("attention_h200_2026-11-23_0c6affd_2k-grouped-video").items() if tokens == 2048]  # fmt: skip
+    short = [ways["fwd+bwd"] for call, ways in packed_rows().items() if call.endswith("x 2048")]
+    return "\n".join([
+        f"- **Where another kernel is as fast.** Over nine head_dims and 4K to 16K tokens `mixed` is "
+        f"{between(both('H200').values())} times as fast as the best BF16 kernel on an H200 and "
+        f"{between(both('H100').values())} on an H100. The lowest on an H200, {ratio:.2f}, is head_dim {head_dim} at "
+        f"{length(tokens)} under a causal mask. That best kernel is FlashAttention-4 or cuDNN: "
+        "FlashAttention-3 was not "
+        "among them.",
+        f"- **Short sequences.** At 2K tokens and head_dim 64 or 128 the ratio is {between(at_2k)} (without "
+        "the rotation). "
+        f"[Packed](docs/results/speed.md#packed-sequences) documents of 2K tokens are slower than with "
+        f"FlashAttention-4: {between(short)}.",
+    ])  # fmt: skip
+
+
+def main(names: list[str]) -> int:
+    """Write the tables of the pages that are named, or of all."""
+    for path in [Path(name) for name in names] or pages():
+        text = path.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
