@@ -13,11 +13,15 @@ triton = pytest.importorskip("triton")
 from tools import cross_compile, machine_code  # noqa: E402 (triton may be missing)
 
 RECIPE, TOKENS = "token", 301  # of an odd number of keys little is known to be a multiple of 16
-# layouts are chosen by TTGIR; forms that are compiled for these architectures nowhere else go on to machine code
+# layouts are chosen by TTGIR; in make test-all, forms that are compiled for these architectures nowhere else go on to
+# machine code
 CALLS = [
     (80, 72, "packed", "ttgir"), (90, 72, "padded", "ttgir"), (120, 72, "bool-all", "ttgir"),
     (90, 64, "packed", "ttgir"), (120, 64, "full", "ttgir"),
-    (80, 64, "packed", "cubin"), (80, 64, "bool-all", "cubin"), (120, 20, "padded", "cubin"),
+    *(
+        pytest.param(*call, "cubin", marks=pytest.mark.slow)
+        for call in ((80, 64, "packed"), (80, 64, "bool-all"), (120, 20, "padded"))
+    ),
 ]  # fmt: skip
 
 

@@ -114,8 +114,7 @@ QUICK = {
     "full-mask", "head-dim-72-packed", "smooth-q-full-packed", "sampled-mean-packed", "plain-mask",
     "rotate-smooth-q-packed",
 }  # fmt: skip
-QUICK_UNALIGNED = [("key-mask", (x,)) for x in ("q", "dlse", "key_mask")]
-QUICK_UNALIGNED += [("packed-causal-window", names) for names in (("cu_seqlens_q",), ("cu_seqlens_k",), TENSORS)]
+QUICK_UNALIGNED = [(name, TENSORS) for name in ("key-mask", "packed-causal-window")]
 
 
 def unless_quick(quick, *values):
