@@ -21,9 +21,9 @@ LOWEST = "{ .reg .b32 x; shl.b32 x, 1, {$r0}; sub.s32 {$w0}, x, 1; }"
 SHIFTED = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
 
 
-def bit(place: int) -> Int32:
+def bit(index: int) -> Int32:
     """A word of one bit."""
-    return Int32((1 << place) - (1 << 32 if place == 31 else 0))
+    return Int32((1 << index) - (1 << 32 if index == 31 else 0))
 
 
 def row_of(size: int, r: int) -> list[int]:
@@ -38,7 +38,7 @@ class Elements:
         self.variant, self.N = variant, variant.tile.keys
 
     def words(self, words: cute.Tensor, tiles: list, keys_kept: list, block, rows: cute.Tensor, low, high):
-        """Of each of a thread's rows which columns of a block count, a bit for each register that it has of the row.
+        """Visible columns of a block for each of a thread's rows, a bit for each register of the row.
 
         tiles: of ``words`` that the block meets. keys_kept, low, high: as `Tiles` gives them.
         """
@@ -59,14 +59,14 @@ class Elements:
             kept.append(word)
         return kept
 
-    def bias(self, bias: cute.Tensor, block, rows: cute.Tensor, place) -> list:
-        """Of each of a thread's rows what is added to its scores, from the thread's first column of a block on."""
+    def bias(self, bias: cute.Tensor, block, rows: cute.Tensor, work_tile) -> list:
+        """Bias of each of a thread's rows, from the thread's first column of a block on."""
         first = block * self.N + cute.arch.lane_idx() % 4 * 2
-        there = [cutlass.min(rows[r], place.length_q - 1) for r in range(2)]
-        return [cute.domain_offset((first,), bias[place.batch, place.head, row, None]) for row in there]
+        there = [cutlass.min(rows[r], work_tile.length_q - 1) for r in range(2)]
+        return [cute.domain_offset((first,), bias[work_tile.batch, work_tile.head, row, None]) for row in there]
 
     def columns_below(self, bound):
-        """The bits of a word of a row whose columns are below a bound, less the thread's first."""
+        """Bits of a row's word whose columns are below a bound, less the thread's first column."""
         bound = cutlass.min(cutlass.max(bound, 0), MASK_TILE)
         count = bound // 8 * 2 + cutlass.min(bound % 8, 2)
         return ptx(LOWEST, write_only_types=[Int32], read_only_args=[count])

@@ -1,4 +1,4 @@
-"""What a warpgroup writes of its queries when it has met all their keys: O, lse and row maxima."""
+"""Epilogue of the forward: normalise O, and write O, lse and row maxima."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORE = "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
 
 
 class Epilogue:
-    """That of one variant."""
+    """Epilogue of one variant."""
 
     def __init__(self, variant: Variant, tiles: Tiles, softmax: Softmax) -> None:
         self.E, self.tiles, self.softmax = variant.value_dim, tiles, softmax
@@ -23,29 +23,28 @@ class Epilogue:
 
     @cute.jit
     def write(
-        self, acc: cute.Tensor, state, rows: cute.Tensor, place, thread: Int32, o: cute.Tensor, lse: cute.Tensor,
+        self, acc: cute.Tensor, state, rows: cute.Tensor, work_tile, thread: Int32, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None,
     ):  # fmt: skip
-        """O, lse and row maxima of the rows that are there; zeros and -inf where no key was seen."""
-        seen, top, total, _, _ = state
-        o = self.tiles.of_head(o, place.head, place.batch)
-        lse = self.tiles.values_of_head(lse, place.head, place.batch)
+        """Write O, lse and row maxima of rows inside the sequence; zeros and -inf where no key is visible."""
+        o = self.tiles.of_head(o, work_tile.head, work_tile.batch)
+        lse = self.tiles.values_of_head(lse, work_tile.head, work_tile.batch)
         if const_expr(row_max is not None):
-            row_max = self.tiles.values_of_head(row_max, place.head, place.batch)
+            row_max = self.tiles.values_of_head(row_max, work_tile.head, work_tile.batch)
         for r in cutlass.range_constexpr(2):
-            sum_of_row, largest = quad_sum(total[r]), quad_max(seen[r])
+            sum_of_row, largest = quad_sum(state.row_sum[r]), quad_max(state.row_max[r])
             unseen = sum_of_row == 0.0
-            inverse = 1.0 / sum_of_row
+            inverse = 1.0 / sum_of_row  # O /= rowsum(P)
             words = []
             for j in cutlass.range_constexpr(2 * r, self.E // 2, 4):
                 pair = self.softmax.pair(acc[j] * inverse, acc[j + 1] * inverse)
                 words.append(Int32(0) if unseen else pair)
             for i in cutlass.range_constexpr(0, self.E // 8, 4):
                 words[i : i + 4] = self.transposed(words[i : i + 4])
-            if rows[r] < place.length_q:
-                at = place.start_q + rows[r]
+            if rows[r] < work_tile.length_q:
+                at = work_tile.start_q + rows[r]
                 if thread % 4 == 0:
-                    value = (top[r] + log2(sum_of_row)) * LN_2
+                    value = (state.max_ref[r] + log2(sum_of_row)) * LN_2  # lse = ln(2) (max_ref + log2(rowsum(P)))
                     lse[at] = -Float32.inf if unseen else value
                     if const_expr(row_max is not None):
                         row_max[at] = largest
@@ -55,13 +54,13 @@ class Epilogue:
 
     @cute.jit
     def store(self, to: Int64, words: list, there: cutlass.Constexpr, thread: Int32):
-        """Eight channels of each of a quad's lanes, of which the first ``there`` have any in memory."""
+        """Store eight channels a lane of a quad, of whose lanes the first ``there`` have channels in memory."""
         lane = thread % 4 if const_expr(there < 4) else 0
         if lane < there:
             cute.arch.inline_ptx(STORE, read_only_args=[to, *words])
 
     def transposed(self, words: list) -> list:
-        """Four words of each of a quad's lanes: a lane's first of each, then its second, and so on."""
+        """Transpose four words a lane within a quad: lane i gets word i of every lane."""
         lane = cute.arch.lane_idx()
         for bit in (1, 2):
             odd = (lane & bit) != 0

@@ -8,6 +8,9 @@ first, so that those on the diagonal, which need masks, come first.
 
 from __future__ import annotations
 
+from enum import IntEnum
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +22,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from sagebwd.kernels.sm90.forward.elements import LOG2_E, Elements
 from sagebwd.kernels.sm90.forward.epilogue import Epilogue
-from sagebwd.kernels.sm90.forward.producer import Memory, Operands, Producer
+from sagebwd.kernels.sm90.forward.producer import Memory, Operands, Producer, Ring
 from sagebwd.kernels.sm90.forward.quantize import Quantizer
 from sagebwd.kernels.sm90.forward.softmax import Softmax, State
 from sagebwd.kernels.sm90.forward.tiles import Grid, Tiles
@@ -33,6 +36,72 @@ TINY = 1e-30
 ALL = (
     "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
 )
+
+
+class NamedBarrier(IntEnum):
+    """First ids of named barriers, each of one id a warpgroup; id 0 is sync_threads'."""
+
+    SCHEDULER = 1  # orders the warpgroups' products
+    WARPGROUP = 5  # the threads of one warpgroup
+
+
+class Mmas(NamedTuple):
+    """Tensor-core instructions of S = Q K^T and O += P V."""
+
+    s: Any
+    o: Any
+
+
+class Fragments(NamedTuple):
+    """Register tiles of a warpgroup: S in INT32, P in FP32, P in 16 bit as an operand, and O in FP32."""
+
+    s: Any
+    x: Any
+    p: Any
+    o: Any
+
+
+class SmemTiles(NamedTuple):
+    """Shared-memory operands of a warpgroup: Q, and the stages of K and V."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Inputs(NamedTuple):
+    """Global tensors that a consumer reads or writes, and the softmax scale in base 2."""
+
+    q: Any
+    q_int8: Any
+    written: tuple  # O, lse and row maxima
+    q_scale: Any
+    k_scale: Any
+    largest_k_norm: Any
+    scale_2: Any
+
+
+class Consumer(NamedTuple):
+    """What a warpgroup holds through all its tiles."""
+
+    mmas: Mmas
+    memory: Memory
+    smem: SmemTiles
+    tile: Fragments
+    state: State
+    scale: Any  # Q's scales of a thread's two rows
+    rows: Any  # numbers of these rows
+    index: Any  # of the warpgroup
+    thread: Any  # in the warpgroup
+    grid: Grid
+    inputs: Inputs
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries: its coordinates, and K's scales of its head."""
+
+    work_tile: Any
+    k_scales: Any
 
 
 class Forward:
@@ -74,7 +143,7 @@ class Forward:
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
             q=strided(*queries, D_q),
-            q_codes=compact(Int8, *queries, D),
+            q_int8=compact(Int8, *queries, D),
             k=compact(Int8, *keys, D),
             v=strided(*keys, E),
             o=strided(*queries, E),
@@ -119,7 +188,7 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, q_codes: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
+        self, q: cute.Tensor, q_int8: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
         words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
@@ -132,7 +201,7 @@ class Forward:
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
-        q, q_codes, k, o = (self.matrices(x) for x in (q, q_codes, k, o))
+        q, q_int8, k, o = (self.matrices(x) for x in (q, q_int8, k, o))
         v = self.matrices(v, transposed=True)
         lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
         major, source = OperandMajorMode, warpgroup.OperandSource
@@ -148,7 +217,7 @@ class Forward:
         blocks_q = cute.ceil_div(longest, M)
         count = blocks_q * heads * batch
         self.kernel(
-            k_atom, v_atom, q, k_tma, v_tma, q_codes, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
+            k_atom, v_atom, q, k_tma, v_tma, q_int8, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
             (lists, words, tiles, bias), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
             blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
@@ -159,7 +228,7 @@ class Forward:
     @cute.kernel
     def kernel(
         self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
-        k: cute.Tensor, v: cute.Tensor, q_codes: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
+        k: cute.Tensor, v: cute.Tensor, q_int8: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
         key_mask: cute.Tensor | None, mask, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
         tiles_taken: cute.Tensor, lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32,
@@ -186,58 +255,58 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(computing)
             index = cute.arch.make_warp_uniform(warp // 4 - 1)
-            scales = (q_scale, k_scale, largest_k_norm, scale_2)
-            queries, written = (q, q_codes), (o, lse, row_max)
-            self.attend(s_mma, o_mma, memory, grid, thread % 128, index, queries, written, scales)
+            inputs = Inputs(q, q_int8, (o, lse, row_max), q_scale, k_scale, largest_k_norm, scale_2)
+            self.attend(Mmas(s_mma, o_mma), memory, grid, thread % 128, index, inputs)
 
-    def wait_turn(self, index) -> None:
-        """Until the warpgroup may queue its products."""
-        cute.arch.barrier(barrier_id=1 + index, number_of_threads=256)
+    def wait_scheduler(self, index) -> None:
+        """Wait until the warpgroup may queue its products."""
+        cute.arch.barrier(barrier_id=NamedBarrier.SCHEDULER + index, number_of_threads=256)
 
-    def pass_turn(self, index) -> None:
+    def arrive_scheduler(self, index) -> None:
         """Let the next warpgroup queue its products."""
         following = 1 - index if self.warpgroups == 2 else (index + 1) % self.warpgroups
-        cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=256)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.SCHEDULER + following, number_of_threads=256)
+
+    def sync_warpgroup(self, index) -> None:
+        """Wait for all threads of the warpgroup."""
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + index, number_of_threads=128)
 
     def release(self, barrier) -> None:
-        """A warp has done with a stage."""
+        """Release a stage, once for each warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
     def release_keys(self, memory, stage: Int32) -> None:
-        """A warp has done with K's stage, and each of its lanes with what it read of masks there."""
+        """Release K's stage, once every lane of the warp has read the masks there."""
         if const_expr(self.variant.key_mask):
             cute.arch.sync_warp()
         self.release(memory.k_empty + stage)
 
     @cute.jit
     def queue_s(self, mma: cute.TiledMma, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor, stage: Int32):
-        """S of the block in ``stage``."""
+        """S = Q K^T of the block in ``stage``; in flight."""
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         for part in cutlass.range_constexpr(self.variant.code_parts):
             atom.set(warpgroup.Field.ACCUMULATE, part > 0)
-            cute.gemm(atom, s, q[None, None, part, 0], k[None, None, part, stage], s)
+            cute.gemm(atom, s, q[None, None, part, 0], k[None, None, part, stage], s)  # S += Q K^T, 32 channels
         warpgroup.commit_group()
 
     @cute.jit
     def queue_o(self, mma: cute.TiledMma, o: cute.Tensor, p: cute.Tensor, v: cute.Tensor, stage: Int32):
-        """O += P V of the block in ``stage``."""
+        """O += P V of the block in ``stage``; in flight."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         for part in cutlass.range_constexpr(self.N // 16):
-            cute.gemm(atom, o, p[None, None, part], v[None, None, part, stage], o)
+            cute.gemm(atom, o, p[None, None, part], v[None, None, part, stage], o)  # O += P V, 16 keys
         warpgroup.commit_group()
 
     @cute.jit
-    def attend(
-        self, s_mma: cute.TiledMma, o_mma: cute.TiledMma, memory, grid, thread: Int32, index: Int32, queries, written,
-        scales,
-    ):  # fmt: skip
-        """Warpgroup ``index``: its 64 queries of every tile."""
+    def attend(self, mmas, memory, grid, thread: Int32, index: Int32, inputs):
+        """Consumer warpgroup ``index``: its 64 queries of every tile."""
         M, N, E = self.M, self.N, self.E
-        s_part, o_part = s_mma.get_slice(index * 128), o_mma.get_slice(index * 128)
-        operands = (
+        s_part, o_part = mmas.s.get_slice(index * 128), mmas.o.get_slice(index * 128)
+        smem = SmemTiles(
             s_part.make_fragment_A(s_part.partition_A(memory.q)), s_part.make_fragment_B(s_part.partition_B(memory.k)),
             o_part.make_fragment_B(o_part.partition_B(memory.v)),
         )  # fmt: skip
@@ -245,164 +314,167 @@ class Forward:
         x = cute.make_rmem_tensor(cute.size(s), Float32)
         p = o_part.make_fragment_A(o_part.partition_shape_A((M, N)))
         acc = cute.make_rmem_tensor(o_part.partition_shape_C((M, E)), Float32)
-        tile = (s, x, p, acc)
         state, scale = State.allocate(), cute.make_rmem_tensor(2, Float32)
         rows = cute.make_rmem_tensor(2, Int32)
-        fixed = ((s_mma, o_mma), memory, operands, tile, state, scale, rows, index)
-        outer = (grid, thread, queries, written, scales)
+        consumer = Consumer(
+            mmas, memory, smem, Fragments(s, x, p, acc), state, scale, rows, index, thread, grid, inputs
+        )
         if index == 0:
-            self.pass_turn(index - 1 + self.warpgroups)
+            self.arrive_scheduler(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        ring, tile_phase = Ring(Int32(0), Int32(0)), Int32(0)
         while program < grid.tiles:
-            stage, phase = self.tile(fixed, outer, program, stage, phase)
-            cute.arch.mbarrier_wait(memory.tile_full, turn)
+            ring = self.attend_tile(consumer, program, ring)
+            cute.arch.mbarrier_wait(memory.tile_full, tile_phase)
             program = memory.tile[0]
             cute.arch.sync_warp()
             self.release(memory.tile_empty)
-            turn ^= 1
-        if index == 0:  # the turn that nobody takes
-            self.wait_turn(index)
+            tile_phase ^= 1
+        if index == 0:  # the arrival that nobody waits for
+            self.wait_scheduler(index)
 
     @cute.jit
-    def tile(self, fixed, outer, program: Int32, stage: Int32, phase: Int32):
-        """O and lse of a tile's 64 queries; the ring's next stage and phase."""
-        (s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scale, rows, index = fixed
-        grid, thread, queries, written, (q_scale, k_scale, largest_k_norm, scale_2) = outer
-        s, x, p, acc = tile
+    def attend_tile(self, consumer, program: Int32, ring):
+        """O and lse of a tile's 64 queries; the ring's next state."""
+        _, memory, smem, tile, state, scale, rows, index, thread, grid, inputs = consumer
         q_norms = cute.make_rmem_tensor(2, Float32)
-        N = self.N
-        place = self.tiles.place(grid, program)
-        if place.first_q < place.length_q:
+        work_tile = self.tiles.coord(grid, program)
+        if work_tile.first_q < work_tile.length_q:
             if const_expr(self.variant.lists):
-                listed = self.tiles.list_of(grid, place)
+                listed = self.tiles.list_of(grid, work_tile)
                 in_part, whole = listed[0], listed[1]
             else:
-                loaded_begin, _, _, loaded_end = self.tiles.blocks(place, place.first_q, self.M)
-                begin, full_begin, full_end, end = self.tiles.blocks(place, place.first_q + index * 64, 64)
-            q_scales = self.tiles.values_of_head(q_scale, place.head, place.batch)
-            q, q_codes = (self.tiles.of_head(x, place.head, place.batch) for x in queries)
-            # all of the warpgroup have done with the last tile's
-            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
-            self.quantizer.rows(q, q_codes, q_scales, memory, place, index * 64, thread)
+                loaded_begin, _, _, loaded_end = self.tiles.n_block_range(work_tile, work_tile.first_q, self.M)
+                begin, full_begin, full_end, end = self.tiles.n_block_range(
+                    work_tile, work_tile.first_q + index * 64, 64
+                )
+            q_scales = self.tiles.values_of_head(inputs.q_scale, work_tile.head, work_tile.batch)
+            q, q_int8 = (self.tiles.of_head(x, work_tile.head, work_tile.batch) for x in (inputs.q, inputs.q_int8))
+            self.sync_warpgroup(index)  # all of its threads have done with the last tile's Q
+            self.quantizer.rows(q, q_int8, q_scales, memory, work_tile, index * 64, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            self.sync_warpgroup(index)
             for r in cutlass.range_constexpr(2):
-                rows[r] = place.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
-                state.total[r], state.peak[r] = Float32(0), Int32(0)
+                rows[r] = work_tile.first_q + index * 64 + thread // 32 * 16 + thread % 32 // 4 + 8 * r
+                state.row_sum[r], state.p_max[r] = Float32(0), Int32(0)
                 scale[r], q_norms[r] = Float32(0), Float32(0)
-                if rows[r] < place.length_q:
-                    scale[r] = memory.q_scale[rows[r] - place.first_q] * scale_2
+                if rows[r] < work_tile.length_q:
+                    scale[r] = memory.q_scale[rows[r] - work_tile.first_q] * inputs.scale_2
                 # false of NaN, which stays
                 scale[r] = Float32(TINY) if scale[r] < TINY else scale[r]
                 if const_expr(self.variant.bounded):  # noqa: SIM102 (one is of compile time)
-                    if rows[r] < place.length_q:
-                        q_norms[r] = memory.q_norm[rows[r] - place.first_q] * scale_2
+                    if rows[r] < work_tile.length_q:
+                        q_norms[r] = memory.q_norm[rows[r] - work_tile.first_q] * inputs.scale_2
                 if const_expr(self.variant.negative):
                     scale[r] = -scale[r]
-            acc.fill(0)
-            scales = (scale, k_scale[place.scale_head, None, thread % 4])
+            tile.o.fill(0)
+            queries = QueryTile(work_tile, inputs.k_scale[work_tile.scale_head, None, thread % 4])
 
-            every = ((s_mma, o_mma), memory, (q_part, k_part, v_part), tile, state, scales, rows, place, index, grid)
+            # the first block: S = Q K^T and P, without a product P V beside it
             if const_expr(self.variant.lists):
-                cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-                block = memory.block[stage]
-                factors = self.factors(scales, block, place)
+                cute.arch.mbarrier_wait(memory.k_full + ring.stage, ring.phase)
+                block = memory.block[ring.stage]
+                factors = self.factors(scale, queries, block)
             else:
                 block = end - 1
-                factors = self.factors(scales, block, place)
-                stage, phase = self.skip(memory, index, loaded_end - end, stage, phase)
-                cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-            self.queue_s(s_mma, s, q_part, k_part, stage)
-            seen = self.seen(every, block, stage)
+                factors = self.factors(scale, queries, block)
+                ring = self.skip(memory, index, loaded_end - end, ring)
+                cute.arch.mbarrier_wait(memory.k_full + ring.stage, ring.phase)
+            self.queue_s(consumer.mmas.s, tile.s, smem.q, smem.k, ring.stage)  # S = Q K^T
+            mask = self.mask_of(consumer, queries, block, ring.stage)
             warpgroup.wait_group(0)
-            self.softmax.maxima(s, x, state, factors, seen, True, True)
-            self.softmax.exponentials(s, x, state, factors, True)
-            self.release_keys(memory, stage)
-            self.softmax.pack(x, p)
+            self.softmax.update_maxima(tile.s, tile.x, state, factors, mask, True, True)
+            self.softmax.exponentials(tile.s, tile.x, state, factors, True)  # P = exp2(S - max_ref)
+            self.release_keys(memory, ring.stage)
+            self.softmax.pack(tile.x, tile.p)
             if const_expr(self.variant.varlen):
-                cute.arch.mbarrier_wait(memory.v_full + stage, phase)
-                self.clear_end(memory.v, stage, place.length_k - (end - 1) * N, thread, index)
+                cute.arch.mbarrier_wait(memory.v_full + ring.stage, ring.phase)
+                self.clear_end(memory.v, ring.stage, work_tile.length_k - (end - 1) * self.N, thread, index)
+            # the other blocks, masked ones first: S and P of a block, O += P V of the one before
             if const_expr(self.variant.lists):
-                stage, phase = self.steps(every, 0, in_part - 1, stage, phase, True)
-                stage, phase = self.unmasked(every, 0, whole, q_norms, largest_k_norm, stage, phase)
+                ring = self.steps(consumer, queries, 0, in_part - 1, ring, True)
+                ring = self.unmasked(consumer, queries, 0, whole, q_norms, ring)
             elif const_expr(self.variant.key_mask):
-                stage, phase = self.steps(every, end - 2, end - 1 - begin, stage, phase, True)
+                ring = self.steps(consumer, queries, end - 2, end - 1 - begin, ring, True)
             else:
                 if const_expr(self.variant.upper):
-                    stage, phase = self.steps(every, end - 2, end - 1 - full_end, stage, phase, True)
+                    ring = self.steps(consumer, queries, end - 2, end - 1 - full_end, ring, True)
                 last = cutlass.min(full_end, end - 1)
-                stage, phase = self.unmasked(every, last, last - full_begin, q_norms, largest_k_norm, stage, phase)
+                ring = self.unmasked(consumer, queries, last, last - full_begin, q_norms, ring)
                 if const_expr(self.variant.lower):
                     last = cutlass.min(full_begin, end - 1)
-                    stage, phase = self.steps(every, last - 1, last - begin, stage, phase, True)
-            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
+                    ring = self.steps(consumer, queries, last - 1, last - begin, ring, True)
+            # O += P V of the last block
+            cute.arch.mbarrier_wait(memory.v_full + ring.stage, ring.phase)
             warpgroup.fence()
-            self.queue_o(o_mma, acc, p, v_part, stage)
+            self.queue_o(consumer.mmas.o, tile.o, tile.p, smem.v, ring.stage)  # O += P V
             warpgroup.wait_group(0)
-            self.release(memory.v_empty + stage)
-            stage, phase = self.producer.following(stage, phase)
+            self.release(memory.v_empty + ring.stage)
+            ring = self.producer.advance(ring)
             if const_expr(not self.variant.lists):
-                stage, phase = self.skip(memory, index, begin - loaded_begin, stage, phase)
-            self.epilogue.write(acc, state, rows, place, thread, *written)
-        return stage, phase
+                ring = self.skip(memory, index, begin - loaded_begin, ring)
+            self.epilogue.write(tile.o, state, rows, work_tile, thread, *inputs.written)
+        return ring
 
     @cute.jit
-    def unmasked(self, fixed, last: Int32, count: Int32, q_norms, largest_k_norm, stage: Int32, phase: Int32):
-        """``count`` steps from block ``last`` - 1 down, which no mask cuts."""
-        p, state, place, index = fixed[3][2], fixed[4], fixed[7], fixed[8]
+    def unmasked(self, consumer, queries, last: Int32, count: Int32, q_norms, ring):
+        """Process ``count`` fully visible key blocks, descending from ``last`` - 1."""
+        state, index = consumer.state, consumer.index
         if const_expr(self.variant.bounded):
-            safe = self.softmax.bounded(q_norms, largest_k_norm[place.sequence_head], state)
-            safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), 5 + index])
+            bound = consumer.inputs.largest_k_norm[queries.work_tile.sequence_head]
+            safe = self.softmax.is_bounded(q_norms, bound, state)
+            safe = ptx(ALL, write_only_types=[Int32], read_only_args=[Int32(safe), NamedBarrier.WARPGROUP + index])
             free = cute.arch.make_warp_uniform(count if safe != 0 else Int32(0))
-            stage, phase = self.steps(fixed, last - 1, free, stage, phase, False, free=True)
+            ring = self.steps(consumer, queries, last - 1, free, ring, False, free=True)
             last, count = last - free, count - free
             if const_expr(self.variant.row_max):  # noqa: SIM102 (one is of compile time)
                 if free > 0:
-                    self.softmax.note(p, state)
-                    self.softmax.noted(state)
-        return self.steps(fixed, last - 1, count, stage, phase, False)
+                    self.softmax.note_p_max(consumer.tile.p, state)
+                    self.softmax.fold_p_max(state)
+        return self.steps(consumer, queries, last - 1, count, ring, False)
 
     @cute.jit
-    def seen(self, fixed, block: Int32, stage: Int32):
-        """What `Softmax.maxima` takes of the masks of the block in ``stage``."""
-        memory, rows, place, index, grid = fixed[1], fixed[6], fixed[7], fixed[8], fixed[9]
-        low, high = self.tiles.bounds(block, rows, place)
+    def mask_of(self, consumer, queries, block: Int32, stage: Int32):
+        """Mask of the block in ``stage`` for a thread's rows, as `Softmax.update_maxima` takes it."""
+        memory, rows, index, grid = consumer.memory, consumer.rows, consumer.index, consumer.grid
+        low, high = self.tiles.bounds(block, rows, queries.work_tile)
         words = self.tiles.words(memory.keys_kept, stage)
         if const_expr(self.variant.lists):
             tiles = [memory.mask_tiles[index, part, stage] for part in range(self.variant.tiles_met)]
             words = self.elements.words(grid.words, tiles, words, block, rows, low, high)
-            bias = self.elements.bias(grid.bias, block, rows, place) if const_expr(self.variant.bias) else []
+            bias = []
+            if const_expr(self.variant.bias):
+                bias = self.elements.bias(grid.bias, block, rows, queries.work_tile)
             return [], words, bias
         return (low, high), words, []
 
     @cute.jit
-    def skip(self, memory, index: Int32, count: Int32, stage: Int32, phase: Int32):
-        """Let pass blocks that the tile meets and the warpgroup's queries do not, and as many turns."""
+    def skip(self, memory, index: Int32, count: Int32, ring):
+        """Release ``count`` blocks that the tile loads and the warpgroup's queries do not see."""
         for _ in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-            self.release(memory.k_empty + stage)
-            cute.arch.mbarrier_wait(memory.v_full + stage, phase)
-            self.release(memory.v_empty + stage)
-            self.wait_turn(index)
-            self.pass_turn(index)
-            stage, phase = self.producer.following(stage, phase)
-        return stage, phase
+            cute.arch.mbarrier_wait(memory.k_full + ring.stage, ring.phase)
+            self.release(memory.k_empty + ring.stage)
+            cute.arch.mbarrier_wait(memory.v_full + ring.stage, ring.phase)
+            self.release(memory.v_empty + ring.stage)
+            self.wait_scheduler(index)
+            self.arrive_scheduler(index)
+            ring = self.producer.advance(ring)
+        return ring
 
     @cute.jit
-    def factors(self, scales, block: Int32, place):
-        """What the scores of a thread's rows in a block are multiplied by, to be exponents of 2.
+    def factors(self, scale, queries, block: Int32):
+        """Scales of a block's scores for a thread's two rows: Q's times K's, in base 2.
 
         A pair for each `ForwardTile.scale_keys` of the block's keys.
         """
-        scale, k_scales = scales
+        work_tile, k_scales = queries
         N, keys, found = self.N, self.variant.tile.scale_keys, []
         at, past = block * N // SCALE_BLOCK, block * N % SCALE_BLOCK
-        loaded = [k_scales[place.scale_block + at]]
+        loaded = [k_scales[work_tile.scale_block + at]]
         for _ in cutlass.range_constexpr(-(-(N - keys) // SCALE_BLOCK)):
             # a step may reach past the last block of scales
-            at = cutlass.min(at + 1, cutlass.max(place.length_k - 1, 0) // SCALE_BLOCK)
-            loaded.append(k_scales[place.scale_block + at])
+            at = cutlass.min(at + 1, cutlass.max(work_tile.length_k - 1, 0) // SCALE_BLOCK)
+            loaded.append(k_scales[work_tile.scale_block + at])
         for first in cutlass.range_constexpr(0, N, keys):
             k_scale = loaded[0]
             for j in cutlass.range_constexpr(1, len(loaded)):
@@ -412,72 +484,70 @@ class Forward:
 
     @cute.jit
     def steps(
-        self, fixed, last: Int32, count: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr,
+        self, consumer, queries, last: Int32, count: Int32, ring, masked: cutlass.Constexpr,
         free: cutlass.Constexpr = False,
     ):  # fmt: skip
-        """``count`` steps from block ``last`` down."""
+        """Process ``count`` key blocks, descending from ``last``."""
         for b in cutlass.range(cutlass.max(count, 0), unroll=1):
-            stage, phase = self.step(fixed, last - b, stage, phase, masked, free)
-        return stage, phase
+            ring = self.step(consumer, queries, last - b, ring, masked, free)
+        return ring
 
     @cute.jit
-    def step(
-        self, fixed, block: Int32, stage: Int32, phase: Int32, masked: cutlass.Constexpr, free: cutlass.Constexpr
-    ):
-        """S and softmax of ``block``, P V of the block before, which lies in ``stage``; this one's stage and phase.
+    def step(self, consumer, queries, block: Int32, ring, masked: cutlass.Constexpr, free: cutlass.Constexpr):
+        """S and P of ``block``, O += P V of the block before, whose stage is ``ring``; this block's stage.
 
-        free: P can hold every score relative to ``top`` as it is. Row maxima are then those of P, which is looked at
-        under the products that read it.
+        free: P can hold every score relative to ``max_ref`` as it is. Row maxima are then those of P, which is looked
+        at under the products that read it.
         """
-        (s_mma, o_mma), memory, (q_part, k_part, v_part), (s, x, p, acc), state, scales, _, place, index, _ = fixed
-        stage_v, phase_v = stage, phase
-        stage, phase = self.producer.following(stage, phase)
+        mmas, memory, smem, tile, state, scale, _, index, *_ = consumer
+        before = ring
+        ring = self.producer.advance(ring)
         if const_expr(self.variant.lists):
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-            block = memory.block[stage]
-            factors = self.factors(scales, block, place)
+            cute.arch.mbarrier_wait(memory.k_full + ring.stage, ring.phase)
+            block = memory.block[ring.stage]
+            factors = self.factors(scale, queries, block)
         else:
-            factors = self.factors(scales, block, place)
-            cute.arch.mbarrier_wait(memory.k_full + stage, phase)
-        seen = ([], [], [])
-        if const_expr(masked and self.variant.lists):  # asked for early: they come from memory
-            seen = self.seen(fixed, block, stage)
-        self.wait_turn(index)
-        self.queue_s(s_mma, s, q_part, k_part, stage)
-        cute.arch.mbarrier_wait(memory.v_full + stage_v, phase_v)
-        self.queue_o(o_mma, acc, p, v_part, stage_v)
-        self.pass_turn(index)
+            factors = self.factors(scale, queries, block)
+            cute.arch.mbarrier_wait(memory.k_full + ring.stage, ring.phase)
+        mask = ([], [], [])
+        if const_expr(masked and self.variant.lists):  # loaded early: it comes from memory
+            mask = self.mask_of(consumer, queries, block, ring.stage)
+        self.wait_scheduler(index)
+        self.queue_s(mmas.s, tile.s, smem.q, smem.k, ring.stage)  # S = Q K^T
+        cute.arch.mbarrier_wait(memory.v_full + before.stage, before.phase)
+        self.queue_o(mmas.o, tile.o, tile.p, smem.v, before.stage)  # O += P V of the block before
+        self.arrive_scheduler(index)
         look = const_expr(free and self.variant.row_max)
         if const_expr(look):
-            self.softmax.note(p, state)
+            self.softmax.note_p_max(tile.p, state)
         if const_expr(masked and not self.variant.lists):
-            seen = self.seen(fixed, block, stage)
+            mask = self.mask_of(consumer, queries, block, ring.stage)
         warpgroup.wait_group(1)
-        # which keys the mask keeps is read from the stage: that is released once the bits have been used
+        # key-mask bits are read from the stage: it is released once they have been used
         held = const_expr(masked and self.variant.key_mask)
         if const_expr(not held):
-            self.release_keys(memory, stage)
-        moved = Boolean(False)
-        if const_expr(not free):
-            moved = self.softmax.maxima(s, x, state, factors, seen, False, masked)
+            self.release_keys(memory, ring.stage)
+        needs_rescale = Boolean(False)
+        if const_expr(not free):  # max_ref and alpha
+            needs_rescale = self.softmax.update_maxima(tile.s, tile.x, state, factors, mask, False, masked)
         if const_expr(held):
-            self.release_keys(memory, stage)
-        parts = self.softmax.exponentials(s, x, state, factors, masked)
+            self.release_keys(memory, ring.stage)
+        parts = self.softmax.exponentials(tile.s, tile.x, state, factors, masked)  # P = exp2(S - max_ref)
         if const_expr(look):
-            self.softmax.note_exactly(x, parts, state)
+            self.softmax.update_row_max(tile.x, parts, state)
         warpgroup.wait_group(0)
-        self.release(memory.v_empty + stage_v)
-        self.softmax.pack(x, p)
+        self.release(memory.v_empty + before.stage)
+        self.softmax.pack(tile.x, tile.p)  # P in 16 bit
         if const_expr(not free):
-            self.rescale(acc, state, moved)
-        return stage, phase
+            self.rescale(tile.o, state, needs_rescale)  # O *= alpha
+        return ring
 
     @cute.jit
-    def rescale(self, acc: cute.Tensor, state, moved: Boolean):
-        """O relative to the rows' new maxima."""
-        if moved:
+    def rescale(self, acc: cute.Tensor, state, needs_rescale: Boolean):
+        """O *= alpha, once a row's max_ref has grown."""
+        if needs_rescale:
             for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * state.decay[i // 2 % 2]
+                acc[i] = acc[i] * state.alpha[i // 2 % 2]
 
     @cute.jit
     def clear_end(self, v: cute.Tensor, stage: Int32, keys_left: Int32, thread: Int32, index: Int32):
@@ -492,4 +562,4 @@ class Forward:
                 if at // E >= keys_left:
                     v[at % E, at // E, stage] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=5 + index, number_of_threads=128)
+            self.sync_warpgroup(index)

@@ -87,7 +87,7 @@ def launch_forward(
     )  # fmt: skip
     arguments = Arguments(
         q=q,
-        q_codes=written.q,
+        q_int8=written.q,
         k=quantized.k,
         v=v,
         o=o,

@@ -1,4 +1,4 @@
-"""The producer warp: takes a program's tiles, and loads K and V block by block by TMA into a ring of stages."""
+"""Producer warp of the forward: takes tiles, and loads K and V block by block by TMA into a ring of stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from sagebwd.kernels.sm90.forward.variant import MASK_TILE, Variant
 ptx = cute.arch.inline_ptx
 
 
+class Ring(NamedTuple):
+    """State of the ring of K's and V's stages: the stage, and the phase of its barriers."""
+
+    stage: Any
+    phase: Any
+
+
 class Operands(NamedTuple):
-    """One thing of each that TMA loads: atoms, or tensors: K (T, D, H[, B]), V (D, T, H[, B])."""
+    """TMA atoms, or tensors, of K (T, D, H[, B]) and V (D, T, H[, B])."""
 
     k: Any
     v: Any
@@ -82,67 +89,77 @@ class Memory(NamedTuple):
                 cute.arch.mbarrier_init(empty + stage, 4 * warpgroups)
 
 
+class Source(NamedTuple):
+    """What the producer reads and where it writes to, for all tiles."""
+
+    atoms: Operands
+    tensors: Operands
+    memory: Memory
+    key_mask: Any
+    grid: Any
+
+
 class Producer:
-    """Loads of one variant."""
+    """Producer warp of one variant."""
 
     def __init__(self, variant: Variant, tiles: Tiles) -> None:
         self.variant, self.tiles = variant, tiles
         self.M, self.N = variant.tile.queries, variant.tile.keys
 
     @cute.jit
-    def load(self, atoms, source, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
-        """All of a program's loads."""
+    def load(self, atoms, tensors, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
+        """Load K and V of all tiles that the program takes."""
         program, _, _ = cute.arch.block_idx()
-        fixed = (atoms, source, memory, key_mask, grid)
-        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        source = Source(atoms, tensors, memory, key_mask, grid)
+        ring, tile_phase = Ring(Int32(0), Int32(1)), Int32(1)
         while program < grid.tiles:
-            stage, phase = self.load_tile(fixed, program, stage, phase)
-            program = self.next(q, memory, grid, turn)
-            turn ^= 1
+            ring = self.load_tile(source, program, ring)
+            program = self.next(q, memory, grid, tile_phase)
+            tile_phase ^= 1
 
     @cute.jit
-    def next(self, q: cute.Tensor, memory, grid, turn: Int32):
-        """Take the next tile, say so to those that compute, and have its queries brought to L2."""
+    def next(self, q: cute.Tensor, memory, grid, tile_phase: Int32):
+        """Take the next tile, hand its number to the consumers, and prefetch its queries to L2."""
         program = Int32(0)
         if cute.arch.lane_idx() == 0:
             program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
             if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
                 grid.taken[0] = Int32(0)
         program = cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0]
-        cute.arch.mbarrier_wait(memory.tile_empty, turn)
+        cute.arch.mbarrier_wait(memory.tile_empty, tile_phase)
         if cute.arch.lane_idx() == 0:
             memory.tile[0] = program
             cute.arch.mbarrier_arrive(memory.tile_full)
         if program < grid.tiles:
-            place = self.tiles.place(grid, program)
-            rows = self.tiles.of_head(q, place.head, place.batch)
+            work_tile = self.tiles.coord(grid, program)
+            rows = self.tiles.of_head(q, work_tile.head, work_tile.batch)
             for part in cutlass.range_constexpr(self.M // 32):
-                token = place.first_q + part * 32 + cute.arch.lane_idx()
-                if token < place.length_q:
-                    row = rows[place.start_q + token, None].iterator.toint()
+                token = work_tile.first_q + part * 32 + cute.arch.lane_idx()
+                if token < work_tile.length_q:
+                    row = rows[work_tile.start_q + token, None].iterator.toint()
                     for line in cutlass.range_constexpr(0, 2 * self.variant.columns[0], 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
         return program
 
     @cute.jit
-    def load_tile(self, fixed, program: Int32, stage: Int32, phase: Int32):
-        """Every block of K and V that a tile meets, from the last to the first; the ring's next stage and phase."""
-        atoms, source, memory, key_mask, grid = fixed
+    def load_tile(self, source, program: Int32, ring):
+        """Load every block of K and V that a tile sees, from the last to the first; the ring's next state."""
+        atoms, tensors, memory, key_mask, grid = source
         M, N, D, E = self.M, self.N, self.variant.code_columns, self.variant.value_dim
-        place = self.tiles.place(grid, program)
-        if place.first_q < place.length_q:
+        work_tile = self.tiles.coord(grid, program)
+        if work_tile.first_q < work_tile.length_q:
             if const_expr(self.variant.lists):
-                listed = self.tiles.list_of(grid, place)
+                listed = self.tiles.list_of(grid, work_tile)
                 in_part = listed[0]
                 count = in_part + listed[1]
             else:
-                begin, _, _, end = self.tiles.blocks(place, place.first_q, M)
+                begin, _, _, end = self.tiles.n_block_range(work_tile, work_tile.first_q, M)
                 count = end - begin
-            k = self.tiles.of_head(source.k, place.head_k, place.batch)
-            v = self.tiles.of_head(source.v, place.head_k, place.batch)
+            k = self.tiles.of_head(tensors.k, work_tile.head_k, work_tile.batch)
+            v = self.tiles.of_head(tensors.v, work_tile.head_k, work_tile.batch)
             if const_expr(self.variant.varlen):
-                k = cute.domain_offset((place.start_k, 0), k)
-                v = cute.domain_offset((0, place.start_k), v)
+                k = cute.domain_offset((work_tile.start_k, 0), k)
+                v = cute.domain_offset((0, work_tile.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (E, N), (0, None)))
             for step in cutlass.range(count, unroll=1):
@@ -150,60 +167,61 @@ class Producer:
                     block = listed[2 + step]
                 else:
                     block = end - 1 - step
-                cute.arch.mbarrier_wait(memory.k_empty + stage, phase)
+                stage = ring.stage
+                cute.arch.mbarrier_wait(memory.k_empty + stage, ring.phase)
                 if const_expr(self.variant.lists):
-                    self.write_listed(key_mask, memory, grid, place, block, stage, step < in_part)
+                    self.write_listed(key_mask, memory, grid, work_tile, block, stage, step < in_part)
                 elif const_expr(self.variant.key_mask):
-                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
+                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
                 cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
-                cute.arch.mbarrier_wait(memory.v_empty + stage, phase)
+                cute.arch.mbarrier_wait(memory.v_empty + stage, ring.phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * E * 2)
                 cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
-                stage, phase = self.following(stage, phase)
-        return stage, phase
+                ring = self.advance(ring)
+        return ring
 
     @cute.jit
-    def following(self, stage: Int32, phase: Int32):
-        """The ring's next stage, and the phase of its barriers."""
-        stage += 1
+    def advance(self, ring):
+        """The ring's next state."""
+        stage, phase = ring.stage + 1, ring.phase
         if stage == self.variant.tile.stages:
             stage = Int32(0)
             phase ^= 1
-        return stage, phase
+        return Ring(stage, phase)
 
     def partition(self, atom, tile: cute.Tensor, source: cute.Tensor):
-        """Where TMA writes to and reads from."""
+        """Destination and source of TMA."""
         one = cute.make_layout(1)
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2))
 
     @cute.jit
-    def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, place):
-        """The mask's bytes of a block as bits, before the arrival that says that K is there."""
+    def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, work_tile):
+        """Write a block's key mask as bits to its stage, before the arrival of K."""
         for word in cutlass.range_constexpr(-(-self.N // 32)):
             key = block * self.N + word * 32 + cute.arch.lane_idx()
             keep = Int32(0)
-            if key < place.length_k:
-                keep = Int32(key_mask[place.batch, key])
+            if key < work_tile.length_k:
+                keep = Int32(key_mask[work_tile.batch, key])
             bits = cute.arch.vote_ballot_sync(keep != 0)
             with cute.arch.elect_one():  # the thread that arrives
                 keys_kept[word, stage] = bits
 
     @cute.jit
-    def write_listed(self, key_mask: cute.Tensor, memory, grid, place, block: Int32, stage: Int32, masked):
-        """Which block is there, and of one that masks cut the keys kept and the mask's tiles, before K's arrival."""
+    def write_listed(self, key_mask: cute.Tensor, memory, grid, work_tile, block: Int32, stage: Int32, masked):
+        """Write a listed block's number and, if masked, its key-mask bits and mask tiles, before the arrival of K."""
         if masked:
-            self.write_keys_kept(key_mask, memory.keys_kept, block, stage, place)
+            self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
         with cute.arch.elect_one():  # the thread that arrives
             memory.block[stage] = block
             if masked:
-                tiles = grid.mask_tiles[place.batch, place.head, None, None]
+                tiles = grid.mask_tiles[work_tile.batch, work_tile.head, None, None]
                 for part in cutlass.range_constexpr(self.variant.tiles_met):
                     # a step may reach past the last tile of keys, or of queries
-                    column = cutlass.min(block * self.N // MASK_TILE + part, (place.length_k - 1) // MASK_TILE)
+                    column = cutlass.min(block * self.N // MASK_TILE + part, (work_tile.length_k - 1) // MASK_TILE)
                     for index in cutlass.range_constexpr(self.variant.tile.warpgroups):
-                        row = (place.first_q + index * 64) // MASK_TILE
-                        row = cutlass.min(row, (place.length_q - 1) // MASK_TILE)
+                        row = (work_tile.first_q + index * 64) // MASK_TILE
+                        row = cutlass.min(row, (work_tile.length_q - 1) // MASK_TILE)
                         memory.mask_tiles[index, part, stage] = tiles[row, column]

@@ -1,6 +1,6 @@
-"""Q's INT8 codes, made by the warpgroup that uses them: psi with one scale a row (`operands.quantize_k` has K's).
+"""Quantize Q to INT8 in the warpgroup that uses it: psi with one scale a row (`operands.quantize_k` does K).
 
-A recipe that rotates has the codes of Q R (`rotation`).
+A recipe that rotates quantizes Q R (`rotation`).
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ class Quantizer:
 
     @cute.jit
     def rows(
-        self, q: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor, memory, place, first: Int32, thread: Int32
+        self, q: cute.Tensor, q_int8: cute.Tensor, scales: cute.Tensor, memory, work_tile, first: Int32, thread: Int32
     ):
-        """Codes of 64 rows from ``first`` of the tile on, into shared memory and out; scales likewise, norms into it.
+        """Quantize 64 rows from ``first`` of the tile on: INT8, scales (also to global memory) and norms.
 
-        q, codes: (T, D) of the head; scales (T,). In shared memory are zeros where rows are past the sequence's end.
+        q, q_int8: (T, D) of the head; scales (T,). In shared memory are zeros where rows are past the sequence's end.
         """
         words, row_scales, row_norms = memory.q_words, memory.q_scale, memory.q_norm
         lanes, chunk, size = self.lanes, self.share.chunk, self.store_words
         lane = thread % lanes
         tokens, parts = [], []
         for part in cutlass.range_constexpr(64 * lanes // 128):
-            tokens.append(place.first_q + first + part * (128 // lanes) + thread // lanes)
-            parts.append(self.load(q, place.start_q + tokens[-1], lane, tokens[-1] < place.length_q))
+            tokens.append(work_tile.first_q + first + part * (128 // lanes) + thread // lanes)
+            parts.append(self.load(q, work_tile.start_q + tokens[-1], lane, tokens[-1] < work_tile.length_q))
         for part in cutlass.range_constexpr(64 * lanes // 128):
-            row, token, pairs = tokens[part] - place.first_q, tokens[part], parts[part]
-            inside = token < place.length_q
+            row, token, pairs = tokens[part] - work_tile.first_q, tokens[part], parts[part]
+            inside = token < work_tile.length_q
             x = []
             for pair in pairs:
                 x += list(ptx(UNPACK[self.variant.dtype], write_only_types=[Float32] * 2, read_only_args=[pair]))
@@ -119,11 +119,11 @@ class Quantizer:
                 if const_expr(row_norms is not None):
                     row_norms[row] = norm
             if inside:
-                at = codes[place.start_q + token, None].iterator.toint() + Int64(lane * chunk)
+                at = q_int8[work_tile.start_q + token, None].iterator.toint() + Int64(lane * chunk)
                 for i in cutlass.range_constexpr(0, self.elements // 4, size):
                     ptx(STORE[size], read_only_args=[at + self.channels[4 * i], *found[i : i + size]])
                 if lane == 0:
-                    scales[place.start_q + token] = scale
+                    scales[work_tile.start_q + token] = scale
 
     def offsets(self) -> list[int]:
         """Of a row's lanes, by which each meets all others."""

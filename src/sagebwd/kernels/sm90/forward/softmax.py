@@ -43,11 +43,11 @@ def log2(x):
 class State(NamedTuple):
     """A thread's registers, two of each, one a row."""
 
-    seen: Any  # its largest score so far
-    top: Any  # what exponents are relative to: the row's largest score, or less by some octaves
-    total: Any  # its sum of exponentials
-    decay: Any  # what O is multiplied by where `Softmax.maxima` says so
-    peak: Any  # of steps without maxima: its largest P, two columns' in BF16
+    row_max: Any  # largest score so far
+    max_ref: Any  # reference of exponents: the row's largest score, or less by some octaves
+    row_sum: Any  # sum of P = exp2(S - max_ref)
+    alpha: Any  # factor of O where `Softmax.update_maxima` asks for a rescale
+    p_max: Any  # largest P of steps without maxima, of two columns, in BF16
 
     @classmethod
     def allocate(cls) -> State:
@@ -62,20 +62,20 @@ class Softmax:
         self.variant = variant
 
     @cute.jit
-    def maxima(
-        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, kept,
+    def update_maxima(
+        self, scores: cute.Tensor, x: cute.Tensor, state, factors: cute.Tensor, mask,
         first: cutlass.Constexpr, masked: cutlass.Constexpr,
     ):  # fmt: skip
-        """Bring the state up to new scores, INT32, which ``factors`` scale, of each part; whether O must be rescaled.
+        """Update max_ref, row_max and alpha with new scores, INT32 times ``factors``; whether O must be rescaled.
 
-        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``kept``, bounds and words
+        first: there is no state yet. masked: scores go to x, -inf where a column is not in ``mask``, bounds and words
         of `Tiles`; of a mask of elements a word for each row.
         """
-        seen, top, total, decay, _ = state
+        row_max, max_ref, row_sum, alpha, _ = state
         size, negative = cute.size(scores), const_expr(self.variant.negative)
         if const_expr(masked):
             unseen = Float32.inf if negative and not self.variant.bias else -Float32.inf
-            bounds, words, bias = kept
+            bounds, words, bias = mask
             for i in cutlass.range_constexpr(size):
                 r, column = i // 2 % 2, i // 4 * 8 + i % 2
                 score = scores[i].to(Float32)
@@ -95,42 +95,43 @@ class Softmax:
                 else:
                     x[i] = score if keep else unseen
         factors = self.left(factors, masked)
-        tops = []
+        maxima = []
         for r in cutlass.range_constexpr(2):
             best = self.largest(x if const_expr(masked) else scores, r, 0, masked) * factors[0][r]
             for part in cutlass.range_constexpr(1, len(factors)):
                 other = self.largest(x if const_expr(masked) else scores, r, part, masked)
                 best = cute.arch.fmax(best, other * factors[part][r])
-            tops.append(best)
-        moved = Boolean(False)
+            maxima.append(best)
+        needs_rescale = Boolean(False)
         if const_expr(first):
             for r in cutlass.range_constexpr(2):
-                seen[r] = tops[r]
-                top[r] = quad_max(tops[r])
+                row_max[r] = maxima[r]
+                max_ref[r] = quad_max(maxima[r])
         else:
             for r in cutlass.range_constexpr(2):
-                seen[r] = cute.arch.fmax(seen[r], tops[r])
+                row_max[r] = cute.arch.fmax(row_max[r], maxima[r])
             # a vote of the warp instead of an exchange in each quad, as hardly a row moves
-            moved = cute.arch.vote_any_sync((tops[0] > top[0] + OCTAVES) | (tops[1] > top[1] + OCTAVES))
-            if moved:
+            grew = (maxima[0] > max_ref[0] + OCTAVES) | (maxima[1] > max_ref[1] + OCTAVES)
+            needs_rescale = cute.arch.vote_any_sync(grew)
+            if needs_rescale:
                 for r in cutlass.range_constexpr(2):
-                    m = quad_max(tops[r])
-                    m = m if m > top[r] + OCTAVES else top[r]
-                    decay[r] = exp2(top[r] - m) if m > top[r] else Float32(1)
-                    total[r] = total[r] * decay[r]
-                    top[r] = m
-        return moved
+                    m = quad_max(maxima[r])
+                    m = m if m > max_ref[r] + OCTAVES else max_ref[r]
+                    alpha[r] = exp2(max_ref[r] - m) if m > max_ref[r] else Float32(1)  # alpha = exp2(old - new)
+                    row_sum[r] = row_sum[r] * alpha[r]  # l *= alpha
+                    max_ref[r] = m
+        return needs_rescale
 
     def part(self, i: int) -> int:
-        """Which of a step's scales register i of a score tile has."""
+        """Number of the scale, of a step's, that register i of a score tile has."""
         return i // 4 * 8 // self.variant.tile.scale_keys
 
     def left(self, factors: list, masked: bool) -> list:
-        """What x is still to be multiplied by: nothing where something was added to scores."""
+        """Factors that x still lacks: ones where a bias was added to scaled scores."""
         return [(Float32(1), Float32(1))] * len(factors) if masked and self.variant.bias else factors
 
     def largest(self, scores: cute.Tensor, r: int, part: int, masked: bool):
-        """Of scores that share a scale, the one of a thread's row that is largest once scaled, as FP32."""
+        """Largest score of a thread's row, in FP32, of those that share a scale; the least for a negative one."""
         negative = self.variant.negative and not (masked and self.variant.bias)
         if masked:
             best_of = cute.arch.fmin if negative else cute.arch.fmax
@@ -144,59 +145,59 @@ class Softmax:
 
     @cute.jit
     def exponentials(self, scores: cute.Tensor, x: cute.Tensor, state, factors, masked: cutlass.Constexpr):
-        """P into x, of scores, or of x where masked, and its sum; each row's new part of the sum."""
-        _, top, total, _, _ = state
+        """P = exp2(S - max_ref) into x, of scores, or of x where masked; row_sum += rowsum(P); each row's part."""
+        _, max_ref, row_sum, _, _ = state
         parts, factors = [], self.left(factors, masked)
         for r in cutlass.range_constexpr(2):
-            shift = -top[r]
+            shift = -max_ref[r]
             if const_expr(masked):  # a row may have seen no key yet
-                shift = Float32(0) if top[r] == -Float32.inf else shift
+                shift = Float32(0) if max_ref[r] == -Float32.inf else shift
             part = Float32(0)
             for i in row_of(cute.size(x), r):
                 s = x[i] if const_expr(masked) else scores[i].to(Float32)
-                x[i] = exp2(s * factors[self.part(i)][r] + shift)
+                x[i] = exp2(s * factors[self.part(i)][r] + shift)  # P = exp2(S - max_ref)
                 part = part + x[i]
-            total[r] = total[r] + part
+            row_sum[r] = row_sum[r] + part
             parts.append(part)
         return parts
 
     @cute.jit
-    def bounded(self, q_norms, largest_k_norm, state):
-        """Whether P of the thread's rows can hold all scores to come, none of which exceeds the norms' product."""
+    def is_bounded(self, q_norms, largest_k_norm, state):
+        """Whether 16-bit P can hold all scores to come relative to max_ref; by Cauchy-Schwarz none exceeds |q| |k|."""
         safe = Boolean(True)
         for r in cutlass.range_constexpr(2):
-            safe = safe & (q_norms[r] * largest_k_norm <= state.top[r] + MOST_OCTAVES)
+            safe = safe & (q_norms[r] * largest_k_norm <= state.max_ref[r] + MOST_OCTAVES)
         return safe
 
     @cute.jit
-    def note(self, p: cute.Tensor, state):
-        """Keep each row's largest P, packed."""
+    def note_p_max(self, p: cute.Tensor, state):
+        """Update p_max with packed P."""
         pairs = cute.recast_tensor(p, Int32)
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(r, cute.size(pairs), 2):
-                state.peak[r] = ptx(LARGER, write_only_types=[Int32], read_only_args=[state.peak[r], pairs[j]])
+                state.p_max[r] = ptx(LARGER, write_only_types=[Int32], read_only_args=[state.p_max[r], pairs[j]])
 
     @cute.jit
-    def note_exactly(self, x: cute.Tensor, parts, state):
-        """Keep the largest of P in FP32 if it may be half of a row's weight: then backward needs 1 less P's share."""
+    def update_row_max(self, x: cute.Tensor, parts, state):
+        """Update row_max exactly if P may be half of a row's sum: the backward then needs 1 - P / rowsum(P)."""
         over = Boolean(False)
         for r in cutlass.range_constexpr(2):
-            over = over | (2.0 * parts[r] > state.total[r])
+            over = over | (2.0 * parts[r] > state.row_sum[r])
         if cute.arch.vote_any_sync(over):
             for r in cutlass.range_constexpr(2):
                 at = row_of(cute.size(x), r)
                 largest = x[at[0]]
                 for i in at[1:]:
                     largest = cute.arch.fmax(largest, x[i])
-                state.seen[r] = cute.arch.fmax(state.seen[r], state.top[r] + log2(largest))
+                state.row_max[r] = cute.arch.fmax(state.row_max[r], state.max_ref[r] + log2(largest))
 
     @cute.jit
-    def noted(self, state):
-        """Bring ``seen`` up to what `note` kept."""
+    def fold_p_max(self, state):
+        """Update row_max with p_max."""
         for r in cutlass.range_constexpr(2):
-            high, low = ptx(HALVES, write_only_types=[Float32] * 2, read_only_args=[state.peak[r]])
-            found = state.top[r] + log2(cute.arch.fmax(high, low))
-            state.seen[r] = found if found > state.seen[r] + ROUNDING else state.seen[r]
+            high, low = ptx(HALVES, write_only_types=[Float32] * 2, read_only_args=[state.p_max[r]])
+            found = state.max_ref[r] + log2(cute.arch.fmax(high, low))
+            state.row_max[r] = found if found > state.row_max[r] + ROUNDING else state.row_max[r]
 
     @cute.jit
     def pack(self, x: cute.Tensor, p: cute.Tensor):

@@ -1,4 +1,4 @@
-"""Which tile a program computes, which blocks of keys it meets, and which of their columns a thread's rows see."""
+"""Scheduling of the forward: the tile of a program, its range of key blocks, and the columns that a row sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
 
 
 class Grid(NamedTuple):
-    """What places programs: sizes, the sequences' ends, and bounds on key - query."""
+    """Problem sizes, the sequences' ends, bounds on key - query, and block lists of an element mask."""
 
     tiles: Any
     taken: Any  # how many were taken beside the programs' first
@@ -31,8 +31,8 @@ class Grid(NamedTuple):
     bias: Any
 
 
-class Place(NamedTuple):
-    """Where a program's tile is. Tokens are counted from the sequence's first, which start_q and start_k are."""
+class TileCoord(NamedTuple):
+    """Coordinates of a tile. Tokens are counted from the sequence's first ones, start_q and start_k."""
 
     batch: Any
     head: Any
@@ -65,8 +65,8 @@ class Tiles:
         return x[None, head] if self.variant.varlen else x[None, head, batch]
 
     @cute.jit
-    def place(self, grid, program: Int32):
-        """A tile's `Place`."""
+    def coord(self, grid, program: Int32):
+        """Coordinates of tile number ``program``."""
         batch_head = program // grid.blocks_q
         # the last queries see the most keys: they start first
         block_q = grid.blocks_q - 1 - program % grid.blocks_q
@@ -81,50 +81,50 @@ class Tiles:
             length_q, length_k = grid.cu_seqlens_q[batch + 1] - start_q, grid.cu_seqlens_k[batch + 1] - start_k
             lower, upper = lower + length_k - length_q, upper + length_k - length_q
             scale_head, scale_block = head_k, start_k // SCALE_BLOCK + batch
-        return Place(
+        return TileCoord(
             batch, head, head_k, block_q * self.M, start_q, start_k, length_q, length_k, lower, upper, scale_head,
             scale_block, sequence_head,
         )  # fmt: skip
 
     @cute.jit
-    def blocks(self, place, first, count: cutlass.Constexpr):
-        """Blocks of keys that ``count`` queries meet: begin, full_begin, full_end, end; masked but the middle ones."""
+    def n_block_range(self, work_tile, first, count: cutlass.Constexpr):
+        """Key blocks that ``count`` queries see: begin, full_begin, full_end, end; masked outside of the full ones."""
         N = self.N
-        begin, full_begin, full_end, end = Int32(0), Int32(0), place.length_k, place.length_k
+        begin, full_begin, full_end, end = Int32(0), Int32(0), work_tile.length_k, work_tile.length_k
         if const_expr(self.variant.lower):
-            begin = cutlass.max(first + place.lower, 0)
-            full_begin = cutlass.max(first + count - 1 + place.lower, 0)
+            begin = cutlass.max(first + work_tile.lower, 0)
+            full_begin = cutlass.max(first + count - 1 + work_tile.lower, 0)
         if const_expr(self.variant.upper):
-            end = cutlass.min(cutlass.max(first + count + place.upper, 0), place.length_k)
-            full_end = cutlass.min(cutlass.max(first + 1 + place.upper, 0), place.length_k)
+            end = cutlass.min(cutlass.max(first + count + work_tile.upper, 0), work_tile.length_k)
+            full_end = cutlass.min(cutlass.max(first + 1 + work_tile.upper, 0), work_tile.length_k)
         # rows without a key take one masked block of the sequence's own, and write zeros
-        begin = cutlass.min(begin // N, cutlass.max((place.length_k + N - 1) // N - 1, 0))
+        begin = cutlass.min(begin // N, cutlass.max((work_tile.length_k + N - 1) // N - 1, 0))
         end = cutlass.max((end + N - 1) // N, begin + 1)
         full_begin = cutlass.min(cutlass.max((full_begin + N - 1) // N, begin), end)
         full_end = cutlass.min(cutlass.max(full_end // N, full_begin), end)
         return begin, full_begin, full_end, end
 
     @cute.jit
-    def bounds(self, block: Int32, rows: cute.Tensor, place):
-        """First column of a block that each of a thread's rows sees, and the first beyond, less the thread's first."""
+    def bounds(self, block: Int32, rows: cute.Tensor, work_tile):
+        """First visible column of a block for a thread's rows, and the first beyond, less the thread's first."""
         base = block * self.N + cute.arch.lane_idx() % 4 * 2
         low, high = [], []
         for r in cutlass.range_constexpr(2):
-            end = place.length_k
+            end = work_tile.length_k
             if const_expr(self.variant.upper):
-                end = cutlass.min(end, rows[r] + place.upper + 1)
+                end = cutlass.min(end, rows[r] + work_tile.upper + 1)
             high.append(end - base)
-            low.append(rows[r] + place.lower - base)
+            low.append(rows[r] + work_tile.lower - base)
         return low, high
 
     def words(self, keys_kept: cute.Tensor, stage) -> list:
-        """Which of a block's keys the key mask keeps, a bit each, shifted by the thread's first column."""
+        """Key-mask bits of a block, shifted by the thread's first column."""
         if not self.variant.key_mask:
             return []
         shift = cute.arch.lane_idx() % 4 * 2
         return [keys_kept[word, stage] >> shift for word in range(-(-self.N // 32))]
 
     @cute.jit
-    def list_of(self, grid, place):
-        """The list of blocks of keys that a tile meets: how many with masks, how many without, and which."""
-        return grid.lists[place.batch, place.head, place.first_q // self.M, None]
+    def list_of(self, grid, work_tile):
+        """Block list of a tile: number of masked key blocks, number of whole ones, and the blocks."""
+        return grid.lists[work_tile.batch, work_tile.head, work_tile.first_q // self.M, None]

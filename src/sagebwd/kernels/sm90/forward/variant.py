@@ -73,7 +73,7 @@ class Arguments(NamedTuple):
     """
 
     q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
-    q_codes: Any  # written, INT8 codes, contiguous, of head_dim channels
+    q_int8: Any  # written, INT8 codes, contiguous, of head_dim channels
     k: Any  # INT8 codes, contiguous
     v: Any  # as q, of V's channels
     o: Any  # written, as v
