@@ -158,11 +158,12 @@ def measure(
 
     timer: for tests, in place of the device's clock. tell: is told what begins and which share of its part is done.
     """
-    if device.startswith("cuda"):
+    compiling = COMPILING if device.startswith("cuda") else 0.0
+    if compiling:
         _compile(device, chosen, tell)
     timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
-        tell(f"{number + 1} of {len(chosen)}: {case}", COMPILING + (1 - COMPILING) * number / len(chosen))
+        tell(f"{number + 1} of {len(chosen)}: {case}", compiling + (1 - compiling) * number / len(chosen))
         yield measure_case(case, device, timer)
 
 

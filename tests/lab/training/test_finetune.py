@@ -322,7 +322,7 @@ def test_lora_without_peft_says_what_to_install(answers, monkeypatch):
         ({"lora.rank": -1}, "lora.rank=-1 must be at least 0"),
         ({"model.width": 33}, "model.width=33 is not a multiple of model.heads=4"),
         ({"variants": {"a/b": {}}}, "'a/b' cannot name a folder"),
-        ({"variants": {"a": {"modle.path": 1}}}, "there is no section 'modle'"),
+        ({"variants": {"a": {"modle.path": 1}}}, "there is no key modle; did you mean model"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_trained(answers, tmp_path, changes, message):
