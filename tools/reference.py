@@ -69,6 +69,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
             ("sagebwd.checkpointing", ("keep_attention",)),
             ("sagebwd.reference.metrics", ("relative_l2", "cosine")),
             ("sagebwd.diagnostics.monitor", ("AttentionMonitor",)),
+            ("sagebwd.diagnostics.monitor_settings", ("Monitor",)),
         ],
     ),
 }  # fmt: skip

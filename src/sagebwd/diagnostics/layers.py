@@ -87,6 +87,7 @@ def _one(rows: list[Row], weights: list[dict[str, float]]) -> Row:
         first_value=mean(row.first_value for row in rows),
         sink=heaviest.sink,
         sink_weight=heaviest.sink_weight,
+        saturated=mean(row.saturated for row in rows),
         attribution={source: {name: source_of(source, name) for name in OUTPUTS} for source in rows[0].attribution},
         norm={name: math.hypot(*(row.norm[name] for row in rows)) for name in TENSORS},
     )

@@ -3,10 +3,13 @@
     monitor = AttentionMonitor(token_ids, Monitor(every=100)).attach(trainer)
     trainer.train()
 
+In a loop without a Trainer ``watch(model)`` takes the place of ``attach``, and ``step()`` follows each optimiser step.
+
 Every ``every`` steps one sequence, always the same so that what changes is the model, goes through the model forward
 and backward in full precision (`sagebwd.diagnostics.capture`), and a few heads of each chosen layer are emulated under
 the layer's own recipe and compared with FP64 (`sagebwd.diagnostics.trace`): relative L2 of dS, dQ, dK, dV and O. A
-layer's error is that of its worst head checked. Training goes on as if nothing had happened: no weight gets a
+layer's error is that of its worst head checked. Where most queries of that head give one key .99 or more of their
+weight, its softmax is saturated, which warnings name. Training goes on as if nothing had happened: no weight gets a
 gradient, and modes and random numbers are put back.
 
 Cost: a check works on at most ``tokens`` tokens, where a step has tens or hundreds of thousands, and on ``heads``
@@ -33,25 +36,27 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
 from sagebwd import dispatch
 from sagebwd.call import Ask
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.monitor_settings import Monitor
-from sagebwd.diagnostics.trace import Row, measure
+from sagebwd.diagnostics.trace import SATURATED, Row, measure
 from sagebwd.integrations.transformers import NAME, settings
 from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
 PREFIX = "monitor/"
-"""Of every name it logs: monitor/layer_3/dq, monitor/seconds, monitor/share and, under auto, monitor/layer_3/rung: the
-place of the layer's recipe in `ladder`, 0 for the recipe that the run was given."""
+"""Of every name it logs: monitor/layer_3/dq, monitor/layer_3/saturated, monitor/seconds, monitor/share and, under
+auto, monitor/layer_3/rung: the place of the layer's recipe in `ladder`, 0 for the recipe that the run was given."""
+MOST = 0.5
+"""The share of saturated queries above which a head's softmax is saturated, and a warning says so."""
 BUDGET = 0.02
 STATE = "sagebwd_monitor"
 """Where its state is in ``TrainerState.stateful_callbacks``, which every checkpoint holds and a resumed run reads."""
@@ -98,22 +103,28 @@ class Layer:
     errors: dict[str, float] = field(default_factory=dict)
     highest: float = 0.0
     """The largest error of dQ or dK in any check."""
+    saturated: float = 0.0
+    """The share of the queries of ``head`` whose largest P is .99 or more (`sagebwd.diagnostics.trace.SATURATED`)."""
 
 
 class AttentionMonitor(TrainerCallback):
-    """Watches the attention error of a model with ``attn_implementation="sagebwd"`` under any Trainer.
+    """Watches the attention error of a model with ``attn_implementation="sagebwd"``, under any Trainer or in a loop.
 
     Args: token_ids (batch, tokens) int64, without padding, of which the first ``settings.tokens`` of each sequence are
-    used; one sequence is enough. settings, as in the ``monitor`` section of a run's config.
+    used; one sequence is enough. settings, a `Monitor`, as in the ``monitor`` section of a run's config.
 
-    Use `attach` in place of ``callbacks=[...]``: it logs through its Trainer, to TensorBoard and wherever else that
-    reports. Warnings and moves are Python warnings, and in `events`. Recipes and counters are in each checkpoint and
-    are restored by ``trainer.train(resume_from_checkpoint=...)``; the saved model's config holds the recipes too.
-    A check that cannot be made (NaN in the tensors, no memory) is warned of and left out. In distributed training
-    every process checks, and the first one's findings hold for all. FSDP1 is not supported, nor FP16's loss scaling.
+    In a loop of your own, `watch` the model, and call `step` after each optimiser step, which returns what is to be
+    logged; save `state_dict` with a checkpoint, and give it to `load_state_dict` after `watch`. Under a Trainer, use
+    `attach` in place of ``callbacks=[...]``: the monitor logs through its Trainer, to TensorBoard and wherever else
+    that reports. Recipes and counters are in each checkpoint and are restored by
+    ``trainer.train(resume_from_checkpoint=...)``. The saved model's config holds the recipes too.
 
-    Raises ValueError for token_ids of another shape, and as training begins for a model of another attention, a layer
-    that is not there, a monitor that is attached to no Trainer, and FP16.
+    Warnings and moves are Python warnings, and in `events`. A check that cannot be made (NaN in the tensors, no
+    memory) is warned of and left out. In distributed training every process checks, and the first one's findings hold
+    for all. FSDP1 is not supported, nor FP16's loss scaling.
+
+    Raises ValueError for token_ids of another shape, and in `watch` or as training begins for a model of another
+    attention, a layer that is not there, a monitor that is attached to no Trainer, and FP16 under a Trainer.
     """
 
     def __init__(self, token_ids: Tensor, settings: Monitor | None = None) -> None:
@@ -124,6 +135,9 @@ class AttentionMonitor(TrainerCallback):
             )
         self.token_ids = token_ids[:, : self.settings.tokens]
         self.trainer: Trainer | None = None
+        self.model: PreTrainedModel | None = None
+        self.dtype: torch.dtype | None = None
+        self.steps = 0
         self.layers: dict[int, Layer] = {}
         self.events: list[dict[str, object]] = []
         self.count = 0
@@ -136,6 +150,50 @@ class AttentionMonitor(TrainerCallback):
         self.trainer = trainer
         trainer.add_callback(self)
         return self
+
+    def watch(self, model: nn.Module, autocast: torch.dtype | None = None) -> AttentionMonitor:
+        """Watch a model of Transformers in a loop without a Trainer, as is or in DDP's or torch.compile's wrapper.
+
+        Args: autocast, torch.bfloat16 where training has the forward under ``torch.autocast`` in it; None without.
+        """
+        if autocast not in (None, torch.bfloat16):
+            raise ValueError(f"autocast={autocast}: accepted: None, torch.bfloat16")
+        while not isinstance(model, PreTrainedModel):
+            inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+            if inner is None:
+                raise ValueError(
+                    f"model: {type(model).__name__} is no model of Transformers; accepted: one with "
+                    f"attn_implementation='{NAME}'"
+                )
+            model = inner
+        self.model, self.dtype, self.steps = model, autocast, 0
+        self._begin(model, autocast or model.dtype)
+        return self
+
+    def step(self) -> dict[str, float] | None:
+        """Count a step of the optimiser of a watched model, and make a check where one is due.
+
+        Returns what a check found by name, such as "monitor/layer_3/dq", and None without a check. Raises ValueError
+        before `watch`.
+        """
+        if self.model is None:
+            raise ValueError("AttentionMonitor: call watch(model) before step()")
+        self.steps += 1
+        if not self.settings.every or self.steps % self.settings.every:
+            return None
+        with torch.autocast(self.model.device.type, enabled=False):  # the emulator computes in what it is given
+            return self._check(self.model, self.steps)
+
+    def state_dict(self) -> dict[str, object]:
+        """Steps, recipes, counters and events, for a checkpoint; of plain numbers and texts."""
+        return {**self.summary(), "elapsed": time.monotonic() - self.began, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from a `state_dict`: layers of the watched model get their recipes again."""
+        if self.model is None:
+            raise ValueError("AttentionMonitor: call watch(model) before load_state_dict()")
+        self.steps = state["steps"]
+        self._restore(state, _attention(self.model)[0])
 
     @property
     def share(self) -> float:
@@ -158,6 +216,13 @@ class AttentionMonitor(TrainerCallback):
             raise ValueError("AttentionMonitor: call attach(trainer) in place of callbacks=[...], it logs through it")
         if args.fp16:
             raise ValueError("AttentionMonitor: fp16=True scales the loss, which a check does not; use bf16=True")
+        self._begin(model, torch.bfloat16 if args.bf16 else model.dtype)
+        saved = state.stateful_callbacks.get(STATE)
+        if saved is not None:
+            self._restore(saved, _attention(model)[0])
+
+    def _begin(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Find the layers of a model, and name their recipes in calls of a dtype."""
         config, found = _attention(model)
         if config is None or config._attn_implementation != NAME:
             raise ValueError(
@@ -168,43 +233,49 @@ class AttentionMonitor(TrainerCallback):
         for index in chosen:
             if index not in found:
                 raise ValueError(f"monitor.layers: {index} is not there; the model has layers 0 to {max(found)}")
-        _name_recipes(config, chosen, model, torch.bfloat16 if args.bf16 else model.dtype)
+        _name_recipes(config, chosen, model, dtype)
         bases = {index: str(Recipe.parse(settings(config, index)["recipe"])) for index in chosen}
         self.layers = {index: Layer(base, base) for index, base in bases.items()}
         self.events, self.count, self.seconds, self.costly = [], 0, 0.0, False
         self.began = time.monotonic()
-        saved = state.stateful_callbacks.get(STATE)
-        if saved is not None:
-            self._restore(saved, config)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Make a check where one is due."""
         if not self.settings.every or state.global_step % self.settings.every:
             return
+        logs = self._check(model, state.global_step)
+        due = control.should_log
+        self.trainer.log(logs)
+        control.should_log = due  # logging clears it, and the step's own line would be lost
+        state.stateful_callbacks[STATE] = {**self.summary(), "elapsed": time.monotonic() - self.began}
+
+    def _check(self, model: PreTrainedModel, step: int) -> dict[str, float]:
+        """Measure every layer, and move those that are to; what was found by name."""
         start = _now(model.device)
         config, _ = _attention(model)
         for layer in self.layers.values():
             layer.errors = {}
         try:
             for call in self._capture(model):
-                self._judge(call, state.global_step, settings(config, call.layer)["impl"])
+                self._judge(call, step, settings(config, call.layer)["impl"])
         except ValueError as error:
-            self._announce(state.global_step, None, f"no check: {error}")
+            self._announce(step, None, f"no check: {error}")
         self._agree()
         for index, layer in self.layers.items():
             _set_recipe(config, index, layer.recipe)
         seconds = _now(model.device) - start
         self.count, self.seconds = self.count + 1, self.seconds + seconds
-        self._log(control, seconds)
+        logs = self._logs(seconds)
         if self.share > BUDGET and not self.costly:
             self.costly = True
             every = math.ceil(self.settings.every * self.share / BUDGET)
             message = f"checks take {self.share:.1%} of the time, above {BUDGET:.0%}; monitor.every={every} would not"
-            self._announce(state.global_step, None, message)
-        state.stateful_callbacks[STATE] = {**self.summary(), "elapsed": time.monotonic() - self.began}
+            self._announce(step, None, message)
+        return logs
 
     def _capture(self, model: PreTrainedModel) -> list[Captured]:
-        with _undisturbed(model):
+        kind = model.device.type
+        with _undisturbed(model), nullcontext() if self.dtype is None else torch.autocast(kind, self.dtype):
             captured = capture(model, self.token_ids, layers=list(self.layers))
         return [
             call.select(choose_heads(call, self.settings.heads, self.layers[call.layer].head, self.count))
@@ -224,7 +295,8 @@ class AttentionMonitor(TrainerCallback):
         coarser = rungs[rung - 1] if automatic and rung else None
         rows = measure([call], [rungs[rung]] if coarser is None else [rungs[rung], coarser])
         own = [row for row in rows if row.recipe == layer.recipe]
-        layer.head = max(own, key=lambda row: _gradient_error(row.relative_l2)).head
+        worst = max(own, key=lambda row: _gradient_error(row.relative_l2))
+        layer.head, layer.saturated = worst.head, worst.saturated
         layer.errors = worst_head(own)
         error = _gradient_error(layer.errors)
         layer.highest = max(layer.highest, error)
@@ -257,29 +329,28 @@ class AttentionMonitor(TrainerCallback):
     def _announce(self, step: int, index: int | None, message: str) -> None:
         where = "" if index is None else f"layer {index}: "
         self.events.append({"step": step, "layer": index, "message": f"{where}{message}"})
-        if self.trainer.is_world_process_zero():
+        if not _is_distributed() or torch.distributed.get_rank() == 0:
             warnings.warn(f"attention monitor, step {step}: {where}{message}", stacklevel=2)
 
     def _agree(self) -> None:
         """The first process's findings in every process: recipes may not differ between them."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             found = [(self.layers, self.events)]
             torch.distributed.broadcast_object_list(found, src=0)
             self.layers, self.events = found[0]
 
-    def _log(self, control: object, seconds: float) -> None:
+    def _logs(self, seconds: float) -> dict[str, float]:
         logs = {
-            f"{PREFIX}layer_{index}/{name}": error
+            f"{PREFIX}layer_{index}/{name}": value
             for index, layer in self.layers.items()
-            for name, error in layer.errors.items()
+            if layer.errors
+            for name, value in {**layer.errors, "saturated": layer.saturated}.items()
         }
         if self.settings.precision == "auto":
             for index, layer in self.layers.items():
                 rungs = [str(recipe) for recipe in ladder(Recipe.parse(layer.base))]
                 logs[f"{PREFIX}layer_{index}/rung"] = float(rungs.index(layer.recipe))
-        due = control.should_log
-        self.trainer.log({**logs, f"{PREFIX}seconds": seconds, f"{PREFIX}share": self.share})
-        control.should_log = due  # logging clears it, and the step's own line would be lost
+        return {**logs, f"{PREFIX}seconds": seconds, f"{PREFIX}share": self.share}
 
     def _restore(self, saved: dict, config: PreTrainedConfig) -> None:
         for index, layer in saved["layers"].items():
@@ -331,7 +402,17 @@ def _finer(call: Captured, finer: list[Recipe], threshold: float, error: float) 
 
 
 def _described(layer: Layer, threshold: float) -> str:
-    return f"relative L2 error of dQ {layer.errors['dq']:.3f}, dK {layer.errors['dk']:.3f}, above {threshold:g}"
+    text = f"relative L2 error of dQ {layer.errors['dq']:.3f}, dK {layer.errors['dk']:.3f}, above {threshold:g}"
+    if layer.saturated <= MOST:
+        return text
+    return (
+        f"{text}; saturated softmax: {layer.saturated:.0%} of the queries of head {layer.head} give one key "
+        f"{SATURATED:g} or more of their weight (docs/limits.md#a-saturated-softmax)"
+    )
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _advice(index: int, finer: tuple[str, float] | None, automatic: bool) -> str:

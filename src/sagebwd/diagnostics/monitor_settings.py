@@ -8,15 +8,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Monitor:
-    """The attention's error while it trains, see `sagebwd.diagnostics.monitor`; nothing to watch in full precision."""
+    """Settings of `sagebwd.diagnostics.monitor.AttentionMonitor`, and the ``monitor`` section of a training config.
 
-    every: int = 100  # steps between checks; 0 for none
-    layers: list[int] | None = None  # by index; all without
-    heads: int = 3  # query heads of a layer that are checked: the worst so far, the largest logits, others in turn
-    tokens: int = 1024  # of the sequence that is checked, from its beginning
-    threshold: float = 0.15  # relative L2 error of dQ or dK above which a layer is warned of
-    checks: int = 3  # in a row before a layer's recipe changes
-    precision: str = "fixed"  # or auto: a layer above the threshold moves to a finer recipe, and back
+    Args:
+        every: steps between checks; 0 for none.
+        layers: which, by index from 0; all without.
+        heads: query heads of a layer that are checked: the worst so far, the one with the largest logits, the others
+            in turn.
+        tokens: of the sequence that is checked, from its beginning.
+        threshold: relative L2 error of dQ or dK above which a layer is warned of.
+        checks: in a row before a layer's recipe changes.
+        precision: "fixed"; or "auto", under which a layer above the threshold moves to a finer recipe, and back.
+
+    Raises ValueError for a value out of range.
+    """
+
+    every: int = 100
+    layers: list[int] | None = None
+    heads: int = 3
+    tokens: int = 1024
+    threshold: float = 0.15
+    checks: int = 3
+    precision: str = "fixed"
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""

@@ -41,6 +41,8 @@ from sagebwd.reference.metrics import Comparison, relative_l2
 TENSORS = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
 OUTPUTS = ("o", "dq", "dk", "dv")
 PAIRS = ("p", "dp", "ds")
+SATURATED = 0.99
+"""The largest P of a query from which on its softmax is saturated: dS, P (dP - delta), is a difference of equals."""
 
 # cosine and relative L2: Table 2 of the paper, layer 11 of its QK-normed 325M model.
 PAPER_TABLE_2: dict[str, tuple[float, float]] = {
@@ -71,7 +73,8 @@ class Row:
     cosine and relative_l2 by tensor of `TENSORS`. Of full precision: norm, by tensor of `TENSORS`; rms by tensor of
     `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms,
     max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its
-    value over the root mean square of all values' norms; sink and sink_weight, the key with the largest mean weight.
+    value over the root mean square of all values' norms; sink and sink_weight, the key with the largest mean weight;
+    saturated, the share of queries whose largest P is at least `SATURATED`.
     attribution by source and tensor of `OUTPUTS`, empty unless asked for.
     With grouped heads dK and dV are one query head's part of the sum over its group.
     """
@@ -89,6 +92,7 @@ class Row:
     first_value: float = 0.0
     sink: int = 0
     sink_weight: float = 0.0
+    saturated: float = 0.0
     attribution: dict[str, dict[str, Source]] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
     window: int | None = 0
@@ -180,6 +184,7 @@ class _Watch:
         self.errors = {name: Comparison() for name in PAIRS}
         self.largest_logit = self.largest_distance = 0.0
         self.weights = exact.k.new_zeros(exact.k.shape[2])  # of each key, the sum of P over queries
+        self.largest_p = torch.zeros_like(exact.values["lse"])  # of each query
 
     def __call__(self, name: str, rows: slice, keys: slice, value: Tensor) -> None:
         rows = slice(rows.start, min(rows.stop, self.exact.q.shape[2]))
@@ -188,6 +193,8 @@ class _Watch:
             self.expected, logits, distance = self.exact.pairs(rows, keys)
             self.hidden = logits == -math.inf
             self.weights[keys] += self.expected["p"].sum((0, 1, 2))
+            largest = self.largest_p[:, :, rows]
+            torch.maximum(largest, self.expected["p"].amax(-1), out=largest)
             self.largest_logit = max(self.largest_logit, logits.masked_fill(self.hidden, 0).abs().max().item())
             self.largest_distance = max(self.largest_distance, distance.abs().max().item())
         value = value[..., : rows.stop - rows.start, : keys.stop - keys.start].flatten(1, 2)
@@ -218,6 +225,7 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
         first_value=(norms[..., 0].mean() / norms.mean()).sqrt().item() if norms.any() else 0.0,
         sink=int(weights.argmax()),
         sink_weight=weights.max().item(),
+        saturated=(watch.largest_p >= SATURATED).double().mean().item(),
         attribution=_attribution(tensors, recipe, exact, actual) if attribute else {},
         norm={name: math.sqrt(errors[name].expected_square) for name in TENSORS},
     )  # fmt: skip

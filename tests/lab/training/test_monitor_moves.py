@@ -27,7 +27,8 @@ class Script:
 
     def __call__(self, calls, recipes):
         errors = {str(recipe): dict.fromkeys(monitoring.TENSORS, self.errors[str(recipe)]) for recipe in recipes}
-        return [SimpleNamespace(recipe=recipe, head=0, relative_l2=error) for recipe, error in errors.items()]
+        shared = {"head": 0, "saturated": 0.0}
+        return [SimpleNamespace(recipe=recipe, relative_l2=error, **shared) for recipe, error in errors.items()]
 
 
 @pytest.fixture
@@ -39,7 +40,6 @@ def judged(model_and_ids, monkeypatch):
 
     def start(**settings):
         monitor = AttentionMonitor(ids, Monitor(**settings))
-        monitor.trainer = type("Trainer", (), {"is_world_process_zero": lambda self: True})()
         monitor.layers = {0: monitoring.Layer("token", "token")}
 
         def check(**errors):
@@ -150,9 +150,13 @@ def test_rungs_that_the_implementation_lacks_are_left_out(judged, monkeypatch):
     assert layer.recipe == "token"
 
 
-def test_only_the_first_process_warns(judged):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_process_warns(judged, monkeypatch, rank):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, check = judged(threshold=0.1)
-        check(token=0.2, output=0.05)
-    assert [str(one.message).startswith("attention monitor, step 1: layer 0") for one in caught] == [True]
+        assert len(check(token=0.2, output=0.05)) == 1
+    expected = [True] if rank == 0 else []
+    assert [str(one.message).startswith("attention monitor, step 1: layer 0") for one in caught] == expected
