@@ -20,6 +20,10 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRODUCTS = ("o", "dq", "dk", "dv")
 OWN_TESTS = {
+    "int8-dp.md: Why it fails done plainly": "test_int8_dp.py::test_pages_have_the_commands_tables",
+    "int8-dp.md: Errors of recipes": "test_int8_dp.py::test_pages_have_the_commands_tables",
+    "int8-dp.md: Limits": "test_int8_dp.py::test_pages_have_the_commands_tables",
+    "sinks.md: Another of the first keys": "test_int8_dp.py::test_pages_have_the_commands_tables",
     "accuracy.md: Four kinds of data side by side":
         "test_docs_results.py::test_errors_side_by_side_are_those_of_the_files",
     "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
