@@ -36,8 +36,8 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and do of one kind, (batch, heads, tokens, head_dim).
 
-    "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a key, the first, 12 logits above N(0, 1)
-    with a tenth of its value; "sinks": with a mean in K and V, and a key in the middle 9 above, a delimiter.
+    "flat-and-sink": flat scores but for a first key, whose logit is 5. "sink": a key, the first, 12 logits above
+    N(0, 1) with a tenth of its value; "sinks": with a mean in K and V, and a key in the middle 9 above, a delimiter.
     "coherent": Q, V and dO are a vector of the head and half as much noise, so that a key's dK and dV are sums over
     all queries of terms of one sign.
     starts: where sequences begin, if several are packed. place: of the sink of "sink" and "sinks" behind such a start.

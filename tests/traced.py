@@ -52,5 +52,4 @@ def _side(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor, band: Ban
         pairs[name][:, :, rows, keys] = value.flatten(1, 2)
 
     dq, dk, dv = emulator.backward(do, o, lse, observe=observe)
-    delta = (do.to(emulator.compute) * o.to(emulator.compute)).sum(-1)
-    return {"o": o, "lse": lse, "delta": delta, **pairs, "dq": dq, "dk": dk, "dv": dv}
+    return {"o": o, "lse": lse, "delta": emulator.delta(do, o, lse), **pairs, "dq": dq, "dk": dk, "dv": dv}

@@ -13,6 +13,8 @@ from functools import partial
 from lab.studies import variants
 
 NOT_MEASURED = "not measured"
+# An INT8 dP as it was before `Recipe.dp` had its steps.
+PLAIN_DP = ("token scales",)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,6 @@ SWITCHES = (
     Ablation("token(dv=16bit)", f"{NOT_MEASURED}; one product in 16 bit"),
     Ablation("token(dq=16bit)", f"{NOT_MEASURED}; one product in 16 bit"),
     Ablation("token(dk=16bit)", f"{NOT_MEASURED}; one product in 16 bit"),
-    Ablation("token(dp=int8)", f"{NOT_MEASURED}; one product more in INT8"),
     Ablation("token(dv=fp8)"),
     Ablation("token(dq=fp8)"),
     Ablation("token(dk=fp8)"),
@@ -114,6 +115,7 @@ VARIANTS = tuple(
             {"do_scale": "sequence"},
         ),
         ("delta = rowsum(P dP)", "S and dP once more, before dS", False, {"delta": "rebuilt"}),
+        ("dP in INT8, a scale a token", f"{NOT_MEASURED}; one product more in INT8", False, {"dp_steps": PLAIN_DP}),
     )
 )
 

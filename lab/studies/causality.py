@@ -25,7 +25,7 @@ from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
-RECIPES = ("full", "paper", "token", "mixed")
+RECIPES = ("full", "paper", "token", "mixed", "token(dp=int8)", "mixed(dp=int8)")
 OPERANDS = ("q", "k", "v")
 TENSORS = {"o": "O", "dq": "dQ"}
 TOKENS, HEAD_DIM, SEEDS = 1024, 64, 2

@@ -81,7 +81,7 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q, K, V and dO of one head, (1, 1, tokens, head_dim) BF16, on the CPU so that every device sees the same.
 
-    place: which key is the sink of kind ``sink``. Raises ValueError for an unknown kind and for a place without a sink.
+    place: which key is the sink of kind ``sink``. Raises ValueError for an unknown kind, or a place without a sink.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")

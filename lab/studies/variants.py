@@ -6,23 +6,29 @@
 - dO with one scale a token, folded into P before P is quantised (as Q's is into dS in dK), or one a channel of the
   whole sequence, applied once at the end (as V's is in O).
 - delta rebuilt as rowsum(P dP) from backward's own P, in place of rowsum(dO O).
+- dP in INT8 with some of the steps that keep dS (`DP_STEPS`), or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
-from sagebwd.reference.emulator import Emulator
+from sagebwd.reference.emulator import DpOperands, Emulator
 from sagebwd.reference.quantize import INT8_MAX, pad_tokens, quantize, quantize_tokens
+from sagebwd.reference.rotation import rotated
 
 Psi = Callable[[Tensor, tuple[int, ...]], Tensor]
 """x and the dimensions that share a scale, to codes times scale."""
 
+DP_STEPS = ("rotation", "token scales", "delta of codes", "mean of O")
+"""Of an INT8 dP: dO and V are rotated; V has a scale a token, not one for 128 keys; delta is made of dO's codes, not
+of dO; V is less the mean of O."""
+KEYS_A_SCALE = 128
 CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -81,7 +87,8 @@ class Variant(Emulator):
     """The emulator with other roundings of dS and of P in dV, or more terms of S.
 
     Args: psi, for dS and P in dV; s_terms, which of "q" (Q2 K1) and "k" (Q1 K2) are added to S; delta, "rebuilt" for
-    rowsum(P dP); do_scale, "token" or "sequence".
+    rowsum(P dP); do_scale, "token" or "sequence"; dp_steps, those of `DP_STEPS` that an INT8 dP takes, None for the
+    recipe's dP.
     """
 
     def __init__(
@@ -96,8 +103,10 @@ class Variant(Emulator):
         s_terms: str = "",
         delta: str = "",
         do_scale: str = "",
+        dp_steps: Collection[str] | None = None,
     ) -> None:
         super().__init__(q, k, v, recipe, scale, band)
+        self.dp_steps = dp_steps
         self.psi, self.s_terms, self.delta, self.do_scale = psi, s_terms, delta, do_scale
         if s_terms:
             self.q1, self.q2 = two_terms(self.turned(self.operands.q_smooth))
@@ -113,6 +122,21 @@ class Variant(Emulator):
             if name in self.s_terms:
                 s = s + getattr(self, a)[..., rows, :] @ getattr(self, b)[..., keys, :].mT * self.scale
         return s
+
+    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor) -> DpOperands:
+        if self.dp_steps is None:
+            return super()._dp_operands(do, o, lse)
+        do, o = self._group_heads(do), self._group_heads(o)
+        center = o.mean((2, 3), keepdim=True) if "mean of O" in self.dp_steps else torch.zeros_like(self.v[..., :1, :])
+        turned = rotated if "rotation" in self.dp_steps else torch.clone
+        do_codes, do_scale = quantize_tokens(turned(do), "token", 1)
+        group = "token" if "token scales" in self.dp_steps else "block"
+        v_codes, v_scale = quantize_tokens(turned(self.v - center), group, KEYS_A_SCALE)
+        coded = do_codes * do_scale
+        products = coded * turned(o - center) if "delta of codes" in self.dp_steps else do * (o - center)
+        delta, shared = products.sum(-1, keepdim=True), (coded * turned(center)).sum(-1, keepdim=True)
+        do_codes, do_scale, shared = (pad_tokens(x, self.recipe.block_q) for x in (do_codes, do_scale, shared))
+        return DpOperands(do_codes, do_scale, v_codes, v_scale, delta, shared)
 
     def outputs(self, do: Tensor) -> dict[str, Tensor]:
         """O, dQ, dK and dV."""

@@ -82,10 +82,14 @@ class Recipe:
       addition an output element and key block. Its scale is per query row of each key block in every recipe.
 
     ``first_keys``: how many of the first keys of a sequence, the first that a key-padding mask leaves, take part in an
-    INT8 O in 16 bit, 0 to `MOST_FIRST_KEYS`. They add p v, V less its mean where V is smoothed, and the scale of P is
-    that of the keys beside them. Trained models give one of them most of a row's weight (an attention sink), and within
-    its group the others' P would round to zero. A single one has P and V in FP32; the operands of several are rounded
-    to the dtype of the input. A 16-bit O has no such scales, and the field no meaning there.
+    INT8 O in 16 bit, 0 to 128. They add p v, V less its mean where V is smoothed, and the scale of P is that of the
+    keys beside them. Trained models give one of them most of a row's weight (an attention sink), and within its group
+    the others' P would round to zero. A single one has P and V in FP32; the operands of several are rounded to the
+    dtype of the input. A 16-bit O has no such scales, and the field no meaning there.
+
+    ``dp``: an INT8 dP is of dO R and (V - c) R, each with a scale a token; c is the mean of O over the queries of a
+    key head that see a key, and R is `rotate`'s, of value's head_dim. delta is the sum over channels of dO's codes,
+    times their scale, and (O - c) R: dP and delta then share dO's rounding, and in their difference c is gone.
 
     Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
     ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
@@ -97,8 +101,8 @@ class Recipe:
     ``rotate``, of `token` and `mixed`: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
     orthogonal (`sagebwd.reference.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
     of Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's
-    codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. The field has no meaning for a
-    16-bit S whose dQ and dK are 16 bit too.
+    codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. So are the operands of an INT8
+    dP. The field has no meaning for a 16-bit S whose dP, dQ and dK are 16 bit too.
 
     Raises ValueError for an unknown choice, block size or number of keys, and TypeError for a switch that is not a
     bool.

@@ -1,9 +1,10 @@
 """Error of a recipe on captured attention calls, tensor by tensor (the paper's Table 2), and where it comes from.
 
 Every head is emulated by itself from the tensors as they were captured, in their dtype, and compared with full
-precision in FP64 on the same tensors. What is of size queries x keys is compared a few blocks of queries at a time, as
-the emulator computes it, so that memory is linear in tokens. Where a query does not see a key P, dP and dS are zero,
-on both sides and in every root mean square, which is over all N x M pairs.
+precision in FP64 on the same tensors; the mean of O that an INT8 dP takes off V is then the head's own. What is of
+size queries x keys is compared a few blocks of queries at a time, as the emulator computes it, so that memory is
+linear in tokens. Where a query does not see a key P, dP and dS are zero, on both sides and in every root mean square,
+which is over all N x M pairs.
 
 Bound: row i of dS = P (dP - delta) has norm at most max_j |dP_ij - delta_i|, for the squares of P's row sum to at most
 1. Over N queries and M keys therefore RMS(dS) <= max |dP - delta| / sqrt(M), the maximum over visible pairs.
@@ -172,8 +173,7 @@ def emulate(
     emulator = Emulator(q, k, v, recipe, scale, band)
     o, lse, _ = emulator.forward()
     dq, dk, dv = emulator.backward(do, o, lse, observe=observe)
-    delta = (do.to(emulator.compute) * o.to(emulator.compute)).sum(-1)
-    return {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    return {"o": o, "lse": lse, "delta": emulator.delta(do, o, lse), "dq": dq, "dk": dk, "dv": dv}
 
 
 class _Watch:

@@ -11,7 +11,8 @@ of size queries x keys outlives a step.
 Shapes: B batch, H heads of keys and values, G query heads a key head serves, N query and M key tokens, D head_dim.
 Queries are (B, H, G, N, D) and keys (B, H, 1, M, D) inside.
 
-Source: arXiv 2603.02170 (algorithms 1 and 2), with the scale groups of `sagebwd.recipe`.
+Source: arXiv 2603.02170 (algorithms 1 and 2), with the scale groups of `sagebwd.recipe`; dP in INT8 is this project's
+(docs/results/int8-dp.md).
 """
 
 from __future__ import annotations
@@ -52,6 +53,25 @@ class _Operands:
     k_smooth: Tensor  # (B, H, 1, M, D), the 16-bit operand
     k_exact: Tensor  # (B, H, 1, M, D), smoothed and not rounded
     k_mean: Tensor  # (B, H, 1, 1, D)
+
+
+@dataclass(frozen=True)
+class DpOperands:
+    """dO and V as dP = dO V^T reads them, and delta; queries are padded to whole blocks but in delta."""
+
+    do_codes: Tensor  # (B, H, G, N, D), or dO itself
+    do_scale: Tensor  # (B, H, G, N, 1), or 1
+    v_codes: Tensor  # (B, H, 1, M, D), of V less the mean of O, or V itself
+    v_scale: Tensor  # (B, H, 1, M, 1), or 1
+    delta: Tensor  # (B, H, G, N, 1)
+    shared: Tensor  # (B, H, G, N, 1), what products and delta both lack: dO times the mean of O
+
+    def product(self, rows: slice, keys: slice) -> Tensor:
+        """dP of a chunk, less `shared`."""
+        dp = self.do_codes[..., rows, :] @ self.v_codes[..., keys, :].mT
+        if self.do_scale.dim() == 0:
+            return dp
+        return dp * self.do_scale[..., rows, :] * self.v_scale[..., keys, :].mT
 
 
 class Emulator:
@@ -243,14 +263,14 @@ class Emulator:
         name, the query and key range and the value of P, dP and dS of each chunk.
         """
         recipe, x = self.recipe, self.operands
-        do, o = self._group_heads(do), self._group_heads(o)
-        delta = (do * o).sum(-1, keepdim=True)
+        dp_operands = self._dp_operands(do, o, lse)
+        delta = dp_operands.delta
         if dlse is not None:
             dlse = dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
             delta = delta - dlse
             dlse = pad_tokens(dlse, recipe.block_q)
         lse = _finite(lse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1))
-        do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (do, delta, lse))
+        do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (self._group_heads(do), delta, lse))
         fp8 = None
         if FP8 in (recipe.dv, recipe.dq, recipe.dk) and self.tokens_k:
             fp8 = self._float8(do, lse, dlse)
@@ -263,10 +283,10 @@ class Emulator:
             p = torch.exp(s - lse[..., rows, :])
             if self.mask is not None and self.mask.is_bias:
                 p = p.clamp(max=1)  # beside a large bias lse loses the digits that keep it so
-            dp = self._dp(do[..., rows, :], keys)
+            dp = dp_operands.product(rows, keys)
             ds = p * (dp - delta[..., rows, :])
             if observe is not None:
-                for name, value in (("p", p), ("dp", dp), ("ds", ds)):
+                for name, value in (("p", p), ("dp", dp + dp_operands.shared[..., rows, :]), ("ds", ds)):
                     observe(name, rows, keys, value)
             if fp8 is not None:
                 probability = torch.exp(s - (lse - fp8.shift)[..., rows, :])
@@ -303,13 +323,30 @@ class Emulator:
         dk, dv = (dk * self.scale)[..., : self.tokens_k, :], dv[..., : self.tokens_k, :]
         return tuple(gradient.flatten(1, 2).to(self.dtype) for gradient in (dq, dk, dv))
 
-    def _dp(self, do: Tensor, keys: slice) -> Tensor:
-        """dP = dO V^T of a chunk; the INT8 form, one scale a token, is there for error studies alone."""
-        v = self.v[..., keys, :]
-        if self.recipe.dp == INT8:
-            (do, do_scale), (v, v_scale) = (quantize_tokens(t, "token", 1) for t in (do, v))
-            return do @ v.mT * do_scale * v_scale.mT
-        return do @ v.mT
+    def delta(self, do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+        """rowsum(dO O) as `backward` has it, (B, Hq, N), of the same do, o and lse."""
+        operands = self._dp_operands(do, o, lse)
+        return (operands.delta + operands.shared[..., : self.tokens_q, :]).flatten(1, 2).squeeze(-1)
+
+    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor) -> DpOperands:
+        """Of do, o and lse as `backward` takes them."""
+        recipe = self.recipe
+        do, o = self._group_heads(do), self._group_heads(o)
+        if recipe.dp != INT8:
+            delta = (do * o).sum(-1, keepdim=True)
+            do = pad_tokens(do, recipe.block_q)
+            one = do.new_ones(())
+            return DpOperands(do, one, self.v, one, delta, torch.zeros_like(do[..., :1]))
+        seen = (lse != -math.inf).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
+        count = seen.sum((2, 3), keepdim=True).clamp(min=1)
+        center = torch.where(seen, o, 0).sum((2, 3), keepdim=True) / count
+        do_codes, do_scale = quantize_tokens(self.turned(do), "token", recipe.block_q)
+        v_codes, v_scale = quantize_tokens(self.turned(self.v - center), "token", recipe.block_k)
+        coded = do_codes * do_scale
+        delta = (coded * self.turned(o - center)).sum(-1, keepdim=True)
+        shared = (coded * self.turned(center)).sum(-1, keepdim=True)
+        do_codes, do_scale, shared = (pad_tokens(x, recipe.block_q) for x in (do_codes, do_scale, shared))
+        return DpOperands(do_codes, do_scale, v_codes, v_scale, delta, shared)
 
     def _quantized(self, x: Tensor, group: str) -> Tensor:
         """A (.., rows, keys) operand quantised and scaled back: one scale per query, key or tile of each tile."""

@@ -1,0 +1,176 @@
+"""dP in INT8: errors of recipes with it and without it, and what each step of it mends.
+
+``python -m lab.studies.int8_dp recipes | steps`` measure, write JSON and print a Markdown table; ``show FILE`` prints
+that of a file, or of some of its kinds and recipes. Products are emulated in FP32 from inputs drawn in BF16 and
+compared with FP64 on the same inputs, causal; relative L2 throughout. ``steps`` takes the steps of
+`lab.studies.variants.DP_STEPS` away one at a time, all but the scales a token, and all four; its last line is the
+recipe with dP in 16 bit.
+
+Kinds: ``gaussian``, N(0, 1); ``outliers``, with means and channels of outliers in K and V (`lab.studies.study`);
+``sink at N``, with key N 12 logits above the rest (`lab.studies.gaussian`); and what ``--load`` brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lab.studies import gaussian, study
+from lab.studies.study_tables import table
+from lab.studies.variants import DP_STEPS, Variant
+from sagebwd.diagnostics import capture
+from sagebwd.masks.band import Band
+from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
+
+RECIPES = (
+    "mixed", "mixed(dp=int8)", "token", "token(dp=int8)", "token(first_keys=16)", "token(first_keys=16, dp=int8)",
+    "paper",
+)  # fmt: skip
+BASES = ("mixed", "token(first_keys=16)")
+LABELS = {"o": "O", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
+SHOWN = {"recipes": ("o", "dq", "dk", "dv"), "steps": ("ds", "dq", "dk")}
+KINDS = ("gaussian", "outliers", *(f"sink at {place}" for place in (0, 1, 5, 15, 40)))
+STEPS: dict[str, Collection[str] | None] = {
+    "all four": DP_STEPS,
+    **{f"without: {step}": tuple(other for other in DP_STEPS if other != step) for step in DP_STEPS},
+    "scales a token alone": ("token scales",),
+    "none": (),
+    "dP in 16 bit": None,
+}
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+Sample = tuple[str, Tensors, float, Band]
+"""A kind; q, k, v and do of one head, (1, 1, N, .); the softmax scale; which keys a query sees."""
+
+
+def draw(kind: str, tokens: int, head_dim: int, value_dim: int, seed: int) -> Tensors:
+    """q, k, v and do of one of `KINDS`, or of a sink at another key. Raises ValueError for another kind."""
+    base, _, place = kind.partition(" at ")
+    if base == "sink" and place.isdigit():
+        drawn = gaussian.draw("sink", 1.0, tokens, head_dim, seed, int(place))
+    elif kind in ("gaussian", "outliers"):
+        drawn = study.draw("sigma 1" if kind == "gaussian" else kind, tokens, head_dim, seed)
+    else:
+        raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
+    q, k, v, do = (x.float() for x in drawn)
+    return q, k, v[..., :value_dim], do[..., :value_dim]
+
+
+def drawn(kinds: Iterable[str], tokens: int, dims: tuple[int, int], seeds: int) -> Iterator[Sample]:
+    """Samples of each kind, causal."""
+    for kind in kinds:
+        for seed in range(seeds):
+            yield kind, draw(kind, tokens, *dims, seed), dims[0] ** -0.5, Band.of(True)
+
+
+def loaded(name: str, path: str | Path) -> Iterator[Sample]:
+    """Every head in a file of `sagebwd trace --save`, as samples of a kind called ``name``."""
+    for call in capture.load(path):
+        for head in call.heads:
+            tensors = tuple(x.float() for x in call.head(head))
+            yield name, tensors, call.scale, Band.of(call.is_causal, *(call.window or (-1, -1)))
+
+
+def outputs(tensors: Tensors, recipe: Recipe, scale: float, band: Band, **variant: object) -> dict[str, Tensor]:
+    """O, dS, dQ, dK and dV; variant, of `lab.studies.variants.Variant`."""
+    q, k, v, do = tensors
+    emulator = Variant(q, k, v, recipe, scale, band, **variant)
+    tokens_q, tokens_k = q.shape[2], k.shape[2]
+    ds = q.new_zeros(*q.shape[:2], tokens_q, tokens_k)
+
+    def observe(name: str, rows: slice, keys: slice, value: Tensor) -> None:
+        if name == "ds":
+            at = ds[:, :, rows, keys]
+            at.copy_(value.flatten(1, 2)[..., : at.shape[-2], : at.shape[-1]])
+
+    o, lse, _ = emulator.forward()
+    dq, dk, dv = emulator.backward(do, o, lse, observe=observe)
+    return {"o": o, "ds": ds, "dq": dq, "dk": dk, "dv": dv}
+
+
+def measure(part: str, samples: Iterable[Sample], recipes: Sequence[str]) -> list[dict[str, object]]:
+    """A row for each kind and recipe, of ``steps`` also each of `STEPS`: errors[tensor], one number a sample."""
+    rows: dict[tuple[str, ...], dict] = {}
+    for kind, tensors, scale, band in samples:
+        exact = outputs(tuple(x.double() for x in tensors), Recipe.named("full"), scale, band)
+        for text in recipes:
+            recipe = Recipe.parse(text)
+            for step, taken in STEPS.items() if part == "steps" else [("", None)]:
+                actual = outputs(tensors, recipe, scale, band, dp_steps=taken)
+                names = {"kind": kind, "recipe": text, **({"step": step} if step else {})}
+                row = rows.setdefault((kind, text, step), {**names, "errors": {name: [] for name in LABELS}})
+                for name, values in row["errors"].items():
+                    values.append(float(f"{relative_l2(actual[name], exact[name]):.4g}"))
+    return list(rows.values())
+
+
+def markdown(content: dict) -> str:
+    """The tables of a file: the median over samples, then the largest."""
+    shown, steps = SHOWN[content["part"]], content["part"] == "steps"
+    figures: tuple[Callable[[list[float]], float], ...] = (statistics.median, max)
+    lines = []
+    for row in content["rows"]:
+        cells = [" / ".join(_cell(figure(row["errors"][name])) for name in shown) for figure in figures]
+        names = [row["kind"], f"`{row['recipe']}`", *([row["step"]] if steps else [])]
+        lines.append([*names, *cells])
+    of = " / ".join(LABELS[name] for name in shown)
+    return table(["data", "recipe", *(["steps"] if steps else []), f"{of}, median", "largest"], lines)
+
+
+def _cell(error: float) -> str:
+    return f"{error:.3f}".removeprefix("0")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m lab.studies.int8_dp", description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=("recipes", "steps", "show"))
+    parser.add_argument("file", nargs="?", type=Path, help="the JSON to write, or with show to read")
+    parser.add_argument("--kind", action="append", help=f"one of {', '.join(KINDS)}; repeat [default: all]")
+    parser.add_argument("--load", action="append", default=[], help="NAME=FILE of `sagebwd trace --save`; repeat")
+    parser.add_argument("--recipe", action="append", help="recipe name or text; repeat for several")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--head-dim", default="64", help="as 64, or with value's as 192/128")
+    parser.add_argument("--seeds", type=int, default=4, help="draws, 0 for what is loaded alone")
+    given = parser.parse_args(arguments)
+    if given.part == "show":
+        if given.file is None or not given.file.is_file():
+            parser.error(f"show: there is no file {given.file}")
+        content = json.loads(given.file.read_text(encoding="utf-8"))
+        for name, wanted in (("kind", given.kind), ("recipe", given.recipe)):
+            content["rows"] = [row for row in content["rows"] if wanted is None or row[name] in wanted]
+        print(markdown(content))
+        return
+    try:
+        head_dim, _, value_dim = given.head_dim.partition("/")
+        dims = int(head_dim), int(value_dim or head_dim)
+        samples = list(drawn(given.kind or KINDS, given.tokens, dims, given.seeds))
+        for text in given.load:
+            name, equals, path = text.partition("=")
+            if not equals:
+                raise ValueError(f"--load {text!r}: expected NAME=FILE")
+            samples += loaded(name, path)
+        recipes = given.recipe or (BASES if given.part == "steps" else RECIPES)
+        rows = measure(given.part, samples, recipes)
+    except ValueError as error:
+        parser.error(str(error))
+    content = {
+        "part": given.part, "torch": torch.__version__, "tokens": given.tokens, "head_dim": given.head_dim,
+        "seeds": given.seeds, "rows": rows,
+    }  # fmt: skip
+    if given.file is not None:
+        head = json.dumps({key: value for key, value in content.items() if key != "rows"})
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        given.file.parent.mkdir(parents=True, exist_ok=True)
+        given.file.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    print(markdown(content))
+
+
+if __name__ == "__main__":
+    main()
