@@ -407,7 +407,7 @@ def errors_of_variants() -> str:
 def sinks_by_strength() -> str:
     """Errors by the strength of a sink."""
     first = {(row["logits"], row["recipe"]): row for row in sinks() if row["kind"] == "first"}
-    recipes = ("paper", "token(first_key=int8)", "token", "mixed")
+    recipes = ("paper", "token(first_keys=0)", "token", "mixed")
     rows = [
         [f"{logits} ({first[logits, 'mixed']['weight']:.2f})",
          *(errors(first[logits, recipe][x] for x in TENSORS[:3]) for recipe in recipes)]
