@@ -102,8 +102,8 @@ def test_opcheck_backward(form, with_lse):
     assert set(outcome.values()) == {"SUCCESS"}
 
 
-def attend(q, k, v, **arguments):
-    return sage_attention(q, k, v, is_causal=True, enable_gqa=True, **arguments)
+def attend(q, k, v, recipe="token", **arguments):
+    return sage_attention(q, k, v, is_causal=True, enable_gqa=True, recipe=recipe, **arguments)
 
 
 def block(q, k, v):
