@@ -245,16 +245,17 @@ def test_autocast_casts_what_norms_and_rotary_leave_in_fp32(dtype):
 
 def test_switches_change_the_recipe_and_nothing_else():
     q, k, v, do = draw(tokens=64)
-    token, full = call(q, k, v, do=do), call(q, k, v, do=do, recipe="full")
-    with switches(disabled=True):
-        for a, e in zip(call(q, k, v, do=do), full):
-            assert torch.equal(a, e)
-    with switches(backward_16bit=True):
-        mixed = call(q, k, v, do=do)
+    token, full = (call(q, k, v, do=do, recipe=recipe) for recipe in ("token", "full"))
+    for recipe in ("token", "auto"):
+        with switches(disabled=True):
+            for a, e in zip(call(q, k, v, do=do, recipe=recipe), full):
+                assert torch.equal(a, e)
+        with switches(backward_16bit=True):
+            mixed = call(q, k, v, do=do, recipe=recipe)
     assert torch.equal(mixed[0], token[0])
     expected = call(q, k, v, do=do, recipe="token(dv=16bit, dq=16bit, dk=16bit)")
     assert all(torch.equal(a, e) for a, e in zip(mixed, expected))
-    assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do), token))
+    assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do, recipe="token"), token))
 
 
 @pytest.mark.parametrize("name", ["disabled", "backward_16bit", "deterministic"])

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import sagebwd
 from benchmarks.shapes import value_dim_of
 
 ROOT = Path(__file__).parent.parent
@@ -158,15 +160,10 @@ def test_what_questions_say_of_an_h100_is_the_files():
     assert f"`mixed` is there {window:.1f} times as fast as torch under a window of 1024 keys" in questions
     assert f"and {large:.1f} to {middle:.1f} times as fast under a causal mask" in questions
     assert f"layers without a window, {small:.2f}, at half of the heads".replace("0.", ".") in questions
-    rows = {(row["elements"], row["tokens"]) for row in thresholds("NVIDIA H100 80GB HBM3") if row["kind"] == "causal"}
-    least = min(elements for elements, tokens in rows if tokens is not None and tokens <= 4096)
-    assert f"width of {least / 1e6:.1f} million on" in questions
-
-
-def thresholds(card):
-    """Rows at 256 with gradients of the table that comes with the package."""
-    table = json.loads((ROOT / "src" / "sagebwd" / "auto" / "thresholds.json").read_text(encoding="utf-8"))
-    return [row for row in table[card] if (row["head_dim"], row["direction"]) == (256, "training")]
+    assert "from eight heads of one sequence on" in questions
+    for heads, recipe in ((4, "full"), (8, "mixed"), (16, "mixed")):
+        q = torch.empty(1, heads, 4096, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        assert sagebwd.explain(q, q, q, is_causal=True, device="NVIDIA H100 80GB HBM3").recipe == recipe
 
 
 @pytest.mark.parametrize(("page", "card", "calls"), [("speed", "h200", 54), ("speed-h100", "h100-80gb-hbm3", 51)])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from sagebwd.cli import doctor
 from sagebwd.cli import main as cli
@@ -55,6 +56,16 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     assert code == 1
     assert "needs a CUDA device" in out
     assert "self-test PASS" in out
+    assert "recipe auto, which is full here," in out
+    assert "No kernel runs here: recipe auto runs torch's own attention, and a named one the reference" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
+def test_without_a_gpu_nothing_is_measured(command):
+    for options in ((), ("--device", "cpu", "--kind", "causal")):
+        code, out, err = command("doctor", "--measure", *options)
+        assert (code, out) == (2, "")
+        assert "--measure times a GPU, got device cpu; without a GPU recipe 'auto' runs torch's attention" in err
 
 
 @pytest.mark.parametrize(("recipe", "who"), [("auto", "torch's scaled_dot_product_attention"), ("token", "refused")])

@@ -33,7 +33,7 @@ for path in folder.rglob("*.py"):
     if "sm90" not in path.parts:  # whose compiler is an extra
         name = ".".join((own, *path.relative_to(folder).with_suffix("").parts))
         importlib.import_module(name.removesuffix(".__init__"))
-assert sys.modules[f"{{own}}.auto.thresholds"].of_card("NVIDIA H200", "of no version")
+assert sys.modules[f"{{own}}.auto.model"].of_card("NVIDIA H200", "of no version")
 assert sys.modules[f"{{own}}.dispatch"].runtime().program is sys.modules[f"{{own}}.kernels.host.program"]
 assert not [name for name in sys.modules if name.partition(".")[0] == "sagebwd"]
 
@@ -66,7 +66,7 @@ def run(code, folder):
 def test_metadata_and_digests(folder):
     files = set(kernels_repo.files())
     assert Path("kernels", "sm90", "backward", "kernel.py") in files
-    assert Path("auto", "thresholds.json") in files, "what auto asks on a GPU"
+    assert Path("auto", "model.json") in files, "what auto asks on a GPU"
     assert not any("training" in path.parts for path in files)
     for backend in ("cuda", "cpu"):
         build = folder / FOLDER / "build" / f"torch-{backend}"

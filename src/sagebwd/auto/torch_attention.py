@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.thresholds import CAUSAL, FULL, WINDOW
+from sagebwd.auto.model import CAUSAL, FULL, WINDOW
 from sagebwd.auto.traced import asked_once
 from sagebwd.masks.band import Band
 

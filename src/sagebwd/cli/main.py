@@ -49,7 +49,7 @@ def doctor(
     recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time this GPU, for a few minutes: from which length auto is faster.")
+        bool, typer.Option("--measure", help="Time this GPU, for a few minutes, for auto to go by.")
     ] = False,
     kind: Annotated[
         list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
@@ -73,12 +73,16 @@ def doctor(
         raise ValueError(f"head_dim={head_dim} must be at least 1")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if measure and not device.startswith("cuda"):
+        raise ValueError(
+            f"--measure times a GPU, got device {device}; without a GPU recipe 'auto' runs torch's attention"
+        )
     if measure:
         from sagebwd.cli import measure as benchmark
-        from sagebwd.cli import thresholds
+        from sagebwd.cli import timings
 
         cases = benchmark.cases(kind or benchmark.KINDS, width or benchmark.MEASURED_WIDTHS)
-        thresholds.measure(device, cases, output, commit)
+        timings.measure(device, cases, output, commit)
         return
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
@@ -90,9 +94,9 @@ def doctor(
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
-        from sagebwd.cli import thresholds
+        from sagebwd.cli import timings
 
-        thresholds.show(device)
+        timings.show(device)
     if any(answer.chosen for answer in found):
         error = examination.self_test(device, getattr(torch, dtype), head_dim, parsed)
         passed = error < 0.03
@@ -104,7 +108,8 @@ def doctor(
         console.print(f"No implementation takes this call: {runs}.")
         raise typer.Exit(1)
     if not any(answer.chosen and answer.impl != "reference" for answer in found):
-        console.print("No kernel runs here: calls use the reference, which is right and slow.")
+        who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
+        console.print(f"No kernel runs here: {who} the reference, which is right and slow.")
         raise typer.Exit(1)
 
 
