@@ -135,7 +135,7 @@ def held_out(rows: list[dict], part_of: Callable[[Mapping], object]) -> dict[obj
             one = known.get(place_of(row))
             if part_of(row) != part or one is None or one.full is None or None in (row["ms"], row["torch_ms"]):
                 continue
-            wins = model.is_faster(one.low, one.full, size_of(row).work(row["kind"]))
+            wins = model.is_faster(one.low.with_margin(), one.full, size_of(row).work(row["kind"]))
             pair = row["ms"], row["torch_ms"]
             scores[0].add(*(pair if wins else pair[::-1]))
             scores[1].add(*pair[::-1])

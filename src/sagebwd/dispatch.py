@@ -93,9 +93,10 @@ def hands_over(ask: Ask, size: Size | None, card: str | None = None) -> bool:
 
 @asked_once
 def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both sides' costs of a call, whose `Ask` a trace hands on by its parts; or whether torch runs all such calls.
+    """Low precision's cost with the margin and torch's, of a call whose `Ask` a trace hands on by its parts.
 
-    Without a GPU it does. A dtype that nobody else takes is not handed over: that is for its error to say.
+    Or whether torch runs all such calls: without a GPU it does. A dtype that nobody else takes is not handed over:
+    that is for its error to say.
     """
     ask = Ask(*asked)
     on_gpu = ask.device.type == "cuda"
@@ -104,7 +105,7 @@ def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tu
     times = times_of(ask, card) if on_gpu else None
     if times is None:
         return True
-    return False if times.full is None else (tuple(times.low), tuple(times.full))
+    return False if times.full is None else (tuple(times.low.with_margin()), tuple(times.full))
 
 
 @cache
