@@ -24,6 +24,7 @@ OWN_TESTS = {
         "test_docs_results.py::test_errors_side_by_side_are_those_of_the_files",
     "speed.md: `mixed` against FlashAttention-4": "test_docs_results.py::test_tflops_in_speed_are_those_of_the_file",
     "masks.md: Speed under block masks": "test_docs_results.py::test_the_table_of_block_masks_is_the_files",
+    "auto.md: To time a machine": "tools/test_fit_auto.py::test_the_page_has_what_is_held_out",
     "auto.md: One H100": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
     "auto.md: One H200": "test_docs_results.py::test_speeds_of_auto_are_those_of_the_file",
     "speed-h100.md: Speed on an H100": "test_docs_results.py::test_speeds_of_widths_are_those_of_the_file",

@@ -1,6 +1,7 @@
 """`tools.fit_auto` on the results files that the package's model was fitted from."""
 
 import json
+import re
 
 import pytest
 
@@ -30,6 +31,25 @@ def test_what_was_left_out_is_chosen_better_than_torch_always(rows):
         (_, right, lost, _), (_, of_torch, torch_lost, _) = (map(float, score.cells()) for score in (ours, torch))
         assert right > 0.9 > of_torch
         assert lost < 1.02 < torch_lost
+
+
+def test_the_page_has_what_is_held_out(rows):
+    """Cell by cell: of files by their commits, of sizes by their power of two, and of numbers of tokens."""
+    text = (fit_auto.ROOT / "docs" / "auto.md").read_text(encoding="utf-8")
+    found = {name: fit_auto.held_out(rows, part_of) for name, part_of in fit_auto.PARTS.items()}
+    by_commit = {str(name).rpartition("_")[2]: score for name, score in found["file"].items()}
+    pattern = r"^\| (the file|calls of) `?(?:2\^)?(\w+)`?( elements| tokens)? \| (.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 10
+    for what, part, unit, cells in lines:
+        if what == "the file":
+            ours, torch = by_commit[f"{part}.json"]
+        else:
+            ours, torch = found["tokens" if unit == " tokens" else "size 2^"][int(part)]
+        count, *wanted = map(float, [*ours.cells()[:3], torch.cells()[2]])
+        said, *printed = map(float, cells.split(" | "))
+        assert said == count
+        assert printed == pytest.approx(wanted, abs=0.0011), part
 
 
 def test_a_score_counts_what_is_lost():
