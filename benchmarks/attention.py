@@ -26,7 +26,7 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto import thresholds
+from sagebwd.auto import model
 from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.recipe import FP8, Recipe
@@ -191,7 +191,7 @@ def _pairs(
     """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
     pairs = []
     for recipe in map(Recipe.parse, recipes):
-        kind = thresholds.PACKED if isinstance(shape, Packed) else thresholds.FULL
+        kind = model.PACKED if isinstance(shape, Packed) else model.FULL
         ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device), kind)
         if impls is None:
             pairs.append((dispatch.choose(ask).impl, recipe))

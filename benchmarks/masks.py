@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from benchmarks.correctness import Outcome, emulated, gate, wrong_tensors
 from benchmarks.mask_cases import DENSE, PACKED, PEERS, Attention, Case, attentions
 from sagebwd import dispatch
-from sagebwd.auto import thresholds
+from sagebwd.auto import model
 from sagebwd.call import Ask
 from sagebwd.cli.measure import COMPILING
 from sagebwd.cli.processes import run_in_processes
@@ -203,9 +203,9 @@ def _impl(case: Case, name: str, impl: str | None, inputs: Inputs) -> str | None
     """Who runs each direction of ours, as `sagebwd.dispatch.Choice.name` has it."""
     if name in PEERS:
         return None
-    kind = thresholds.PACKED if name.startswith(PACKED) else thresholds.MASK
+    kind = model.PACKED if name.startswith(PACKED) else model.MASK
     if (band := case.band()) is not None:
-        kind = thresholds.CAUSAL if band.lower is None else thresholds.WINDOW
+        kind = model.CAUSAL if band.lower is None else model.WINDOW
     try:
         return dispatch.choose(Ask.of(inputs[0], inputs[2], Recipe.parse(name.removeprefix(PACKED)), impl, kind)).name
     except NotImplementedError:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.shapes import on_grid, value_dim_of
-from sagebwd.auto.thresholds import widths_text
+from sagebwd.auto.model import widths_text
 from sagebwd.diagnostics.plots import save
 
 STEP_PARTS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sagebwd.auto.thresholds import widths_text
+from sagebwd.auto.model import widths_text
 from sagebwd.masks.band import Band
 
 WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {

@@ -22,10 +22,10 @@ def leaves(*tensors):
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-def call(*inputs, do, **arguments):
+def call(*inputs, do, recipe="token", **arguments):
     """Output and gradients."""
     inputs = leaves(*inputs)
-    out = sage_attention(*inputs, **arguments)
+    out = sage_attention(*inputs, recipe=recipe, **arguments)
     return (out, *torch.autograd.grad(out, inputs, do))
 
 
@@ -233,28 +233,29 @@ def test_adding_a_constant_to_every_key_changes_nothing():
 def test_autocast_casts_what_norms_and_rotary_leave_in_fp32(dtype):
     q, k, v, do = draw(tokens=40)
     with torch.autocast("cpu", dtype):
-        out = sage_attention(q, k, v.to(dtype))
+        out = sage_attention(q, k, v.to(dtype), recipe="token")
     assert out.dtype == dtype
-    assert torch.equal(out, sage_attention(*(x.to(dtype) for x in (q, k, v))))
+    assert torch.equal(out, sage_attention(*(x.to(dtype) for x in (q, k, v)), recipe="token"))
     inputs = leaves(q, k, v)
     with torch.autocast("cpu", dtype):
-        out = sage_attention(*inputs)
+        out = sage_attention(*inputs, recipe="token")
     out.backward(do.to(dtype))
     assert all(x.grad.dtype == torch.float32 for x in inputs)
 
 
 def test_switches_change_the_recipe_and_nothing_else():
     q, k, v, do = draw(tokens=64)
-    token, full = call(q, k, v, do=do), call(q, k, v, do=do, recipe="full")
-    with switches(disabled=True):
-        for a, e in zip(call(q, k, v, do=do), full):
-            assert torch.equal(a, e)
-    with switches(backward_16bit=True):
-        mixed = call(q, k, v, do=do)
+    token, full = (call(q, k, v, do=do, recipe=recipe) for recipe in ("token", "full"))
+    for recipe in ("token", "auto"):
+        with switches(disabled=True):
+            for a, e in zip(call(q, k, v, do=do, recipe=recipe), full):
+                assert torch.equal(a, e)
+        with switches(backward_16bit=True):
+            mixed = call(q, k, v, do=do, recipe=recipe)
     assert torch.equal(mixed[0], token[0])
     expected = call(q, k, v, do=do, recipe="token(dv=16bit, dq=16bit, dk=16bit)")
     assert all(torch.equal(a, e) for a, e in zip(mixed, expected))
-    assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do), token))
+    assert all(torch.equal(a, e) for a, e in zip(call(q, k, v, do=do, recipe="token"), token))
 
 
 @pytest.mark.parametrize("name", ["disabled", "backward_16bit", "deterministic"])
@@ -354,7 +355,7 @@ def test_recipe_object_name_and_text_are_one():
     expected = sage_attention(q, k, v, recipe="paper")
     assert torch.equal(expected, sage_attention(q, k, v, recipe=Recipe.named("paper")))
     assert torch.equal(expected, sage_attention(q, k, v, recipe="paper(smooth_v=False)"))
-    assert not torch.equal(expected, sage_attention(q, k, v))
+    assert not torch.equal(expected, sage_attention(q, k, v, recipe="token"))
 
 
 @pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed"])
@@ -415,7 +416,7 @@ def test_second_derivatives_are_refused(recipe, of_gradients):
 
 def test_a_graph_of_the_gradients_alone_is_fine():
     q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
-    o = sage_attention(q, k, v)
+    o = sage_attention(q, k, v, recipe="token")
     plain = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v), create_graph=True), plain))
 
@@ -431,18 +432,18 @@ def test_meta_tensors_have_shapes():
 def test_what_the_operator_has_no_rules_for_is_refused_by_name():
     q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
     with pytest.raises(NotImplementedError, match=r"gradients of torch\.func"):
-        torch.func.grad(lambda x: sage_attention(x, k, v).sum())(q.detach())
+        torch.func.grad(lambda x: sage_attention(x, k, v, recipe="token").sum())(q.detach())
     with pytest.raises(NotImplementedError, match="under vmap"):
-        torch.vmap(lambda x: sage_attention(x, k, v))(q[None])
+        torch.vmap(lambda x: sage_attention(x, k, v, recipe="token"))(q[None])
     with torch.no_grad():
-        alone = torch.vmap(lambda x: sage_attention(x, k, v))(q[None])
-        assert torch.equal(alone[0], sage_attention(q, k, v))
+        alone = torch.vmap(lambda x: sage_attention(x, k, v, recipe="token"))(q[None])
+        assert torch.equal(alone[0], sage_attention(q, k, v, recipe="token"))
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.randn(6, 8), torch.randn(5, 8)], layout=layout)
         with pytest.raises(NotImplementedError, match=r"query: nested tensors .*sage_attention_varlen"):
             sage_attention(nested, nested, nested)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace is not supported; use torch\.compile"):
-        torch.jit.trace(lambda x: sage_attention(x, x, x), q.detach())
+        torch.jit.trace(lambda x: sage_attention(x, x, x, recipe="token"), q.detach())
 
 
 def test_a_saturated_softmax_is_for_full():
@@ -485,9 +486,9 @@ def test_sparse_tensors_of_packed_sequences_are_refused_by_name(name):
 def test_forward_mode_is_refused():
     x = torch.randn(1, 1, 4, 8)
     with pytest.raises(NotImplementedError, match="key: forward-mode differentiation"):
-        torch.func.jvp(lambda k: sage_attention(x, k, x), (x,), (x,))
+        torch.func.jvp(lambda k: sage_attention(x, k, x, recipe="token"), (x,), (x,))
     with torch.autograd.forward_ad.dual_level():
-        sage_attention(x, x, x)
+        sage_attention(x, x, x, recipe="token")
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(NotImplementedError, match="query: forward-mode differentiation"):
-            sage_attention(dual, x, x)
+            sage_attention(dual, x, x, recipe="token")

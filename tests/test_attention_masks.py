@@ -169,7 +169,7 @@ def test_nan_in_a_bias_shows():
     (q, k, v), _ = inputs((1, 1, 20, 20), 1, torch.float32)
     mask = torch.zeros(20, 20)
     mask[4, 5] = torch.nan
-    o = sage_attention(q, k, v, mask)
+    o = sage_attention(q, k, v, mask, recipe="token")
     assert o[0, 0, 4].isnan().all()
     assert o[0, 0, 5].isfinite().all()
 
@@ -181,7 +181,7 @@ def test_compiles_without_a_break(kind):
     arguments = {"attn_mask": mask} if isinstance(mask, torch.Tensor) else {"block_mask": read_block_mask(mask)}
 
     def attend(q, k, v, **arguments):
-        return torch.tanh(sage_attention(1.5 * q, k, v, enable_gqa=True, **arguments))
+        return torch.tanh(sage_attention(1.5 * q, k, v, enable_gqa=True, recipe="token", **arguments))
 
     outcomes = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):

@@ -126,7 +126,7 @@ def decoder(layers):
     register()
     config = Qwen3Config(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, use_cache=False,
+        num_key_value_heads=1, head_dim=16, use_cache=False, sagebwd={"recipe": "token"},
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd").train()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
 from sagebwd.arguments import ask_of
+from sagebwd.auto.model import Size
 from sagebwd.call import Ask
 from sagebwd.kernels import capabilities
 from sagebwd.kernels.sm90 import widths
@@ -40,13 +44,21 @@ def test_on_hopper_auto_is_mixed(hopper, head_dim, dtype, impl):
     [
         ({"impl": "triton"}, "triton/triton"),
         ({"impl": "reference"}, "reference/reference"),
-        ({"device": CPU}, "reference/reference"),
-        ({"device": CPU, "dtype": torch.float64}, "reference/reference"),
+        ({"device": CPU, "impl": "reference"}, "reference/reference"),
     ],
 )
 def test_where_hoppers_kernels_do_not_run_mixed_auto_is_token(hopper, changes, name):
     choice = dispatch.choose(ASK._replace(**changes))
     assert (choice.recipe, choice.name) == (TOKEN, name)
+
+
+def test_on_a_cpu_auto_is_full_precision():
+    """By torch where it has a function, `IN_TORCH`, else by the reference."""
+    ask = ASK._replace(device=CPU)
+    assert dispatch.choose(ask, Size(1 << 20, 1 << 20, 16, 16)) is dispatch.IN_TORCH
+    for dtype in (torch.bfloat16, torch.float64):
+        choice = dispatch.choose(ask._replace(dtype=dtype))
+        assert (choice.recipe, choice.name) == (Recipe.named("full"), "reference/reference")
 
 
 def test_on_another_card_auto_is_token(monkeypatch):
@@ -151,8 +163,10 @@ def test_who_runs_a_call_is_asked_once(asked, recipe):
 def test_auto_is_the_default():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 40, 32, requires_grad=True) for _ in range(3))
-    for given in ({}, {"recipe": "auto"}):
+    for given in ({"impl": "reference"}, {"impl": "reference", "recipe": "auto"}):
         assert torch.equal(sage_attention(q, k, v, **given), sage_attention(q, k, v, recipe="token"))
+    for given in ({}, {"recipe": "auto"}):
+        assert torch.equal(sage_attention(q, k, v, **given), F.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize("switch", ["disabled", "backward_16bit"])
@@ -162,12 +176,18 @@ def test_under_a_switch_auto_is_token(hopper, switch):
         assert ask_of(query, query, "auto", None) == ask_of(query, query, TOKEN, None)
 
 
-def test_a_compiled_call_settles_auto_as_an_eager_one():
+@pytest.mark.parametrize(("options", "recipe"), [({"return_lse": True}, "full"), ({"impl": "reference"}, "token")])
+def test_a_compiled_call_settles_auto_as_an_eager_one(options, recipe):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 40, 32, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(lambda q, k, v: sage_attention(q, k, v, is_causal=True), backend="aot_eager")
+
+    def attend(q, k, v, **more):
+        found = sage_attention(q, k, v, is_causal=True, **options, **more)
+        return found[0] if "return_lse" in options else found
+
+    torch._dynamo.reset()
     pairs = []
-    for call in (compiled, lambda q, k, v: sage_attention(q, k, v, is_causal=True, recipe="token")):
+    for call in (torch.compile(attend, backend="aot_eager"), partial(attend, recipe=recipe)):
         out = call(q, k, v)
         pairs.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for found, expected in zip(*pairs):

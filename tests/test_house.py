@@ -30,7 +30,7 @@ STRANGERS = [
     (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
 ]
-ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.thresholds")
+ROWS = (f"{KERNELS}.table", f"{KERNELS}.sm90.widths", "sagebwd.auto.model")
 # Parts in which no import goes round where those in functions count too.
 LATE_TOO = ("benchmarks", "lab", "sagebwd.cli", "sagebwd.diagnostics")
 

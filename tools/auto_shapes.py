@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import explain, explain_varlen, sage_attention
-from sagebwd.auto.thresholds import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
-from sagebwd.cli.measure import Attention, by_backend, packed_attentions, run_of, takes, torch_mask, window_of
+from sagebwd.auto.fit import window_of
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.cli.measure import Attention, packed_attentions, run_of, takes, torch_mask
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.hardware import check_device
@@ -39,7 +40,7 @@ DEFAULT = "torch"
 
 @dataclass(frozen=True)
 class Call:
-    """Of a kind of mask (`sagebwd.auto.thresholds.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
+    """Of a kind of mask (`sagebwd.auto.model.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
 
     kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients.
     """
@@ -160,6 +161,12 @@ def attentions(call: Call, q: Tensor) -> tuple[Attention, dict[str, Attention], 
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **grouped)
     backends = {backend.name: partial(by_backend, backend, theirs) for backend in BACKENDS if q.is_cuda}
     return partial(sage_attention, **options), {DEFAULT: theirs} | backends, partial(_explained, explain, (), options)
+
+
+def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
+    """What an attention of torch's gives by one of its backends alone."""
+    with sdpa_kernel(backend):
+        return attention(*tensors)
 
 
 def _explained(ask: Callable, arguments: tuple, options: dict, *tensors: Tensor) -> tuple[str, str]:

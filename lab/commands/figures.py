@@ -23,7 +23,7 @@ def widths(files: Sequence[Path]) -> Figure:
     Where several have a call, the last one's counts.
     """
     from benchmarks.shapes import on_grid, value_dim_of
-    from sagebwd.auto.thresholds import widths_text
+    from sagebwd.auto.model import widths_text
 
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     calls = {

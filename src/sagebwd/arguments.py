@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch, mask_argument, switches
 from sagebwd.auto import torch_attention
-from sagebwd.auto.thresholds import FULL, MASK, PACKED, PADDING
+from sagebwd.auto.model import FULL, MASK, PACKED, PADDING, WINDOW, Size
 from sagebwd.auto.torch_attention import Way
-from sagebwd.call import Ask, Size
+from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
@@ -25,9 +25,12 @@ def choice_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
-    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False, card: str | None = None,
 ) -> tuple[Choice, Arguments]:  # fmt: skip
-    """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that."""
+    """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that.
+
+    card: as of `sagebwd.dispatch.choose`, in place of that of the tensors.
+    """
     checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
@@ -36,20 +39,26 @@ def choice_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    return dispatch.choose(checked.ask, checked.size), checked
+    return dispatch.choose(asked_of(checked.ask, card), checked.size, card), checked
 
 
 def packed_choice_of(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
     sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+    card: str | None = None,
 ) -> tuple[Choice, Ask, Size | None]:  # fmt: skip
     """The same of `sage_attention_varlen`."""
     *_, ask, size = packed_arguments_of(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
-        sinks, recipe, impl, return_lse,
+        sinks, recipe, impl, return_lse, card,
     )  # fmt: skip
-    return dispatch.choose(ask, size), ask, size
+    return dispatch.choose(asked_of(ask, card), size, card), ask, size
+
+
+def asked_of(ask: Ask, card: str | None) -> Ask:
+    """What a GPU of this name is asked, where one is named."""
+    return ask if card is None else ask._replace(device=torch.device("cuda"))
 
 
 class Arguments(NamedTuple):
@@ -92,8 +101,9 @@ def arguments_of(
     if block_mask is None and _may_hand_over(ask, query, key, return_lse or sinks is not None):
         way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
     if way is not None and (only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS):
-        batch, heads, tokens, _ = query.shape
-        ask, size = ask._replace(kind=way.kind), Size(tokens, key.shape[2], batch * heads * tokens * ask.value_dim)
+        (batch, heads, tokens, _), (_, kv_heads, kv_tokens, _) = query.shape, key.shape
+        ask = ask._replace(kind=way.kind)
+        size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens))
     elif only_torch is not None:
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
@@ -103,7 +113,7 @@ def arguments_of(
 def packed_arguments_of(
     query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
     is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
-    impl: str | None, return_lse: bool,
+    impl: str | None, return_lse: bool, card: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, int], Ask, Size | None]:  # fmt: skip
     """The same of packed sequences: tensors, scale, window, and what decides who runs the call."""
     checks.kind(query, key, value, sinks)
@@ -117,12 +127,23 @@ def packed_arguments_of(
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
     rows = all(x.stride(-1) == 1 for x in (query, key, value))
-    if query.is_cuda and rows and _may_hand_over(ask, query, key, return_lse or sinks is not None):
+    if (
+        (query.is_cuda or card is not None)
+        and rows
+        and _may_hand_over(ask, query, key, return_lse or sinks is not None)
+    ):
         grouped = query.shape[1] != key.shape[1]
         if torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped):
-            elements = query.shape[0] * query.shape[1] * ask.value_dim
-            size = Size(query.shape[0] // count, key.shape[0] // count, elements)
+            heads = count * query.shape[1], count * key.shape[1]
+            size = Size(query.shape[0] // count, key.shape[0] // count, *heads)
     return query, key, value, scale, window, ask, size
+
+
+def _width(way: Way, kv_tokens: int) -> int:
+    """Keys that a window has for a query, at most."""
+    if way.kind != WINDOW or way.band.lower is None or way.band.upper is None:
+        return kv_tokens
+    return way.band.upper - way.band.lower + 1
 
 
 def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
@@ -142,7 +163,7 @@ def _trains(*tensors: Tensor | None) -> bool:
 def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None, kind: str = FULL) -> Ask:
     """What `sagebwd.dispatch.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
 
-    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.thresholds.KINDS`).
+    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.model.KINDS`).
     """
     dims = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     return Ask(_switched(recipe), *dims, query.dtype, query.device, kind, impl)

@@ -13,8 +13,9 @@ from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
 from sagebwd.auto.counts import TORCH, answer, counts
+from sagebwd.auto.model import Size
 from sagebwd.cache import PLANS
-from sagebwd.call import Ask, Call, Size
+from sagebwd.call import Ask, Call
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.sinks import epilogue
@@ -68,9 +69,10 @@ def sage_attention(
             lse counts the sink. Differentiable. Torch's own attention has none, so "auto" runs kernels.
         recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
             "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" without an ``impl``
-            hands the call to torch's own attention, in full precision, where low precision was not measured to be
-            faster on this card, and where torch alone takes it (docs/auto.md); `sagebwd.explain` says so. Else it is
-            "mixed" on compute capability 9.0 where Hopper's kernels take the call, and "token" where they do not.
+            hands the call to torch's own attention, in full precision, where timings of this card do not show low
+            precision to be faster, where torch alone takes it, and on a CPU (docs/auto.md); `sagebwd.explain` says so.
+            Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token" on a GPU where
+            they do not, and "full" on a CPU.
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on
             compute capability 9.0 where they can, else Triton's on a CUDA device, the reference on a CPU. A named one
             that lacks the call raises. Where "hopper" lacks one direction of a recipe, Triton's kernels run that, to

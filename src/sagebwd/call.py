@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.thresholds import FULL, MASK
+from sagebwd.auto.model import FULL, MASK
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.rotation import sizes
@@ -81,7 +81,7 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.auto.thresholds.KINDS`). impl: as the public functions take it; None is
+    recipe: "auto" too. kind: of mask (`sagebwd.auto.model.KINDS`). impl: as the public functions take it; None is
     the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
     alone computes, or None.
     """
@@ -105,17 +105,6 @@ class Ask(NamedTuple):
     def masked(self) -> bool:
         """By a mask that is more than causal, a window and key padding."""
         return self.kind == MASK
-
-
-class Size(NamedTuple):
-    """How large a call is that torch's own attention computes too.
-
-    queries, keys: tokens of a sequence, of packed ones the mean. elements: batch x heads x queries x value's head_dim.
-    """
-
-    queries: int
-    keys: int
-    elements: int
 
 
 class Call(NamedTuple):

@@ -1,7 +1,7 @@
 """Who runs a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
 The rows that it chooses from are static (`sagebwd.kernels.capabilities`); a module is imported when a call first runs
-on it. So is from how many tokens "auto" runs in low precision (`sagebwd.auto.thresholds`).
+on it. So is what calls take, by which "auto" chooses (`sagebwd.auto.model`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from sagebwd import switches
-from sagebwd.auto import agreement, thresholds
+from sagebwd.auto import agreement, model
 from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.thresholds import Threshold
-from sagebwd.call import Ask, Call, Saved, Size, padded_head_dim
+from sagebwd.auto.model import Size, Times
+from sagebwd.call import Ask, Call, Saved, padded_head_dim
 from sagebwd.kernels import capabilities
-from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, KERNEL_DTYPES, TORCH, Row
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, TORCH, Row
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.version import __version__
 
-# What "auto" stands for in low precision, by implementation.
-AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "token"}
+# What "auto" stands for, by implementation: the reference that nobody named runs what torch has no function for.
+AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "full"}
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
 # Of a choice's name, the forward's before it and the backward's behind.
@@ -66,50 +66,55 @@ class Choice(NamedTuple):
 IN_TORCH = Choice(Recipe.named("full"), capabilities.row(FORWARD, TORCH), capabilities.row(BACKWARD, TORCH))
 
 
-def choose(ask: Ask, size: Size | None = None) -> Choice:
+def choose(ask: Ask, size: Size | None = None, card: str | None = None) -> Choice:
     """Who runs a call, and by which recipe.
 
-    "auto" is `IN_TORCH` where `hands_over` says so, else `mixed` where Hopper's kernels run it, else `token`. The
-    implementation is the named one, or Hopper's kernels on compute capability 9.0 where they take the call, else
-    Triton's on a GPU and the reference elsewhere.
+    "auto" is `IN_TORCH` where `hands_over` says so, else `mixed` where Hopper's kernels run it, else `token` on a GPU
+    and under ``impl="reference"``, else `full`. The implementation is the named one, or Hopper's kernels on compute
+    capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
 
-    size: None where torch has nothing that computes the same, or where kernels alone are asked for.
+    size: None where torch has nothing that computes the same, or where kernels alone are asked for. card: one of
+    `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.
 
     Raises ValueError for an unknown implementation or the wrong device, TypeError for a dtype and NotImplementedError
     for a recipe, width or mask that it lacks, each naming the way out.
     """
-    return IN_TORCH if hands_over(ask, size) else _choose_kernels(ask)
+    return IN_TORCH if hands_over(ask, size, card) else _choose_kernels(ask, card)
 
 
-def hands_over(ask: Ask, size: Size | None) -> bool:
-    """Whether torch's own attention runs a call: one of "auto" that needs it, or that is faster by it on a GPU.
+def hands_over(ask: Ask, size: Size | None, card: str | None = None) -> bool:
+    """Whether torch's own attention runs a call: one of "auto" that needs it, or that is not slower by it.
 
-    It follows from what is known of tensors without their values, so that a trace may ask too. A call whose sequences
-    differ in length is as long as the harmonic mean: that has as many products for each token that is quantised.
+    It follows from what is known of tensors without their values, so that a trace may ask too.
     """
     if size is None or ask.recipe != AUTO or ask.impl is not None:
         return False
     if ask.only_torch is not None:
         return True
-    if ask.device.type != "cuda":
-        return False
-    for elements, tokens in _thresholds(*ask):
-        if size.elements >= elements:
-            return tokens is None or 2 * size.queries * size.keys < tokens * (size.queries + size.keys)
-    return True
+    costs = _costs(card, *ask)
+    return costs if isinstance(costs, bool) else not model.is_faster(*costs, size.work(ask.kind))
 
 
 @assume_constant
-def _thresholds(*asked: object) -> tuple[tuple[int, int | None], ...]:
-    """(elements, tokens) of `thresholds_of` an `Ask`, of which a trace hands on the parts alone.
+def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tuple[int, ...]]:
+    """Low precision's cost with the margin and torch's, of a call whose `Ask` a trace hands on by its parts.
 
-    A dtype that no kernel takes is not handed over either: that is for its error to say.
+    Or whether torch runs all such calls: without a GPU it does. A dtype that nobody else takes is not handed over:
+    that is for its error to say.
     """
     ask = Ask(*asked)
-    check_agreement(ask.device)
-    if str(ask.dtype).removeprefix("torch.") not in KERNEL_DTYPES:
-        return ((0, 0),)
-    return tuple((found.elements, found.tokens) for found in thresholds_of(ask))
+    if card is None:
+        check_agreement(ask.device)
+    on_gpu = ask.device.type == "cuda"
+    if (
+        str(ask.dtype).removeprefix("torch.")
+        not in capabilities.row(FORWARD, "triton" if on_gpu else "reference").dtypes
+    ):
+        return False
+    times = times_of(ask, card) if on_gpu else None
+    if times is None:
+        return True
+    return False if times.full is None else (tuple(times.low.with_margin()), tuple(times.full))
 
 
 def check_agreement(device: torch.device) -> None:
@@ -122,9 +127,9 @@ def facts_of(device: torch.device) -> dict[str, str]:
     """What the choices of "auto" on a GPU follow from, by name: versions, what was measured, extras, switches."""
     card = card_of(device)
     # without the name of the file, which has the user's home
-    rows = [row._replace(source="") for row in thresholds.of_card(card, torch.__version__)]
-    measured = hashlib.sha256(repr(rows).encode()).hexdigest()[:12] if rows else "none"
-    facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured thresholds": measured}
+    times = [found._replace(source="") for found in model.of_card(card, torch.__version__)]
+    measured = hashlib.sha256(repr(times).encode()).hexdigest()[:12] if times else "none"
+    facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
     if is_hopper(device):
         facts["extra hopper"] = "usable" if _missing() is None else "not usable"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
@@ -132,29 +137,33 @@ def facts_of(device: torch.device) -> dict[str, str]:
 
 
 @cache
-def thresholds_of(ask: Ask) -> tuple[Threshold, ...]:
-    """What was measured of such calls on this card, large ones first; empty where nothing was.
+def times_of(ask: Ask, card: str | None = None) -> Times | None:
+    """What such calls take on a card, None where nobody has timed them.
 
     Of a pair of widths that was not timed counts the next smaller one that the same kernels are as fast at: torch is
     faster there than at the call's own.
     """
-    known = thresholds.of_card(card_of(ask.device), torch.__version__)
+    known = known_of(ask.device) if card is None else model.of_this_project()[card]
     if not known:
-        return ()
-    choice = _choose_kernels(ask)
-    direction = thresholds.TRAINING if ask.training else thresholds.FORWARD
+        return None
+    choice = _choose_kernels(ask, card)
+    direction = model.TRAINING if ask.training else model.FORWARD
     dims = ask.head_dim, ask.value_dim
-    rows = [
-        row
-        for row in known
-        if (row.direction, row.kind, row.recipe, row.impl) == (direction, ask.kind, str(choice.recipe), choice.name)
-        and row.head_dim <= dims[0]
-        and row.value_dim <= dims[1]
-        and _tile(choice, row.head_dim, row.value_dim) == _tile(choice, *dims)
+    found = [
+        times
+        for times in known
+        if (times.direction, times.kind, times.recipe, times.impl)
+        == (direction, ask.kind, str(choice.recipe), choice.name)
+        and times.head_dim <= dims[0]
+        and times.value_dim <= dims[1]
+        and _tile(choice, times.head_dim, times.value_dim) == _tile(choice, *dims)
     ]
-    widest = max(((row.head_dim, row.value_dim) for row in rows), key=sum, default=None)
-    found = [row for row in rows if (row.head_dim, row.value_dim) == widest]
-    return tuple(sorted(found, key=lambda row: row.elements, reverse=True))
+    return max(found, key=lambda times: times.head_dim + times.value_dim, default=None)
+
+
+def known_of(device: torch.device) -> tuple[Times, ...]:
+    """What is known of a GPU."""
+    return model.of_card(card_of(device), torch.__version__)
 
 
 def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -169,12 +178,13 @@ def card_of(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name
 
 
-def _choose_kernels(ask: Ask) -> Choice:
-    return _choose(ask, arch_of(ask.device), os.environ.get("TRITON_INTERPRET") == "1")
+def _choose_kernels(ask: Ask, card: str | None = None) -> Choice:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return _choose(ask, arch_of(ask.device), interpreted) if card is None else _choose(ask, 90, interpreted, True)
 
 
 @cache
-def _choose(ask: Ask, arch: int, interpreted: bool) -> Choice:
+def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -> Choice:
     check_known(None if ask.impl == FASTEST else ask.impl)
     if ask.impl not in (None, FASTEST):
         wanted = (ask.impl,)
@@ -186,8 +196,9 @@ def _choose(ask: Ask, arch: int, interpreted: bool) -> Choice:
     _check_dtype(wanted[-1], ask.dtype)
     reasons = {}
     for impl in wanted:
-        recipe = Recipe.named(AUTOMATIC[impl]) if ask.recipe == AUTO else ask.recipe
-        found = _rows(impl, recipe, ask)
+        automatic = "token" if ask.impl == "reference" else AUTOMATIC[impl]
+        recipe = Recipe.named(automatic) if ask.recipe == AUTO else ask.recipe
+        found = _rows(impl, recipe, ask, with_extras)
         if not isinstance(found, str):
             return Choice(recipe, *found)
         reasons[found] = None
@@ -202,18 +213,20 @@ def refusal(ask: Ask) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rows(impl: str, recipe: Recipe, ask: Ask) -> tuple[Row, Row] | str:
+def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
     """The rows of an implementation for both directions, or why it lacks the call.
 
     "hopper" has at least one of the two itself; the other is Triton's, to the same recipe, where it lacks that or
-    where the extra is missing.
+    where the extra is missing; with_extras: it is not.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
         for candidate in (impl, "triton") if impl == "hopper" else (impl,):
             row = capabilities.row(direction, candidate)
-            reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype) or (_missing() if row.extra else None)
+            reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
+            if reason is None and row.extra and not with_extras:
+                reason = _missing()
             if reason is None:
                 rows.append(row)
                 break

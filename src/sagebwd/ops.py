@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch
-from sagebwd.auto.thresholds import FULL, MASK
+from sagebwd.auto.model import FULL, MASK
 from sagebwd.cache import PLANS, TAKEN
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from sagebwd.auto.thresholds import CAUSAL, FORWARD, Threshold
+from sagebwd.auto.model import CAUSAL, FORWARD, Cost, Times
 from sagebwd.call import Ask
 
 ASK = Ask("auto", 128, 128, torch.bfloat16, torch.device("cuda", 0), CAUSAL)
-LARGE = 1 << 25
+# Microseconds of torch in `times`: for each row 1 ns, for each pair 2 ps, beside nothing.
+FULL = Cost.of(0, 0, 1, 2)
 
 
-def threshold(tokens, dims=(128, 128), direction=FORWARD, kind=CAUSAL, elements=LARGE, impl="hopper/hopper"):
+def times(low, dims=(128, 128), direction=FORWARD, kind=CAUSAL, impl="hopper/hopper", full=FULL):
+    """Low precision takes ``low``: microseconds of the host and the launches, ns of a row, ps of a pair."""
     recipe = "mixed" if "hopper" in impl else "token"
-    return Threshold(*dims, direction, kind, elements, tokens, recipe, impl, "a file")
+    return Times(kind, *dims, direction, recipe, impl, Cost.of(*low), full, "some timings", torch.__version__)
+
+
+# What is faster at any size, and what never is.
+FASTER, SLOWER = (0, 0, 0.5, 1), (0, 0, 2, 4)
+# Causal, of as many queries as keys and heads that are alike: 2 ns of rows are 1 ps of pairs at 4000 tokens, of the 2
+# that torch takes.
+FROM_4000 = (0, 0, 2, 1)

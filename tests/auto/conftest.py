@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from sagebwd import dispatch
-from sagebwd.auto import thresholds
-from sagebwd.auto.thresholds import Threshold
+from sagebwd.auto import model
+from sagebwd.auto.model import Times
 
 
 @pytest.fixture
 def measured(monkeypatch):
     """Every CUDA device is an H100 with all of the extra, of which this was measured."""
-    rows: list[Threshold] = []
+    rows: list[Times] = []
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
     monkeypatch.setattr(dispatch, "_missing", lambda: None)
     monkeypatch.setattr(dispatch, "card_of", lambda device: "a card")
-    monkeypatch.setattr(thresholds, "of_card", lambda card, version: tuple(rows))
-    for known in (dispatch._choose, dispatch.thresholds_of):
+    monkeypatch.setattr(model, "of_card", lambda card, version: tuple(rows))
+    for known in (dispatch._choose, dispatch.times_of):
         known.cache_clear()
     yield rows
-    for known in (dispatch._choose, dispatch.thresholds_of):
+    for known in (dispatch._choose, dispatch.times_of):
         known.cache_clear()

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from sagebwd import dispatch
-from sagebwd.auto import agreement, thresholds
-from sagebwd.auto.thresholds import CAUSAL, FORWARD
+from sagebwd.auto import agreement, model
+from sagebwd.auto.model import CAUSAL, FORWARD
 from sagebwd.call import Size
-from sagebwd.cli import thresholds as command
+from sagebwd.cli import timings as command
 from tests.auto.calls import ASK, LARGE
 from tests.lab.training.runs import begin, finish
 
@@ -46,7 +46,7 @@ def worker(folder: Path, differ: bool) -> None:
     rank = int(os.environ["RANK"])
     os.environ["SAGEBWD_CACHE_DIR"] = str(folder / str(rank))
     if differ and rank:
-        path = thresholds.kept_at(CARD, torch.__version__)
+        path = model.kept_at(CARD, torch.__version__)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"rows": [ROW]}), encoding="utf-8")
     heard = []
@@ -76,7 +76,7 @@ def test_a_measured_table_on_one_host_is_warned_of_in_each_group(tmp_path, diffe
         assert "on rank 1 (" in message
         assert "on rank 0 (" in message
         differing = message.split("): ", 1)[1].split(". Ranks")[0].split("; ")
-        assert [part.split(":")[0] for part in differing] == ["measured thresholds"]
+        assert [part.split(":")[0] for part in differing] == ["measured times"]
 
 
 def unmet_rank(folder: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_store_that_holds_something_else_changes_nothing(measured, alone):
 
 def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
     facts = dispatch.facts_of(ASK.device)
-    assert set(facts) == {"card", "sagebwd", "torch", "measured thresholds", "extra hopper", "switches"}
+    assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "switches"}
     digests = {agreement.digest(facts | {name: "other"}) for name in facts} | {agreement.digest(facts)}
     assert len(digests) == len(facts) + 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"name": "a card"}))
-    monkeypatch.setattr(command, "of_card", lambda card, version: ())
+    monkeypatch.setattr(command, "known_of", lambda device: ())
     command.show("cuda:0")
     assert agreement.digest(facts) in capsys.readouterr().out

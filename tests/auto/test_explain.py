@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -10,53 +11,85 @@ import torch
 import sagebwd
 from sagebwd import arguments, dispatch, sage_attention, switches
 from sagebwd.auto import counts
-from tests.auto.calls import ASK, threshold
+from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
-def test_explain_says_why_torch(measured, monkeypatch):
+def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypatch):
     monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
-    q = torch.empty(2, 4, 512, 128)
-    why = lambda **options: sagebwd.explain(q, q, q, **options)  # noqa: E731
+    q = torch.empty(2, 8, 4096, 128)
+
+    def why(known=None, **options):
+        measured[:] = () if known is None else (known,)
+        dispatch.times_of.cache_clear()
+        return sagebwd.explain(q, q, q, **options)
+
     assert "nobody has timed low precision on a card with torch" in why(is_causal=True).why
-    measured.append(threshold(2048, elements=1))
-    dispatch.thresholds_of.cache_clear()
-    found = why(is_causal=True)
+    found = why(times(SLOWER), is_causal=True)
     assert found[:4] == ("full", "torch", "torch", ((128, 128), (128, 128)))
     assert found.why == (
-        "512 tokens, causal at head_dim 128, forward: full precision is faster up to 2048 tokens, a file"
+        "4096 tokens, causal at head_dim 128, forward: mixed takes about 0.799 ms, torch 0.4, by some timings"
     )
     assert str(found) == f"full on torch at head_dim 128: {found.why}"
-    assert "was not timed on a card for no mask at head_dim 128" in why().why
-    measured[0] = threshold(256, elements=1)
-    dispatch.thresholds_of.cache_clear()
-    assert str(why(is_causal=True)) == (
-        "mixed on hopper at head_dim 128: 512 tokens, causal at head_dim 128, forward: mixed is faster from 256 "
-        "tokens on, a file"
+    assert "was not timed on a card for no mask at head_dim 128" in why(times(SLOWER)).why
+    assert str(why(times(FASTER), is_causal=True)) == (
+        "mixed on hopper at head_dim 128: 4096 tokens, causal at head_dim 128, forward: mixed takes about 0.2 ms, "
+        "torch 0.4, by some timings"
     )
-    assert "torch has nothing that computes the same" in why(is_causal=True, return_lse=True).why
-    measured[0] = threshold(None, elements=1 << 30)
-    dispatch.thresholds_of.cache_clear()
-    assert why(is_causal=True).why == (
-        "the call is smaller than those that were timed, of 1,073,741,824 batch x heads x tokens x head_dim"
+    assert "torch has nothing that computes the same" in why(times(FASTER), is_causal=True, return_lse=True).why
+    close = why(times(FROM_4000), is_causal=True)
+    assert close.recipe == "full"
+    assert "mixed takes about 0.396 ms, torch 0.4: less than 3% apart" in close.why
+    assert "mixed takes about 0.2 ms and torch does not run it" in why(times(FASTER, full=None), is_causal=True).why
+    old = times(FASTER)._replace(torch="1.13.1+cu117")
+    assert why(old, is_causal=True).why.endswith(
+        f"by some timings; they are of torch 1.13.1+cu117, and torch {torch.__version__} may differ"
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_card_answers_where_it_is_not(device):
+    """By this project's timings, of tensors that are anywhere."""
+    q, k = (torch.empty(4, heads, 4096, 80, device=device, dtype=torch.bfloat16) for heads in (16, 4))
+    for card in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        found = sagebwd.explain(q.requires_grad_(), k, k, is_causal=True, enable_gqa=True, device=card)
+        assert found[:4] == ("mixed", "hopper", "hopper", ((96, 96), (96, 96)))
+        assert re.search(r"80, training: mixed takes about [\d.]+ ms, torch [\d.]+, by this project's", found.why)
+        assert sagebwd.explain(q[:, :, :64], k, k, enable_gqa=True, device=card)[:2] == ("full", "torch")
+        assert sagebwd.explain(q, q, q, recipe="token", device=card)[:2] == ("token", "triton")
+        mask = torch.ones(4, 1, 1, 4096, dtype=torch.bool, device=device)
+        assert "key padding" in sagebwd.explain(q.detach(), k, k, mask, enable_gqa=True, device=card).why
+    packed = torch.empty(1 << 14, 16, 128, device=device, dtype=torch.bfloat16)
+    offsets = torch.arange(5, dtype=torch.int32, device=device) * 4096
+    given = packed, packed, packed, offsets, offsets, 4096, 4096
+    found = sagebwd.explain_varlen(*given, is_causal=True, device="NVIDIA H200")
+    assert found[:3] == ("mixed", "hopper", "hopper")
+    assert "4096 tokens, packed at head_dim 128, forward" in found.why or "torch has nothing" in found.why
+    with pytest.raises(ValueError, match=r"GTX 970. was not timed; accepted: .NVIDIA H100 80GB HBM3., .NVIDIA H"):
+        sagebwd.explain(q, q, q, device="GTX 970")
 
 
 def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     monkeypatch.setattr(dispatch, "forward", None)
     q = torch.randn(3, 20, 300)
-    assert str(sagebwd.explain(q[..., :16], q[..., :16], q[..., :16])) == (
-        "token on reference at head_dim 16: the reference runs calls on cpu"
+    narrow = (q[..., :16],) * 3
+    assert str(sagebwd.explain(*narrow)) == (
+        "full on torch at head_dim 16: kernels need a CUDA GPU; on cpu torch's own attention is faster than the "
+        "reference"
     )
     assert sagebwd.explain(q, q, q).why == "torch's own attention alone takes head_dim 300, over 256"
-    assert sagebwd.explain(q[..., :16], q[..., :16], q[..., :16], recipe="mixed").why == "recipe='mixed' was asked for"
-    assert "impl='reference'" in sagebwd.explain(q[..., :16], q[..., :16], q[..., :16], impl="reference").why
+    assert str(sagebwd.explain(*narrow, return_lse=True)) == (
+        "full on reference at head_dim 16: torch has nothing that computes the same, or the switch deterministic is "
+        "on, so the reference runs it in full precision on cpu"
+    )
+    assert sagebwd.explain(*narrow, recipe="mixed").why == "recipe='mixed' was asked for"
+    assert "impl='reference'" in sagebwd.explain(*narrow, impl="reference").why
     with switches(disabled=True):
-        assert "a switch is on" in sagebwd.explain(q[..., :16], q[..., :16], q[..., :16]).why
+        assert "a switch is on" in sagebwd.explain(*narrow).why
     with pytest.raises(ValueError, match="head_dim 300 is not supported"):
         sagebwd.explain(q, q, q, recipe="token")
     packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
-    assert found[:3] == ("token", "reference", "reference")
+    assert found[:3] == ("full", "reference", "reference")
 
 
 def test_an_argument_that_there_is_not_is_named():
@@ -79,9 +112,9 @@ def test_an_argument_that_there_is_not_is_named():
 )
 def test_arguments_are_those_of_the_function_that_is_explained(explain, attention, internal):
     of_function, of_internal = (inspect.signature(function).parameters for function in (attention, internal))
-    assert [(x.name, x.kind, x.default) for x in of_function.values()] == [
-        (x.name, x.kind, x.default) for x in of_internal.values()
-    ]
+    *given, card = [(x.name, x.kind, x.default) for x in of_internal.values()]
+    assert [(x.name, x.kind, x.default) for x in of_function.values()] == given
+    assert card[0] == "card"
 
 
 def test_the_summary_counts_calls_by_what_ran(monkeypatch):
@@ -90,10 +123,10 @@ def test_the_summary_counts_calls_by_what_ran(monkeypatch):
     x = torch.randn(1, 2, 20, 16)
     for _ in range(3):
         sage_attention(x, x, x)
-        sage_attention(x, x, x, dropout_p=0.1)
+        sage_attention(x, x, x, recipe="token")
     sage_attention(x, x, x, recipe="full")
     assert sagebwd.summary() == (
-        "sagebwd: calls of attention outside of torch.compile: 3 token on reference, 3 full precision on torch, "
+        "sagebwd: calls of attention outside of torch.compile: 3 full precision on torch, 3 token on reference, "
         "1 full on reference"
     )
     assert counts.answer("mixed", "triton/hopper") == "mixed on triton/hopper"

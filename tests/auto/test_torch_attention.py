@@ -13,7 +13,7 @@ import sagebwd
 from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import counts, torch_attention
 from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.thresholds import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.auto.model import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.call import Ask
 from sagebwd.plan import spec_of
 from sagebwd.reference.metrics import relative_l2
@@ -47,7 +47,7 @@ CALLS = {
 @pytest.fixture
 def handed(monkeypatch):
     """What torch computes too is handed over, wherever it is."""
-    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of: of is not None)
+    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of, card=None: of is not None)
     counts.counts.clear()
 
 
@@ -188,7 +188,7 @@ def test_what_torch_alone_takes_runs_on_any_device():
 
 def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     TRACED.clear()
-    monkeypatch.setattr(dispatch, "_thresholds", never_faster)
+    monkeypatch.setattr(dispatch, "_costs", never_faster)
     monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
     weight = torch.randn(16, 16, requires_grad=True)
 
@@ -205,7 +205,8 @@ def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     assert TRACED == [True, False]
 
 
-def test_a_bias_gets_its_gradient_in_later_calls_too():
+def test_a_bias_gets_its_gradient_in_later_calls_too(monkeypatch):
+    monkeypatch.setattr(dispatch, "_costs", lambda card, *asked: False)  # nothing else is torch's
     x, bias = torch.randn(1, 2, 20, 16), torch.zeros(20, 20)
     kernels = sage_attention(x, x, x, bias)
     for _ in range(3):
@@ -230,7 +231,7 @@ def test_the_patch_of_torchs_function_does_not_come_back(handed):
 def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
     """Of a call of "auto" alone."""
     asks = []
-    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of: asks.append(ask.training) or True)
+    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of, card=None: asks.append(ask.training) or True)
     q, k, v = draw(30, 30)
     for _ in range(2):
         sage_attention(q, k, v, enable_gqa=True)
@@ -254,7 +255,7 @@ def test_autocast_casts_what_is_handed_over(handed):
 
 def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     """And branches on lengths alone."""
-    monkeypatch.setattr(dispatch, "_thresholds", threshold_of_100)
+    monkeypatch.setattr(dispatch, "_costs", faster_from_100)
     monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -263,27 +264,30 @@ def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     )
     for tokens, graphs in ((40, 1), (50, 1), (120, 2), (150, 2), (60, 2)):
         x = torch.randn(1, 2, tokens, 16, requires_grad=True)
-        recipe = "full" if tokens < 100 else "token"
-        torch.testing.assert_close(compiled(x), sage_attention(x, x, x, is_causal=True, recipe=recipe))
+        exact = sage_attention(x, x, x, is_causal=True, recipe="full")  # of which the operator runs "auto" on a CPU
+        torch.testing.assert_close(compiled(x), exact)
         assert counter.frame_count == graphs
+    operator = torch.ops.sagebwd.attention.default
+    assert [operator in {node.target for node in graph.graph.nodes} for graph in counter.graphs] == [False, True]
 
 
 TRACED = []
 
 
 @assume_constant
-def never_faster(*asked):
+def never_faster(card, *asked):
     TRACED.append(Ask(*asked).training)
-    return ((0, None),)
+    return True
 
 
 @assume_constant
-def threshold_of_100(*asked):
+def faster_from_100(card, *asked):
+    """In causal calls: as many pairs as a head has at 96 tokens take as long as its rows."""
     assert Ask(*asked).device == CARD
-    return ((0, 100),)
+    return (0, 0, 48, 0), (0, 0, 0, 2)
 
 
-def _on_a_gpu(hands_over, ask, of):
+def _on_a_gpu(hands_over, ask, of, card=None):
     return hands_over(ask._replace(device=CARD), of)
 
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from sagebwd.auto.thresholds import DIRECTIONS
-from sagebwd.cli import doctor, measure
+from sagebwd import hardware
+from sagebwd.auto.model import DIRECTIONS
+from sagebwd.cli import doctor, measure, timings
 from sagebwd.cli import main as cli
 from sagebwd.version import __version__
 from tests.commands import ROOT, runner, started, without_defaults
@@ -57,6 +59,16 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     assert code == 1
     assert "needs a CUDA device" in out
     assert "self-test PASS" in out
+    assert "recipe auto, which is full here," in out
+    assert "No kernel runs here: recipe auto runs torch's own attention, and a named one the reference" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
+def test_without_a_gpu_nothing_is_measured(command):
+    for options in ((), ("--device", "cpu", "--kind", "causal")):
+        code, out, err = command("doctor", "--measure", *options)
+        assert (code, out) == (2, "")
+        assert "--measure times a GPU, got device cpu; without a GPU recipe 'auto' runs torch's attention" in err
 
 
 @pytest.mark.parametrize(("recipe", "who"), [("auto", "torch's scaled_dot_product_attention"), ("token", "refused")])
@@ -133,19 +145,23 @@ def test_ctrl_c_in_the_self_test_is_one_line(command, monkeypatch):
 
 def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    calls = []
+    monkeypatch.setattr(hardware, "check_device", lambda device: None)
+    monkeypatch.setattr(timings, "environment", lambda device, commit: {"gpu": "a card"})
+    monkeypatch.setattr(measure, "_compile", lambda device, chosen, tell: None)
+    cases = []
 
-    def measured(case, device, timer):
-        calls.append(case)
-        if len(calls) == 2:
+    def measured(case, size, tokens, device, timer):
+        cases.append(case)
+        if case is not cases[0]:
             raise KeyboardInterrupt
-        times = (1.0, 0.1, 2.0, 0.1, "MATH", {})
-        shape = (case.kind, case.head_dim, case.value_dim, case.size, 1, 1, 256, 256 * case.value_dim)
-        return [measure.Timing(*shape, direction, "token", "reference", *times) for direction in DIRECTIONS]
+        shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens
+        times = (1.0, 0.1, 2.0, 0.1, "MATH")
+        return [measure.Timing(*shape, direction, "token", "triton/triton", *times) for direction in DIRECTIONS]
 
-    monkeypatch.setattr(measure, "measure_case", measured)
-    code, _, err = command("doctor", "--measure", "--device", "cpu", "--kind", "causal", "--head-dim", "128")
+    monkeypatch.setattr(measure, "measure_point", measured)
+    options = "--device", "cuda", "--kind", "causal", "--kind", "full", "--head-dim", "128"
+    code, _, err = command("doctor", "--measure", *options)
     (kept,) = tmp_path.rglob("*.json")
     assert code == 130
     assert f"stopped: what was measured is kept in {kept}" in err
-    assert len(json.loads(kept.read_text())["rows"]) == 2
+    assert len(json.loads(kept.read_text())["rows"]) == 2 * len(measure.POINTS)

@@ -165,7 +165,9 @@ def test_trains_as_sdpa_does(name):
     inputs, blind = FAMILIES[name][3]()
 
     expected, actual = (
-        train(build(name, choice).train(), lambda model: model(**inputs).loss, RATES[name])
+        train(
+            build(name, choice, sagebwd={"recipe": "token"}).train(), lambda model: model(**inputs).loss, RATES[name]
+        )
         for choice in ("sdpa", "sagebwd")
     )
     assert_trains_as(expected, actual, name, blind, learnt=0.3)

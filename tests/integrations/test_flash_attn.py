@@ -246,8 +246,10 @@ def test_deterministic_is_traced(given):
         )
         return module.forward
 
-    attend = torch.compile(lambda x: flash_attn_func(x, x, x, deterministic=given), fullgraph=True, backend=backend)
-    attend(drawn()[0])
+    def attend(x):
+        return flash_attn_func(x, x, x, deterministic=given, recipe="token")
+
+    torch.compile(attend, fullgraph=True, backend=backend)(drawn()[0])
     assert found == [given]
 
 

@@ -31,6 +31,7 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "use_cache": False,
+    "sagebwd": {"recipe": "token"},
 }  # fmt: skip
 
 

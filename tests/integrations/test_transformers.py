@@ -267,6 +267,7 @@ def test_set_attn_implementation_on_a_running_model():
     model, ids = build("llama"), tokens(1, 50)
     with torch.no_grad():
         before = model(input_ids=ids).logits
+        model.config.sagebwd = {"recipe": "token"}
         model.set_attn_implementation("sagebwd")
         after = model(input_ids=ids).logits
     assert not torch.equal(before, after)
@@ -303,9 +304,9 @@ def test_layers_are_numbers_too():
     model, ids = build("llama", "token"), tokens(1, 20)
     outcomes = []
     for key in ("1", 1):
-        model.config.sagebwd = {"layers": {key: {"recipe": "full"}}}
+        model.config.sagebwd = {"recipe": "token", "layers": {key: {"recipe": "full"}}}
         outcomes.append(model(input_ids=ids).logits)
-    model.config.sagebwd = {}
+    model.config.sagebwd = {"recipe": "token"}
     assert torch.equal(*outcomes)
     assert not torch.equal(outcomes[0], model(input_ids=ids).logits)
 

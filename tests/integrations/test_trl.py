@@ -42,6 +42,7 @@ def trainer(tmp_path):
         config = Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, head_dim=32,
             num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+            sagebwd={"recipe": "token"},
         )  # fmt: skip
         torch.manual_seed(0)
         model = Qwen3ForCausalLM._from_config(config, attn_implementation="sagebwd")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
-from sagebwd.auto.thresholds import FULL, MASK
+from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import Mask

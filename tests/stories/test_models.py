@@ -155,7 +155,7 @@ def test_story_5_trainer_with_bf16_just_works(device, variant, tmp_path):
     """“no dtype error, every logged grad_norm finite, {q,k,v}_proj.weight.grad non-zero in a hook; then again with
     torch_compile=True and with bf16 weights”."""
     torch._dynamo.reset()
-    model = qwen3("sagebwd", torch.bfloat16 if variant == "bf16 weights" else torch.float32)
+    model = qwen3("sagebwd", torch.bfloat16 if variant == "bf16 weights" else torch.float32, recipe="token")
     rows = [{"input_ids": row, "labels": row} for row in document(16 * 40, seed=5).view(16, 40)]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=6 if device == "cpu" else 20, bf16=True, use_cpu=device == "cpu", logging_steps=1,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import RECIPES, dispatch, read_block_mask
-from sagebwd.auto.thresholds import FULL, MASK
+from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.masks.mask import Mask

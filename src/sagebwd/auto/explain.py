@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.arguments import choice_of, packed_choice_of
-from sagebwd.auto import thresholds
-from sagebwd.auto.thresholds import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Threshold, widths_text
-from sagebwd.call import Ask, Size
+from sagebwd.arguments import asked_of, choice_of, packed_choice_of
+from sagebwd.auto import model
+from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
+from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import AUTO
 
@@ -44,80 +44,103 @@ class Explanation(NamedTuple):
         return f"{self.recipe} on {runs}: {self.why}"
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: object, device: str | None = None, **options: object
+) -> Explanation:
     """What `sage_attention` would run for the same arguments, and why; nothing runs.
 
-    A call counts as one of training where an input requires a gradient and gradients are enabled. Raises what
-    `sage_attention` raises for the arguments.
+    A call counts as one of training where an input requires a gradient and gradients are enabled. ``device`` names a
+    card that this project has timed, such as "NVIDIA H100 80GB HBM3": the answer is that card's with all of the
+    extras, without a GPU, and tensors may be on any device, meta too. Raises what `sage_attention` raises for the
+    arguments, and ValueError for a card that was not timed.
     """
     _check("explain", choice_of, query, key, value, *arguments, **options)
-    choice, checked = choice_of(query, key, value, *arguments, **options)
-    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO))
+    _check_card(device)
+    choice, checked = choice_of(query, key, value, *arguments, card=device, **options)
+    return explained(choice, asked_of(checked.ask, device), checked.size, options.get("recipe", AUTO), device)
 
 
-def explain_varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Explanation:
+def explain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: object, device: str | None = None, **options: object
+) -> Explanation:
     """The same of `sage_attention_varlen`."""
     _check("explain_varlen", packed_choice_of, query, key, value, *arguments, **options)
-    choice, ask, size = packed_choice_of(query, key, value, *arguments, **options)
-    return explained(choice, ask, size, options.get("recipe", AUTO))
+    _check_card(device)
+    choice, ask, size = packed_choice_of(query, key, value, *arguments, card=device, **options)
+    return explained(choice, asked_of(ask, device), size, options.get("recipe", AUTO), device)
+
+
+def _check_card(card: str | None) -> None:
+    """Raises ValueError for a card that this project has not timed; None is the device's own."""
+    known = model.of_this_project()
+    if card is not None and card not in known:
+        raise ValueError(f"device={card!r} was not timed; accepted: {', '.join(map(repr, known))}")
 
 
 def _check(name: str, function: Callable, *arguments: object, **options: object) -> None:
     """Raises TypeError for arguments that one of the public functions does not take, whose ``function`` has."""
     signature = inspect.signature(function)
+    accepted = [parameter for name, parameter in signature.parameters.items() if name != "card"]
     try:
-        signature.bind(*arguments, **options)
+        signature.replace(parameters=accepted).bind(*arguments, **options)
     except TypeError as error:
-        raise TypeError(f"{name}: {error}; accepted: {', '.join(signature.parameters)}") from None
+        raise TypeError(f"{name}: {error}; accepted: {', '.join(x.name for x in accepted)}, device") from None
 
 
-def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object) -> Explanation:
+def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None = None) -> Explanation:
     """An answer of `sagebwd.dispatch.choose`, with its reason; recipe: as it was asked for."""
-    if choice is dispatch.IN_TORCH:
-        why = _why_torch(ask, size)
-    else:
-        why = _why_kernels(choice, ask, size, recipe)
+    why = _why(choice, ask, size, recipe, card)
     forms = choice.forms(ask.head_dim, ask.value_dim)
     return Explanation(str(choice.recipe), choice.forward.impl, choice.backward.impl, forms, why)
 
 
-def _why_torch(ask: Ask, size: Size) -> str:
-    if ask.only_torch is not None:
-        return f"torch's own attention alone takes {ask.only_torch}"
-    card = dispatch.card_of(ask.device)
-    if not thresholds.of_card(card, torch.__version__):
-        return (
-            f"nobody has timed low precision on {card} with torch {torch.__version__} and this sagebwd; "
-            "`sagebwd doctor --measure` does, in a few minutes"
-        )
-    found = dispatch.thresholds_of(ask)
-    if not found:
-        return f"low precision was not timed on {card} for {_call(ask)}; `sagebwd doctor --measure` may time it"
-    row = _row(found, size)
-    if row is None:
-        least = found[-1].elements
-        return f"the call is smaller than those that were timed, of {least:,} batch x heads x tokens x head_dim"
-    until = "at all lengths that were timed" if row.tokens is None else f"up to {row.tokens} tokens"
-    return f"{_tokens(size)} tokens, {_call(ask)}: full precision is faster {until}, {row.source}"
-
-
-def _why_kernels(choice: Choice, ask: Ask, size: Size | None, recipe: object) -> str:
+def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None) -> str:
     if recipe != AUTO:
         return f"recipe={str(recipe)!r} was asked for"
     if ask.impl is not None:
         return f"impl={ask.impl!r} was asked for"
     if ask.recipe != AUTO:
         return "a switch is on, under which recipe='auto' is one of 'token'"
-    if ask.device.type != "cuda":
-        return f"the reference runs calls on {ask.device.type}"
+    if choice is dispatch.IN_TORCH and ask.only_torch is not None:
+        return f"torch's own attention alone takes {ask.only_torch}"
+    on_gpu = ask.device.type == "cuda"
     if size is None:
-        return "torch has nothing that computes the same, or the switch deterministic is on"
-    row = _row(dispatch.thresholds_of(ask), size)
-    return f"{_tokens(size)} tokens, {_call(ask)}: {choice.recipe} is faster from {row.tokens} tokens on, {row.source}"
+        runs = "" if on_gpu else f", so the reference runs it in full precision on {ask.device}"
+        return f"torch has nothing that computes the same, or the switch deterministic is on{runs}"
+    if not on_gpu:
+        return f"kernels need a CUDA GPU; on {ask.device} torch's own attention is faster than the reference"
+    times = dispatch.times_of(ask, card)
+    if times is None:
+        return _untimed(ask, card)
+    compared = _compared(choice, times, size)
+    return f"{_tokens(size)} tokens, {_call(ask)}: {compared}, by {times.source}{newer_torch(times)}"
 
 
-def _row(found: tuple[Threshold, ...], size: Size) -> Threshold | None:
-    return next((row for row in found if size.elements >= row.elements), None)
+def _untimed(ask: Ask, card: str | None) -> str:
+    name = card or dispatch.card_of(ask.device)
+    if card is None and not dispatch.known_of(ask.device):
+        return (
+            f"nobody has timed low precision on {name} with torch {torch.__version__} and this sagebwd; "
+            "`sagebwd doctor --measure` does, in a few minutes"
+        )
+    return f"low precision was not timed on {name} for {_call(ask)}; `sagebwd doctor --measure` may time it"
+
+
+def _compared(choice: Choice, times: Times, size: Size) -> str:
+    """What both take; full precision keeps what is within `model.MARGIN` percent."""
+    low_ms, full_ms = times.ms(size)
+    low = f"{times.recipe} takes about {low_ms:.3g} ms"
+    if full_ms is None:
+        return f"{low} and torch does not run it"
+    close = "" if choice is not dispatch.IN_TORCH or low_ms >= full_ms else f": less than {model.MARGIN}% apart"
+    return f"{low}, torch {full_ms:.3g}{close}"
+
+
+def newer_torch(times: Times) -> str:
+    """Where this torch is newer than the one that was timed, that it may differ."""
+    if not model.is_newer(torch.__version__, times.torch):
+        return ""
+    return f"; they are of torch {times.torch}, and torch {torch.__version__} may differ"
 
 
 def _call(ask: Ask) -> str:

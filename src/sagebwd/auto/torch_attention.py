@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.thresholds import CAUSAL, FULL, WINDOW
+from sagebwd.auto.model import CAUSAL, FULL, WINDOW
 from sagebwd.masks.band import Band
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.

@@ -58,7 +58,7 @@ def doctor(
     recipe: Annotated[str, typer.Option(help="Recipe name or text; auto is what a call without one takes.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda where there is one].")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time this GPU, for a few minutes: from which length auto is faster.")
+        bool, typer.Option("--measure", help="Time this GPU, for a few minutes, for auto to go by.")
     ] = False,
     kind: Annotated[
         list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
@@ -71,17 +71,20 @@ def doctor(
 
     from sagebwd.cli import doctor as examination
     from sagebwd.cli import measure as benchmark
-    from sagebwd.cli import thresholds
+    from sagebwd.cli import timings
     from sagebwd.hardware import check_device
     from sagebwd.recipe import AUTO
 
     parsed_dtype = cli_trace.dtype_of(dtype)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    if measure:
-        thresholds.measure(
-            device, benchmark.cases(kind or benchmark.KINDS, head_dim or benchmark.MEASURED_WIDTHS), output, commit
+    if measure and not device.startswith("cuda"):
+        raise ValueError(
+            f"--measure times a GPU, got device {device}; without a GPU recipe 'auto' runs torch's attention"
         )
+    if measure:
+        cases = benchmark.cases(kind or benchmark.KINDS, head_dim or benchmark.MEASURED_WIDTHS)
+        timings.measure(device, cases, output, commit)
         return
     if kind or output or commit or len(head_dim or ()) > 1:
         raise ValueError("--kind, --output, --commit and several --head-dim belong to --measure; add it")
@@ -97,7 +100,7 @@ def doctor(
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
-        thresholds.show(device)
+        timings.show(device)
     if any(answer.chosen for answer in found):
         with progress() as tell:
             tell("self-test")
@@ -111,7 +114,8 @@ def doctor(
         console.print(f"No implementation takes this call: {runs}.")
         raise typer.Exit(1)
     if not any(answer.chosen and answer.impl != "reference" for answer in found):
-        console.print("No kernel runs here: calls use the reference, which is right and slow.")
+        who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
+        console.print(f"No kernel runs here: {who} the reference, which is right and slow.")
         raise typer.Exit(1)
 
 

@@ -1,9 +1,8 @@
-"""From how many tokens low precision is faster than torch: what `sagebwd doctor --measure` times.
+"""What calls take in low precision and by torch's own attention: what `sagebwd doctor --measure` times.
 
-Each kind of mask at each pair of widths is timed at falling lengths until low precision has lost twice in both
-directions, and then halfway between the last loss and the first gain. Both sides are timed as a user calls them:
-`sage_attention` by the recipe that "auto" takes, and torch's own function with the backend that torch picks. At the
-longest length the other backends of torch are timed beside them, for the record.
+Each kind of mask at each pair of widths is timed at the sizes and lengths of `POINTS`, which `sagebwd.auto.fit` fits a
+model to. Both sides are timed as a user calls them: `sage_attention` by the recipe that "auto" takes, and torch's own
+function with the backend that torch picks.
 """
 
 from __future__ import annotations
@@ -11,40 +10,29 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import torch_attention
-from sagebwd.auto.thresholds import (
-    CAUSAL,
-    DIRECTIONS,
-    FULL,
-    KINDS,
-    LARGE,
-    MASK,
-    MIDDLE,
-    PACKED,
-    PADDING,
-    SMALL,
-    TRAINING,
-    WINDOW,
-    least,
-    widths_text,
-    wins,
-)
+from sagebwd.auto.fit import window_of
+from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, KINDS, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
 from sagebwd.call import Ask
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.recipe import AUTO, Recipe
 
-LENGTHS = (8192, 4096, 2048, 1024, 512, 256)
+# Batch x heads x tokens x value_dim, about, and tokens. The sizes are one sequence of a small model, one of 4096
+# tokens with 32 heads of 128, and a training step of 16384 tokens.
+POINTS = tuple(
+    (1 << power, tokens) for power, tokens in ((25, 8192), (25, 2048), (25, 1024), (24, 4096), (22, 8192), (22, 2048))
+)
 # Widths that have kernels of their own, and those that are filled up.
 OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80", "112", "72")
 MEASURED_WIDTHS = OWN_WIDTHS + FILLED_WIDTHS
@@ -65,18 +53,15 @@ class Timing:
     """One row of the results file; times in ms of a call, forward alone or forward and backward.
 
     ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
-    torch picks, its backend ``picked``; None where torch has nothing. others: ms of torch's other backends. size: of
-    `sagebwd.auto.thresholds.SIZES`, about what ``elements`` is.
+    torch picks, its backend ``picked``; None where torch has nothing.
     """
 
     kind: str
     head_dim: int
     value_dim: int
-    size: int
     batch: int
     heads: int
     tokens: int
-    elements: int
     direction: str
     recipe: str
     impl: str
@@ -85,31 +70,28 @@ class Timing:
     torch_ms: float | None
     torch_host_ms: float | None
     picked: str
-    others: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of mask at one pair of widths; size: elements, about."""
+    """One kind of mask at one pair of widths."""
 
     kind: str
     head_dim: int
     value_dim: int
-    size: int
 
     def __str__(self) -> str:
-        width = widths_text(self.head_dim, self.value_dim)
-        return f"{self.kind}, head_dim {width}, size 2^{self.size.bit_length() - 1}"
+        return f"{self.kind}, head_dim {widths_text(self.head_dim, self.value_dim)}"
 
-    def batch_and_heads(self, tokens: int) -> tuple[int, int]:
+    def batch_and_heads(self, size: int, tokens: int) -> tuple[int, int]:
         """As many as the size has room for, heads first."""
-        in_all = max(1, self.size // (tokens * self.value_dim))
+        in_all = max(1, size // (tokens * self.value_dim))
         heads = min(in_all, MODEL_WIDTH // self.value_dim)
         return max(1, in_all // heads), heads
 
-    def inputs(self, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self, size: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do in BF16; of packed sequences (tokens of all, heads, width)."""
-        batch, heads = self.batch_and_heads(tokens)
+        batch, heads = self.batch_and_heads(size, tokens)
         shape = (batch * tokens, heads) if self.kind == PACKED else (batch, heads, tokens)
         generator = torch.Generator(device).manual_seed(0)
         widths = self.head_dim, self.head_dim, self.value_dim, self.value_dim
@@ -128,10 +110,9 @@ def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS)
             if name not in known:
                 raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
     own, filled = ([pair_of(name) for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
-    found = [Case(kind, *pair, size) for kind in (CAUSAL, FULL) for size in (LARGE, MIDDLE, SMALL) for pair in own]
-    found += [Case(PACKED, *pair, size) for size in (LARGE, SMALL) for pair in own]
-    found += [Case(kind, *pair, LARGE) for kind in (CAUSAL, FULL) for pair in filled]
-    found += [Case(kind, *pair, SMALL) for kind in (WINDOW, PADDING, MASK) for pair in own]
+    found = [Case(kind, *pair) for kind in (CAUSAL, FULL, PACKED) for pair in own]
+    found += [Case(kind, *pair) for kind in (CAUSAL, FULL) for pair in filled]
+    found += [Case(kind, *pair) for kind in (WINDOW, PADDING, MASK) for pair in own]
     found = [case for case in found if case.kind in kinds]
     if not found:
         named = f"kind={', '.join(kinds)} is not measured at head_dim={', '.join(widths)}"
@@ -164,50 +145,22 @@ def measure(
     timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
         tell(f"{number + 1} of {len(chosen)}: {case}", compiling + (1 - compiling) * number / len(chosen))
-        yield measure_case(case, device, timer)
+        yield [row for size, tokens in POINTS for row in measure_point(case, size, tokens, device, timer)]
 
 
-def measure_case(case: Case, device: str, timer: Timer) -> list[Timing]:
-    """Rows at falling lengths until both directions have lost twice, and halfway to the losses."""
-    rows: list[Timing] = []
-    for tokens in LENGTHS:
-        rows += measure_length(case, tokens, device, timer)
-        lost = [row for row in rows[-4:] if not wins(row.ms, row.torch_ms)]
-        if len(lost) == 4:
-            break
-    for tokens in sorted({tokens for direction in DIRECTIONS for tokens in _between(rows, direction)}):
-        rows += measure_length(case, tokens, device, timer)
-    return rows
-
-
-def _between(rows: list[Timing], direction: str) -> list[int]:
-    """The length halfway between where low precision is faster from and the next one below it."""
-    mine = [row for row in rows if row.direction == direction]
-    threshold = least(map(asdict, mine))
-    shorter = [row.tokens for row in mine if threshold is not None and row.tokens < threshold]
-    return [(max(shorter) + threshold) // 2] if shorter else []
-
-
-def measure_length(case: Case, tokens: int, device: str, timer: Timer) -> list[Timing]:
+def measure_point(case: Case, size: int, tokens: int, device: str, timer: Timer) -> list[Timing]:
     """A row of each direction."""
-    *tensors, do = case.inputs(tokens, device)
+    *tensors, do = case.inputs(size, tokens, device)
     choice = _choice(case, tensors)
     attentions = attentions_of(case, tokens, tensors)
-    if tokens < LENGTHS[0]:
-        attentions = {name: run for name, run in attentions.items() if name in ("ours", "torch")}
-    batch, heads = case.batch_and_heads(tokens)
-    elements = batch * heads * tokens * case.value_dim
-    shape = case.kind, case.head_dim, case.value_dim, case.size, batch, heads, tokens, elements
+    shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens
     rows = []
     for direction in DIRECTIONS:
-        picked = _picked(case, tensors, direction)
-        runs = {
-            name: run_of(attention, tensors, do, direction) for name, attention in attentions.items() if name != picked
-        }
+        runs = {name: run_of(attention, tensors, do, direction) for name, attention in attentions.items()}
         times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
-        ours, theirs = (times.pop(name, (None, None)) for name in ("ours", "torch"))
-        others = {name: ms for name, (ms, _) in times.items()}
-        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked, others))
+        ours, theirs = (times.get(name, (None, None)) for name in ("ours", "torch"))
+        picked = _picked(case, tensors, direction)
+        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked))
     return rows
 
 
@@ -246,21 +199,11 @@ def takes(name: str, run: Callable[[], object]) -> bool:
 
 
 def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, Attention]:
-    """Low precision ("ours"), torch's function ("torch") where it has one, and its backends by name."""
+    """Low precision ("ours"), and torch's function ("torch") where it has one."""
     recipe = _choice(case, tensors).recipe
     if case.kind == PACKED:
         return packed_attentions(case, tokens, tensors[0], recipe)
-    found = _dense(case, tensors[0], recipe)
-    if case.kind in (FULL, CAUSAL) and tensors[0].is_cuda:
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            found[backend.name] = partial(by_backend, backend, found["torch"])
-    return found
-
-
-def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
-    """What an attention of torch's gives by one of its backends alone."""
-    with sdpa_kernel(backend):
-        return attention(*tensors)
+    return _dense(case, tensors[0], recipe)
 
 
 def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
@@ -272,11 +215,6 @@ def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
         options["attn_mask"] = mask
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
     return {"ours": partial(sage_attention, **options), "torch": theirs}
-
-
-def window_of(tokens: int) -> int:
-    """Keys before a query that it sees beside its own, where the kind of mask is a window."""
-    return tokens // 4
 
 
 def torch_mask(kind: str, q: Tensor) -> Tensor | None:
@@ -309,22 +247,19 @@ def packed_attentions(case: Case, tokens: int, q: Tensor, recipe: Recipe | str) 
 
 def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> None:
     """Compile what our kernels need, in several processes, so that timing finds it on disk."""
-    pairs = sorted({(case.kind, case.head_dim, case.value_dim) for case in chosen})
-    groups = [[case for case in chosen if (case.kind, case.head_dim, case.value_dim) == pair] for pair in pairs]
-    count = max(1, min(len(groups), (os.cpu_count() or 1) - 1, MOST_PROCESSES))
-    tell(f"compiling the kernels of {len(groups)} kinds of call in {count} processes")
-    calls = run_in_processes(_call, [(group, device) for group in groups], count)
+    count = max(1, min(len(chosen), (os.cpu_count() or 1) - 1, MOST_PROCESSES))
+    tell(f"compiling the kernels of {len(chosen)} kinds of call in {count} processes")
+    calls = run_in_processes(_call, [(case, device) for case in chosen], count)
     for done, (_, error) in enumerate(calls, 1):
         if error is not None:
             raise error
-        tell(f"compiled {done} of {len(groups)}", COMPILING * done / len(groups))
+        tell(f"compiled {done} of {len(chosen)}", COMPILING * done / len(chosen))
 
 
-def _call(group: list[Case], device: str) -> None:
+def _call(case: Case, device: str) -> None:
     """Call our kernels once in each form that timing will."""
-    for case in group:
-        for tokens in LENGTHS:
-            *tensors, do = case.inputs(tokens, device)
-            ours = attentions_of(case, tokens, tensors)["ours"]
-            for direction in DIRECTIONS:
-                takes("ours", run_of(ours, tensors, do, direction))
+    for size, tokens in POINTS:
+        *tensors, do = case.inputs(size, tokens, device)
+        ours = attentions_of(case, tokens, tensors)["ours"]
+        for direction in DIRECTIONS:
+            takes("ours", run_of(ours, tensors, do, direction))

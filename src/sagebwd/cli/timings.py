@@ -12,11 +12,17 @@ from rich.table import Table
 
 from sagebwd import dispatch
 from sagebwd.auto import agreement
-from sagebwd.auto.thresholds import DIRECTIONS, Threshold, kept_at, of_card, of_rows, rows_kept, widths_text
+from sagebwd.auto.explain import newer_torch
+from sagebwd.auto.fit import fitted, window_of
+from sagebwd.auto.model import DIRECTIONS, Size, Times, kept_at, rows_kept, widths_text
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
+from sagebwd.dispatch import known_of
 from sagebwd.environment import CACHE_DIR, make, write_whole
+
+# Of what is shown: a training step of 16384 tokens with 16 heads of 128, at these lengths.
+ELEMENTS, LENGTHS = 1 << 25, (1024, 4096, 16384)
 
 
 def measure(device: str, cases: list[benchmark.Case], output: Path | None, commit: str | None) -> None:
@@ -42,20 +48,20 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
             write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")
-            path = kept if output is None else save(rows, facts, output, "thresholds")
+            path = kept if output is None else save(rows, facts, output, "timings")
             for line in _lines(timed):
                 console.print(line, highlight=False)
-    console.print(table(of_rows(map(asdict, rows), str(path))))
+    console.print(table(fitted(map(asdict, rows), "", torch.__version__)))
     console.print(f"wrote {path}" if path == kept else f"wrote {kept} and {path}", soft_wrap=True)
 
 
 def show(device: str) -> None:
-    """Print from how many tokens on "auto" runs in low precision on a GPU, and a digest of what that follows from."""
+    """Print what "auto" goes by on a GPU, and a digest of what that follows from."""
     digest = agreement.digest(dispatch.facts_of(torch.device(device)))
     console.print(f"auto: digest {digest}, the same on two machines where it chooses alike", highlight=False)
-    card = torch.cuda.get_device_properties(device).name
-    known = of_card(card, torch.__version__)
+    known = known_of(torch.device(device))
     if not known:
+        card = torch.cuda.get_device_properties(device).name
         console.print(
             f"auto: nobody has timed {card} with these versions, so calls of recipe auto run in full precision, by "
             "torch. `sagebwd doctor --measure` times it, in a few minutes.",
@@ -63,18 +69,17 @@ def show(device: str) -> None:
         )
         return
     console.print(table(known))
-    for source in sorted({row.source for row in known}):
-        console.print(f"measured: {source}", soft_wrap=True, markup=False)
+    console.print(f"fitted from {known[0].source}{newer_torch(known[0])}", soft_wrap=True, markup=False)
 
 
 def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:
-    """A line a direction: torch's time over ours at each length."""
+    """A line a direction: torch's time over ours, of batch x heads x tokens."""
     for direction in DIRECTIONS:
-        rows = sorted((row for row in timed if row.direction == direction), key=lambda row: row.tokens)
+        rows = [row for row in timed if row.direction == direction]
         if rows:
-            width = f"{rows[0].head_dim}/{rows[0].value_dim}"
-            cells = ", ".join(f"{row.tokens} {_ratio(row)}" for row in rows)
-            yield f"{rows[0].kind} {width} {rows[0].elements} {direction}, {rows[0].recipe} over torch: {cells}"
+            cells = ", ".join(f"{row.batch} x {row.heads} x {row.tokens} {_ratio(row)}" for row in rows)
+            width = widths_text(rows[0].head_dim, rows[0].value_dim)
+            yield f"{rows[0].kind} {width} {direction}, {rows[0].recipe} over torch: {cells}"
 
 
 def _ratio(row: benchmark.Timing) -> str:
@@ -83,20 +88,22 @@ def _ratio(row: benchmark.Timing) -> str:
     return f"{row.torch_ms / row.ms:.2f}"
 
 
-def table(thresholds: Iterable[Threshold]) -> Table:
-    """From how many tokens low precision is faster, a line a kind of mask and pair of widths."""
-    found: dict[tuple, dict[str, Threshold]] = {}
-    for threshold in thresholds:
-        key = threshold.kind, threshold.head_dim, threshold.value_dim, threshold.elements, threshold.recipe
-        found.setdefault(key, {})[threshold.direction] = threshold
-    shown = Table(title="Low precision is faster than torch from so many tokens on", title_justify="left", box=None)
-    for heading in ("mask", "head_dim", "batch x heads x tokens x width", "recipe", *DIRECTIONS):
+def table(known: Iterable[Times]) -> Table:
+    """How many times as fast as torch low precision is by the model, a line a kind of mask and pair of widths."""
+    found: dict[tuple, dict[str, Times]] = {}
+    for times in known:
+        found.setdefault((times.kind, times.head_dim, times.value_dim, times.recipe), {})[times.direction] = times
+    title = f"Times as fast as torch, fitted; calls of {ELEMENTS:,} batch x heads x tokens x value's head_dim"
+    shown = Table(title=title, title_justify="left", box=None)
+    for heading in ("mask", "head_dim", "recipe", *(f"{name} {n}" for name in DIRECTIONS for n in LENGTHS)):
         shown.add_column(heading, justify="left" if heading in ("mask", "recipe") else "right")
-    for (kind, head_dim, value_dim, elements, recipe), of in found.items():
-        cells = [_tokens(of[direction]) if direction in of else "" for direction in DIRECTIONS]
-        shown.add_row(kind, widths_text(head_dim, value_dim), f"{elements:,}", recipe, *cells)
+    for (kind, head_dim, value_dim, recipe), of in found.items():
+        cells = [_over_torch(of[name], n) if name in of else "" for name in DIRECTIONS for n in LENGTHS]
+        shown.add_row(kind, widths_text(head_dim, value_dim), recipe, *cells)
     return shown
 
 
-def _tokens(threshold: Threshold) -> str:
-    return "never" if threshold.tokens is None else str(threshold.tokens)
+def _over_torch(times: Times, tokens: int) -> str:
+    heads = ELEMENTS // (tokens * times.value_dim)
+    low, full = times.ms(Size(tokens, tokens, heads, heads, window_of(tokens) + 1))
+    return "alone" if full is None else f"{full / low:.2f}"

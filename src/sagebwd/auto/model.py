@@ -1,0 +1,221 @@
+"""What a call takes in low precision and by torch's own attention, in ms: a model of both, by card.
+
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches and the last
+tiles, passes over the rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a
+pair of widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
+
+Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
+the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
+`sagebwd doctor --measure` keeps timings of a machine in the cache folder, which are fitted when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from sagebwd.environment import cache_folder
+from sagebwd.version import __version__
+
+# Of a call whose inputs need no gradient, and of forward and backward together.
+FORWARD, TRAINING = "forward", "training"
+DIRECTIONS = (FORWARD, TRAINING)
+# What hides keys: nothing; the future; a window, causal or not; padding of keys; bounds of packed sequences, causal or
+# not; anything else that a mask of elements says.
+KINDS = ("full", "causal", "window", "padding", "packed", "mask")
+FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
+# Low precision has to be faster by so many percent, else the call is one for full precision.
+MARGIN = 3
+# Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
+_MICRO, _NANO, _PICO = 10**9, 10**6, 10**3
+_MILLI = 10**12
+
+
+class Size(NamedTuple):
+    """How large a call is that torch's own attention computes too.
+
+    queries, keys: tokens of a sequence, of packed ones the mean. heads, kv_heads: of all sequences together. width: of
+    a window, the keys in it.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int = 0
+
+    def work(self, kind: str) -> tuple[int, int, int]:
+        """Rows of Q and of K, and twice the pairs of a query and a key that low precision and that torch multiply.
+
+        Torch gets a window as a mask of elements, and multiplies all. Packed sequences count as causal; of masks of
+        elements all pairs count.
+        """
+        n, m = self.queries, self.keys
+        if kind not in (CAUSAL, PACKED):
+            seen = 2 * n * m
+        elif n <= m:
+            seen = n * n if kind == CAUSAL else n * (2 * m - n)
+        else:
+            seen = m * (2 * n - m) if kind == CAUSAL else m * m
+        low = 2 * n * self.width if kind == WINDOW and self.width < m else seen
+        return self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen
+
+
+class Cost(NamedTuple):
+    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice."""
+
+    host: int
+    fixed: int
+    row: int
+    pair: int
+
+    @classmethod
+    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
+        """Of the units that ``model.json`` has."""
+        units = (host_us, _MICRO), (fixed_us, _MICRO), (row_ns, _NANO), (pair_ps, _PICO)
+        return cls(*(round(value * unit) for value, unit in units))
+
+    def written(self) -> list[float]:
+        """What `of` takes, with three digits."""
+        return [float(f"{value / unit:.3g}") for value, unit in zip(self, (_MICRO, _MICRO, _NANO, _PICO))]
+
+    def with_margin(self) -> Cost:
+        """What low precision counts as: `MARGIN` percent more."""
+        return Cost(*((x * (100 + MARGIN) + 50) // 100 for x in self))
+
+    def ms(self, rows: int, pairs: int) -> float:
+        """Of a call's rows and one side's pairs (`Size.work`)."""
+        return max(self.host, self.fixed + self.row * rows + self.pair * pairs // 2) / _MILLI
+
+
+def is_faster(low: tuple[int, ...], full: tuple[int, ...], work: tuple[int, int, int]) -> bool:
+    """Whether a `Cost.with_margin` is no more than another `Cost`, by comparisons alone, which a trace guards.
+
+    Guards have 64 bits, which are enough for calls of an hour.
+    """
+    rows, low_pairs, full_pairs = work
+    host, fixed, row, pair = low
+    ours = 2 * host, 2 * (fixed + row * rows) + pair * low_pairs
+    host, fixed, row, pair = full
+    theirs = 2 * host, 2 * (fixed + row * rows) + pair * full_pairs
+    return (ours[0] <= theirs[0] or ours[0] <= theirs[1]) and (ours[1] <= theirs[0] or ours[1] <= theirs[1])
+
+
+class Times(NamedTuple):
+    """What calls of one kind take at one pair of widths.
+
+    recipe, impl: what ran in low precision, and on whose kernels (`sagebwd.dispatch.Choice.name`). full: torch's own
+    attention; None where it has none. source: what they were fitted from. torch: the version that was timed.
+    """
+
+    kind: str
+    head_dim: int
+    value_dim: int
+    direction: str
+    recipe: str
+    impl: str
+    low: Cost
+    full: Cost | None
+    source: str
+    torch: str
+
+    def ms(self, size: Size) -> tuple[float, float | None]:
+        """Of low precision and of torch's own attention."""
+        rows, low, full = size.work(self.kind)
+        return self.low.ms(rows, low), None if self.full is None else self.full.ms(rows, full)
+
+
+def widths_text(head_dim: int, value_dim: int) -> str:
+    """A pair of widths as the command line takes it: one number where they are equal."""
+    return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
+
+
+@cache
+def of_card(card: str, torch_version: str) -> tuple[Times, ...]:
+    """What is known of a card, as CUDA names it: measured on this machine, or else by this project."""
+    path = kept_at(card, torch_version)
+    rows = rows_kept(path)
+    if rows is None:
+        return of_this_project().get(card, ())
+    from sagebwd.auto.fit import fitted  # which few machines need
+
+    return tuple(fitted(rows, f"timings in {path}", torch_version))
+
+
+@cache
+def of_this_project() -> dict[str, tuple[Times, ...]]:
+    """``model.json``, by card."""
+    path = Path(__file__).with_suffix(".json")
+    content, found = json.loads(path.read_text(encoding="utf-8")), {}
+    for card, of in content.items():
+        source = f"this project's timings ({len(of['files'])} files, named in {path.name})"
+        found[card] = tuple(
+            Times(*place, Cost.of(*low), None if full is None else Cost.of(*full), source, of["torch"])
+            for *place, low, full in of["times"]
+        )
+    return found
+
+
+def is_newer(torch_version: str, timed: str) -> bool:
+    """Whether a version of torch is newer than the one that was timed, by its first two numbers."""
+    first, second = (tuple(int(x) for x in text.split(".")[:2]) for text in (torch_version, timed))
+    return first > second
+
+
+def rows_kept(path: Path) -> list[dict] | None:
+    """The rows of a file of `kept_at`; None where there is none and, with a warning, where it cannot be read."""
+    try:
+        return _checked(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logging.getLogger("sagebwd").warning(
+            f"sagebwd: {path}, which says what calls take here, is not read: "
+            f"{type(error).__name__}: {error}. Delete it, or measure anew with `sagebwd doctor --measure`; until then "
+            "what this project measured counts"
+        )
+        return None
+
+
+def _checked(content: object) -> list[dict]:
+    """The rows of a results file. Raises ValueError that says what of them is not what it should be."""
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError('expected an object with a list "rows"')
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"rows[{number}]: expected an object, got {row!r}")
+        for name, (accepts, accepted) in _COLUMNS.items():
+            if name not in row:
+                raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
+            if not accepts(row[name]):
+                raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
+    return rows
+
+
+def _is_count(x: object) -> bool:
+    return type(x) is int and x > 0
+
+
+def _is_time(x: object) -> bool:
+    return x is None or (type(x) in (int, float) and x > 0)
+
+
+# What `sagebwd.auto.fit` reads of a row, which values it takes and what these are called.
+_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, "an integer, at least 1")),
+    "direction": (DIRECTIONS.__contains__, f"one of {', '.join(DIRECTIONS)}"),
+    "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
+    **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
+    **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, "a positive number or null")),
+}
+
+
+def kept_at(card: str, torch_version: str) -> Path:
+    """Where what was measured on this machine is kept, by the card and the versions of torch and sagebwd."""
+    name = card.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return cache_folder() / "timings" / f"{name}_torch-{torch_version}_sagebwd-{__version__}.json"

@@ -1,0 +1,81 @@
+"""Costs that are fitted from timings."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sagebwd.auto.fit import ENOUGH, fitted, size_of
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost
+
+LOW, TORCH = Cost.of(50, 20, 0.3, 0.6), Cost.of(20, 0, 0.1, 0.9)
+SHAPES = [(b, h, n) for b, h, n in itertools.product((1, 4), (8, 16), (256, 1024, 8192))]
+
+
+def rows_of(kind=CAUSAL, low=LOW, torch=TORCH, shapes=SHAPES, **more):
+    """What calls take by these costs."""
+    found = []
+    for batch, heads, tokens in shapes:
+        row = {
+            "kind": kind, "head_dim": 64, "value_dim": 64, "direction": FORWARD, "recipe": "mixed", "impl": "here",
+            "batch": batch, "heads": heads, "tokens": tokens,
+        } | more  # fmt: skip
+        work = size_of(row).work(kind)
+        for prefix, cost, pairs in (("", low, work[1]), ("torch_", torch, work[2])):
+            row |= {f"{prefix}ms": cost.ms(work[0], pairs), f"{prefix}host_ms": cost.host / 1e12}
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, WINDOW])
+def test_costs_are_found_again(kind):
+    (found,) = fitted(rows_of(kind), "here", "2.0")
+    assert found[:6] == (kind, 64, 64, FORWARD, "mixed", "here")
+    assert (found.source, found.torch) == ("here", "2.0")
+    assert found.low == pytest.approx(LOW, rel=1e-6)
+    assert found.full == pytest.approx(TORCH, rel=1e-6, abs=1e3)
+
+
+def test_no_coefficient_is_negative():
+    """Of calls that take less the more rows they have."""
+    rows = rows_of()
+    for row in rows:
+        row["ms"] = 2.0 + 1e-9 * row["tokens"] ** 2 - 1e-5 * row["tokens"] * row["batch"]
+    (found,) = fitted(rows, "", "")
+    assert min(found.low) >= 0
+    assert found.low.fixed > 0
+
+
+def test_a_host_that_was_busy_in_few_calls_is_not_counted_slow():
+    rows = rows_of()
+    for row in rows[::3]:
+        row["host_ms"] *= 5
+        row["ms"] = max(row["ms"], row["host_ms"])
+    (found,) = fitted(rows, "", "")
+    assert found.low == pytest.approx(LOW, rel=1e-6)
+
+
+def test_a_kind_with_few_timings_is_a_multiple_of_calls_without_a_mask():
+    few = rows_of(PADDING, Cost.of(50, 40, 0.6, 1.2), shapes=SHAPES[-ENOUGH + 1 :])
+    full, padding = fitted(few + rows_of(FULL), "", "")
+    assert (full.kind, padding.kind) == (FULL, PADDING)
+    assert padding.low == pytest.approx(Cost.of(50, 40, 0.6, 1.2), rel=1e-6)
+    waiting = rows_of(MASK, Cost.of(1000, 0, 0, 0.001))
+    _, mask = fitted(waiting + rows_of(FULL), "", "")
+    assert mask.low == pytest.approx(Cost.of(1000, 20, 0.3, 0.6), rel=1e-6), "of calls that wait for the host"
+
+
+def test_what_does_not_run_has_no_costs():
+    assert not fitted(rows_of(ms=None)[:0], "", "")
+    none = [row | {"ms": None, "host_ms": None} for row in rows_of()]
+    assert not fitted(none, "", "")
+    (found,) = fitted([row | {"torch_ms": None, "torch_host_ms": None} for row in rows_of()], "", "")
+    assert found.full is None
+
+
+def test_directions_and_widths_are_apart():
+    slow = Cost.of(50, 200, 3, 6)
+    rows = rows_of() + rows_of(low=slow, direction=TRAINING) + rows_of(low=slow, head_dim=128)
+    found = {(one.head_dim, one.direction): one.low.pair for one in fitted(rows, "", "")}
+    assert found == {(64, FORWARD): LOW.pair, (64, TRAINING): slow.pair, (128, FORWARD): slow.pair}

@@ -1,0 +1,87 @@
+"""`tools.fit_auto` on the results files that the package's model was fitted from."""
+
+import json
+import re
+
+import pytest
+
+from sagebwd.auto.fit import fitted
+from sagebwd.auto.model import FORWARD, TRAINING
+from tools import fit_auto
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All timings of an H100."""
+    found = [fit_auto.rows_of(path) for path in fit_auto.files_of_model()]
+    return [row for facts, rows in found for row in rows if facts["gpu"] == "NVIDIA H100 80GB HBM3"]
+
+
+def test_a_fit_is_near_its_timings(rows):
+    for (kind, *_), values in fit_auto.residuals(fitted(rows, "", ""), rows).items():
+        rms = (sum(x * x for x in values) / len(values)) ** 0.5
+        assert rms < 0.11, kind
+
+
+def test_what_was_left_out_is_chosen_better_than_torch_always(rows):
+    """Of each file, by the others, what the 3% of the margin are lost for is still a gain."""
+    found = fit_auto.held_out(rows, fit_auto.PARTS["file"])
+    assert len(found) == 3
+    for ours, torch in found.values():
+        (_, right, lost, _), (_, of_torch, torch_lost, _) = (map(float, score.cells()) for score in (ours, torch))
+        assert right > 0.9 > of_torch
+        assert lost < 1.02 < torch_lost
+
+
+def test_the_page_has_what_is_held_out(rows):
+    """Cell by cell: of files by their commits, of sizes by their power of two, and of numbers of tokens."""
+    text = (fit_auto.ROOT / "docs" / "auto.md").read_text(encoding="utf-8")
+    found = {name: fit_auto.held_out(rows, part_of) for name, part_of in fit_auto.PARTS.items()}
+    by_commit = {str(name).rpartition("_")[2]: score for name, score in found["file"].items()}
+    pattern = r"^\| (the file|calls of) `?(?:2\^)?(\w+)`?( elements| tokens)? \| (.*) \|$"
+    lines = re.findall(pattern, text, re.MULTILINE)
+    assert len(lines) == 10
+    for what, part, unit, cells in lines:
+        if what == "the file":
+            ours, torch = by_commit[f"{part}.json"]
+        else:
+            ours, torch = found["tokens" if unit == " tokens" else "size 2^"][int(part)]
+        count, *wanted = map(float, [*ours.cells()[:3], torch.cells()[2]])
+        said, *printed = map(float, cells.split(" | "))
+        assert said == count
+        assert printed == pytest.approx(wanted, abs=0.0011), part
+
+
+def test_a_score_counts_what_is_lost():
+    score = fit_auto.Score()
+    for chosen, other in ((1.0, 2.0), (1.02, 1.0), (2.0, 1.0)):
+        score.add(chosen, other)
+    assert score.cells() == ["3", "0.667", f"{2.04 ** (1 / 3):.3f}", "2.000"]
+    assert fit_auto.Score().cells()[0] == "0"
+
+
+def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
+    (path,) = (path for path in fit_auto.files_of_model() if "attention_h100" in path.name)
+    facts, found = fit_auto.rows_of(path)
+    raw = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert 0 < len(found) < len(raw)
+    assert {row["direction"] for row in found} == {FORWARD, TRAINING}
+    assert {row["recipe"] for row in found} == {"mixed"}
+    assert facts["gpu"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_other_files_are_refused():
+    path = fit_auto.RESULTS / "auto_h200_2026-11-26_3f70cad.json"
+    with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json or attention_\*.json"):
+        fit_auto.rows_of(path)
+
+
+def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):
+    (path,) = fit_auto.RESULTS.glob("crossings_h200_2026-11-26_3f70cad.json")
+    monkeypatch.setattr(fit_auto, "MODEL", tmp_path / "model.json")
+    monkeypatch.setattr(fit_auto, "PARTS", {"tokens": fit_auto.PARTS["tokens"]})
+    fit_auto.main([str(path), "--hold-out", "--write"])
+    printed = capsys.readouterr().out
+    for text in ("NVIDIA H200: log(fitted / timed)", "causal training low", "tokens 8192", "torch always", "wrote"):
+        assert text in " ".join(printed.split())
+    assert list(json.loads(fit_auto.MODEL.read_text())) == ["NVIDIA H200"]
