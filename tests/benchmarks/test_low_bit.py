@@ -31,7 +31,7 @@ def rows(monkeypatch):
         def attention(*x, **settings):
             return sdpa(*x, **settings, **wrong)
 
-        def time_interleaved(runs, device, rounds):
+        def time_interleaved(runs, device, rounds, tell=None):
             return {key: (ms if key[1] == low_bit.RECIPE else 2.0, 0.0) for key in runs}
 
         monkeypatch.setattr(cudnn_fp8, "attention", attention)
@@ -112,7 +112,7 @@ def test_shapes_are_compared_by_the_geometric_mean_and_the_largest_error(rows):
 
 @pytest.mark.rounding
 def test_a_shape_that_it_refuses_is_named(monkeypatch):
-    monkeypatch.setattr(bench, "time_interleaved", lambda runs, device, rounds: dict.fromkeys(runs, (1.0, 0.0)))
+    monkeypatch.setattr(bench, "time_interleaved", lambda runs, device, rounds, tell=None: dict.fromkeys(runs, (1.0, 0.0)))
     shape = Shape(64, 1, 1, 1, 32, True)
     found = bench.measure_shape(shape, ["mixed"], ["reference"], "cpu", rounds=1, low_bit_peers=["cudnn-fp8"])
     assert {row.recipe for row in found} == {"mixed", "bf16"}
