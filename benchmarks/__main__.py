@@ -55,10 +55,10 @@ def attention(
     from benchmarks import baselines, low_bit, shapes
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.results import environment, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
-    from sagebwd.hardware import check_device
     from sagebwd.recipe import Recipe
 
     commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]))
@@ -180,9 +180,9 @@ def masks(
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
     from benchmarks import mask_cases
     from benchmarks import masks as benchmark
+    from sagebwd.cli.hardware import check_device, command_output
     from sagebwd.cli.results import environment, save
     from sagebwd.dispatch import check_known
-    from sagebwd.hardware import check_device, command_output
 
     commands.check_at_least(1, tokens=tokens, rounds=rounds, head_dim=min(head_dim or [1]))
     commands.check_at_least(0, processes=processes)

@@ -15,10 +15,10 @@ from benchmarks.shapes import Shape
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import Recipe
+from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.conformance import violation
 from sagebwd.reference.emulator import Emulator
 from sagebwd.reference.metrics import relative_l2
-from sagebwd.sinks import epilogue
 
 TENSORS = ("o", "dq", "dk", "dv")
 PEER_LIMIT = 0.05

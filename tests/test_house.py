@@ -25,8 +25,8 @@ STRANGERS = [
     ("sagebwd.integrations", ["sagebwd.diagnostics"]),
     ("sagebwd.reference", [KERNELS]),
     ("sagebwd.masks", [KERNELS]),
-    (f"{KERNELS}.host", [f"{KERNELS}.portable", f"{KERNELS}.sm90", f"{KERNELS}.operands"]),
-    (f"{KERNELS}.operands", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),
+    (f"{KERNELS}.runtime", [f"{KERNELS}.portable", f"{KERNELS}.sm90", f"{KERNELS}.common"]),
+    (f"{KERNELS}.common", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),
     (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
 ]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import mask_argument
+from sagebwd.masks import argument as mask_argument
 from sagebwd.masks import mask_blocks, sm90_block_lists
 from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
 from tests.masks import bias, boolean

@@ -30,7 +30,7 @@ from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
 pytest.importorskip("triton")
-from sagebwd.kernels.host import launchers, program
+from sagebwd.kernels.runtime import launchers, program
 
 SHAPE = 2, 3, 8, 4
 STEP = 0.5

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from sagebwd import dispatch, mask_argument, ops, read_block_mask, read_mask, sage_attention
+from sagebwd import dispatch, ops, read_block_mask, read_mask, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
+from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
@@ -32,7 +33,7 @@ from sagebwd.reference.metrics import relative_l2
 from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
-from sagebwd.kernels.host import device, program
+from sagebwd.kernels.runtime import device, program
 from tests.test_plan import DEVICE, SHAPE, Kernel, draw, leaves_of
 
 BATCH, HEADS, TOKENS, WIDTH = SHAPE

@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagebwd import explain, explain_varlen, sage_attention
 from sagebwd.auto.fit import window_of
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.cli.hardware import check_device
 from sagebwd.cli.measure import Attention, packed_attentions, run_of, takes, torch_mask
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.timer import time_interleaved
-from sagebwd.hardware import check_device
 from sagebwd.recipe import AUTO
 
 # A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.

@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd import read_block_mask, read_mask, sage_attention, sage_attention_varlen
 from sagebwd.cache import ENTRIES
-from sagebwd.hardware import check_device
+from sagebwd.cli.hardware import check_device
 from sagebwd.switches import current, switches
 
 # How a process says what it is at, and for how many seconds that may last.

@@ -38,7 +38,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sagebwd.call import Call, Saved
-from sagebwd.kernels.host import device
+from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from tests.kernels.calls import KernelCall
 

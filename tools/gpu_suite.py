@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from lab.training.gpus import visible_gpus
+from sagebwd.cli.hardware import check_device, command_output
 from sagebwd.cli.results import environment, save
-from sagebwd.hardware import check_device, command_output
 from tools.tree import digest
 
 KERNELS = "src/sagebwd/kernels"

@@ -101,7 +101,7 @@ def take_driver(folder: Path) -> None:
 
 def take_runtime(folder: Path) -> None:
     """Let CuTe's kernels be launched on a CPU's tensors by a runtime that does nothing."""
-    from sagebwd.kernels.host import ffi
+    from sagebwd.kernels.runtime import ffi
     from sagebwd.kernels.sm90.forward import compile as sm90
 
     library = folder / "libruntime.so"
@@ -131,7 +131,7 @@ def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) 
 
 def pretend() -> None:
     """Take a CPU for an H200; a driver is taken already."""
-    from sagebwd.kernels.host import device
+    from sagebwd.kernels.runtime import device
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sagebwd.cache import PLANS
 from sagebwd.cli.results import environment
-from sagebwd.kernels.host import program
+from sagebwd.kernels.runtime import program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.reference.metrics import relative_l2

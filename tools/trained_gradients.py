@@ -36,9 +36,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from lab.training.continued import tokens
 from lab.training.data import know_runs
 from sagebwd import sage_attention
+from sagebwd.cli.hardware import check_device
 from sagebwd.cli.results import environment
 from sagebwd.diagnostics.models import load_model, text_windows, windows
-from sagebwd.hardware import check_device
 from sagebwd.recipe import Recipe
 from tools.trained_heads import kept, parser_of
 

@@ -31,9 +31,9 @@ def gaussian(
 ) -> None:
     """Error of recipes on random inputs, next to the paper's Table 1."""
     from lab.studies import gaussian as study
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
-    from sagebwd.hardware import check_device
 
     check_device(device)
     check_known(impl)

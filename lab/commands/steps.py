@@ -43,9 +43,9 @@ def bench_training(
     """Where the time of training steps goes, one attention beside another; under torchrun, of N processes."""
     check_at_least(1, steps=steps, warmup=warmup, batch=batch, vocabulary=vocabulary, context=min(context or [1]))
     chosen = load(config, setting)
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.results import save
     from sagebwd.cli.terminal import console, loading, progress, quiet
-    from sagebwd.hardware import check_device
 
     check_device(device)
     quiet()

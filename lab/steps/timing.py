@@ -31,8 +31,8 @@ from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training import processes
 from lab.training.config import Config
+from sagebwd.cli.hardware import peak_rates
 from sagebwd.cli.results import environment
-from sagebwd.hardware import peak_rates
 from sagebwd.reference.metrics import Comparison
 
 TOKENS_AT_ONCE = 32768

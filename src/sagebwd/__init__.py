@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from sagebwd.auto.counts import summary
     from sagebwd.auto.explain import explain, explain_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
-    from sagebwd.mask_argument import read_block_mask, read_mask
+    from sagebwd.masks.argument import read_block_mask, read_mask
     from sagebwd.recipe import RECIPES, Recipe
     from sagebwd.switches import switches
     from sagebwd.version import __version__

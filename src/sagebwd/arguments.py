@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, mask_argument, switches
+from sagebwd import checks, dispatch, switches
 from sagebwd.auto import torch_attention
 from sagebwd.auto.model import FULL, MASK, PACKED, PADDING, WINDOW, Size
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
+from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 

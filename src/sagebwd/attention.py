@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, mask_argument, ops, switches
+from sagebwd import checks, dispatch, ops, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
@@ -16,9 +16,10 @@ from sagebwd.auto.counts import TORCH, answer, counts
 from sagebwd.auto.model import Size
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
+from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
-from sagebwd.sinks import epilogue
+from sagebwd.reference import sinks as epilogue
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -329,7 +329,7 @@ class Runtime(NamedTuple):
 @cache
 def runtime() -> Runtime:
     """The modules that describe and run calls of kernels."""
-    names = "kernels.host.program", "kernels.host.driver", "sinks.kernels"
+    names = "kernels.runtime.program", "kernels.runtime.driver", "kernels.sinks"
     return Runtime(*(importlib.import_module(f"sagebwd.{name}") for name in names))
 
 
@@ -340,7 +340,7 @@ def _module(name: str) -> ModuleType:
 
 def arch_of(device: torch.device) -> int:
     """90 for compute capability 9.0; 0 where there is no GPU, of which no kernels are asked."""
-    return _module("sagebwd.kernels.host.device").capability(device) if device.type == "cuda" else 0
+    return _module("sagebwd.kernels.runtime.device").capability(device) if device.type == "cuda" else 0
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ is off inside: the reference's own products must not be rounded. What forward le
 tensor of bytes, the workspace of the call's plan (`sagebwd.plan`). mask, mask_tiles and mask_blocks are elements,
 tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves
 are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.sinks.epilogue`).
+(`sagebwd.reference.sinks`).
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.

@@ -2,7 +2,7 @@
 
 A specification has shapes, strides, dtypes, devices, alignment and settings (`spec_of`); never a value, never the
 identity of a user's tensor. A plan says who runs the call, where in its workspace forward leaves what backward reads,
-and has the program of each direction (`sagebwd.kernels.host.program`). It keeps no tensor. Calls outside of
+and has the program of each direction (`sagebwd.kernels.runtime.program`). It keeps no tensor. Calls outside of
 torch.compile and the operators of `sagebwd.ops` run the same plans.
 """
 
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import checks, dispatch, mask_argument, switches
+from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import TORCH, answer
 from sagebwd.cache import TAKEN, Cache, rounded
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
+from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
-from sagebwd.sinks import epilogue
+from sagebwd.reference import sinks as epilogue
 
 PLAIN = (Tensor, torch.nn.Parameter)
 # Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.

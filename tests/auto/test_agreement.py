@@ -15,17 +15,16 @@ import torch.distributed as dist
 
 from sagebwd import dispatch
 from sagebwd.auto import agreement, model
-from sagebwd.auto.model import CAUSAL, FORWARD
-from sagebwd.call import Size
+from sagebwd.auto.model import CAUSAL, FORWARD, Size
 from sagebwd.cli import timings as command
-from tests.auto.calls import ASK, LARGE
+from tests.auto.calls import ASK
 from tests.lab.training.runs import begin, finish
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 CARD = "NVIDIA H100 80GB HBM3"
 ROW = {
-    "head_dim": 128, "value_dim": 128, "tokens": 512, "elements": LARGE, "direction": FORWARD, "kind": CAUSAL,
-    "recipe": "mixed", "impl": "hopper/hopper", "ms": 1.0, "torch_ms": 2.0, "size": LARGE,
+    "kind": CAUSAL, "head_dim": 128, "value_dim": 128, "batch": 1, "heads": 16, "tokens": 4096, "direction": FORWARD,
+    "recipe": "mixed", "impl": "hopper/hopper", "ms": 1.0, "host_ms": 0.1, "torch_ms": 2.0, "torch_host_ms": 0.1,
 }  # fmt: skip
 
 
@@ -33,7 +32,7 @@ def warned_in_a_call() -> list[str]:
     """What a call of "auto" on a GPU that is not there warns of; a trace asks by the same function."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch.hands_over(ASK, Size(4096, 4096, LARGE))
+        dispatch.hands_over(ASK, Size(4096, 4096, 16, 16))
         dispatch.check_agreement(ASK.device)  # as a call that has a plan already
     return [str(warning.message) for warning in caught]
 

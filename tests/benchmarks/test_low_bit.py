@@ -112,7 +112,10 @@ def test_shapes_are_compared_by_the_geometric_mean_and_the_largest_error(rows):
 
 @pytest.mark.rounding
 def test_a_shape_that_it_refuses_is_named(monkeypatch):
-    monkeypatch.setattr(bench, "time_interleaved", lambda runs, device, rounds, tell=None: dict.fromkeys(runs, (1.0, 0.0)))
+    def timed(runs, device, rounds, tell=None):
+        return dict.fromkeys(runs, (1.0, 0.0))
+
+    monkeypatch.setattr(bench, "time_interleaved", timed)
     shape = Shape(64, 1, 1, 1, 32, True)
     found = bench.measure_shape(shape, ["mixed"], ["reference"], "cpu", rounds=1, low_bit_peers=["cudnn-fp8"])
     assert {row.recipe for row in found} == {"mixed", "bf16"}

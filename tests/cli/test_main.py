@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 
-from sagebwd import hardware
 from sagebwd.auto.model import DIRECTIONS
-from sagebwd.cli import doctor, measure, timings
+from sagebwd.cli import doctor, hardware, measure, timings
 from sagebwd.cli import main as cli
 from sagebwd.version import __version__
 from tests.commands import ROOT, runner, started, without_defaults

@@ -27,7 +27,7 @@ def of_few_points(monkeypatch, tmp_path):
 def test_each_point_has_a_row_of_each_direction(monkeypatch):
     monkeypatch.setattr(bench, "POINTS", ((SMALL, 64), (SMALL, 32)))
     timer = lambda runs, device: {name: (2.0 if name == "ours" else 3.0, 0.1) for name in runs}  # noqa: E731
-    (rows,) = bench.measure("cpu", [bench.Case(CAUSAL, 16, 16)], timer, lambda text: None)
+    (rows,) = bench.measure("cpu", [bench.Case(CAUSAL, 16, 16)], timer, lambda text, done=None: None)
     assert [(row.tokens, row.direction) for row in rows] == [
         (64, FORWARD), (64, TRAINING), (32, FORWARD), (32, TRAINING),
     ]  # fmt: skip

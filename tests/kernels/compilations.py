@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
+from sagebwd.kernels.runtime import device
 from tests.kernels.calls import KernelCall
 from tools.cross_compile import Unstarted, binder
 

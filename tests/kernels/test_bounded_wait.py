@@ -134,7 +134,7 @@ import sys, time
 import torch
 from triton.experimental.gluon import language as gl
 from sagebwd import sage_attention
-from sagebwd.kernels.host import device, program
+from sagebwd.kernels.runtime import device, program
 from sagebwd.kernels.sm90.backward import dq_sums
 from sagebwd.switches import switches
 

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from sagebwd.kernels.host import device
+from sagebwd.kernels.runtime import device
 
 GPU = torch.device("cuda", 1)
 

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 
-ffi = pytest.importorskip("sagebwd.kernels.host.ffi")
-from sagebwd.kernels.host import program  # noqa: E402
+ffi = pytest.importorskip("sagebwd.kernels.runtime.ffi")
+from sagebwd.kernels.runtime import program  # noqa: E402
 
 # out[i, j] = factor * x[i, j] by their own strides, and the sums of shapes and strides in told; fails for factor 0
 SOURCE = """

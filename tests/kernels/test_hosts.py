@@ -19,7 +19,7 @@ from tests.kernels.test_sm90_backward import VARIED
 pytest.importorskip("triton")
 from sagebwd import dispatch
 from sagebwd.cache import PLANS
-from sagebwd.kernels.host import device, program
+from sagebwd.kernels.runtime import device, program
 
 # a forward in CuTe DSL is no kernel of Triton's, whose launches are watched here
 HOPPER = "triton/hopper"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.host import device, program
+from sagebwd.kernels.runtime import device, program
 from sagebwd.kernels.sm90.backward.launch import backward
 from sagebwd.recipe import Recipe
 

@@ -14,11 +14,11 @@ from tests.kernels.calls import TENSORS, KernelCall
 pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.host import device
-from sagebwd.kernels.operands.means import launch_statistics
-from sagebwd.kernels.operands.quantize import launch_quantize
+from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.portable import launch, tune
 from sagebwd.kernels.portable.config import choose
+from sagebwd.kernels.runtime import device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []

@@ -12,8 +12,8 @@ from tests.kernels.calls import KernelCall
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved
-from sagebwd.kernels.host import driver
 from sagebwd.kernels.portable import launch
+from sagebwd.kernels.runtime import driver
 from sagebwd.masks.band import Band
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-program = pytest.importorskip("sagebwd.kernels.host.program")
-launchers = pytest.importorskip("sagebwd.kernels.host.launchers")
+program = pytest.importorskip("sagebwd.kernels.runtime.program")
+launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
 from sagebwd.cache import PLANS, Cache  # noqa: E402
 
 

@@ -6,7 +6,7 @@ import torch
 from triton.runtime import interpreter
 
 from sagebwd.call import Packing
-from sagebwd.kernels.operands.strided import Strided
+from sagebwd.kernels.common.strided import Strided
 from sagebwd.kernels.sm90.backward.descriptor import empty_by_head
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_channel_maxima, launch_quantize_k
 from sagebwd.reference.quantize import quantize_tokens, smooth

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.metrics import relative_l2
-from sagebwd.sinks import epilogue
 from tests.test_sinks import attend, exact, inputs, results
 
 pytest.importorskip("triton")
-from sagebwd.sinks import kernels
+from sagebwd.kernels import sinks as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)

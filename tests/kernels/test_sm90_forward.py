@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.host.device import capability
-from sagebwd.kernels.operands.quantize import launch_quantize
+from sagebwd.kernels.common.quantize import launch_quantize
+from sagebwd.kernels.runtime.device import capability
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k

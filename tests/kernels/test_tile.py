@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import divide, psi_scale
+from sagebwd.kernels.common.tile import divide, psi_scale
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []

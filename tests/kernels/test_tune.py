@@ -11,9 +11,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sagebwd.kernels.host import device
 from sagebwd.kernels.portable import tune
 from sagebwd.kernels.portable.config import Config, choose, smaller
+from sagebwd.kernels.runtime import device
 from sagebwd.recipe import Recipe
 
 TOKEN, PAPER, FULL = map(Recipe.named, ("token", "paper", "full"))

@@ -21,7 +21,7 @@ from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS
-from sagebwd.kernels.host import launchers
+from sagebwd.kernels.runtime import launchers
 from sagebwd.plan import Plan
 from tools import host_time
 

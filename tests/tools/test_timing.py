@@ -10,7 +10,7 @@ import torch
 
 from sagebwd import sage_attention
 from sagebwd.cache import PLANS
-from sagebwd.kernels.host import program
+from sagebwd.kernels.runtime import program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
 from tools import beside, passes

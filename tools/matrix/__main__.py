@@ -34,8 +34,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from sagebwd.cli.hardware import check_device
 from sagebwd.cli.results import environment, save
-from sagebwd.hardware import check_device
 from tools.matrix import check, forms, large, sizes
 from tools.matrix.groups import groups_of
 from tools.matrix.workers import Row, run

@@ -11,7 +11,7 @@ import torch
 from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
-from sagebwd.hardware import peak_rates
+from sagebwd.cli.hardware import peak_rates
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.version import __version__

@@ -72,18 +72,18 @@ def doctor(
     from sagebwd.cli import doctor as examination
     from sagebwd.cli import measure as benchmark
     from sagebwd.cli import timings
-    from sagebwd.hardware import check_device
+    from sagebwd.cli.hardware import check_device
     from sagebwd.recipe import AUTO
 
     parsed_dtype = cli_trace.dtype_of(dtype)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    if measure and not device.startswith("cuda"):
-        raise ValueError(
-            f"--measure times a GPU, got device {device}; without a GPU recipe 'auto' runs torch's attention"
-        )
     if measure:
         cases = benchmark.cases(kind or benchmark.KINDS, head_dim or benchmark.MEASURED_WIDTHS)
+        if not device.startswith("cuda"):
+            raise ValueError(
+                f"--measure times a GPU, got device {device}; without a GPU recipe 'auto' runs torch's attention"
+            )
         timings.measure(device, cases, output, commit)
         return
     if kind or output or commit or len(head_dim or ()) > 1:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from sagebwd.cli.hardware import command_output
 from sagebwd.environment import COMMIT, write_whole
-from sagebwd.hardware import command_output
 
 
 def commit() -> str | None:

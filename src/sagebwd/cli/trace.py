@@ -46,8 +46,8 @@ def trace(
     quiet()
     import torch
 
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.results import commit
-    from sagebwd.hardware import check_device
     from sagebwd.recipe import Recipe
 
     recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from sagebwd.attention import sage_attention
-from sagebwd.mask_argument import read_block_mask
+from sagebwd.masks.argument import read_block_mask
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from sagebwd.mask_argument import read_block_mask, read_mask
 from sagebwd.masks import mask as masks
+from sagebwd.masks.argument import read_block_mask, read_mask
 
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 

@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 @cache
 def program() -> ModuleType:
     """What describes launches once and repeats them."""
-    return importlib.import_module("sagebwd.kernels.host.program")
+    return importlib.import_module("sagebwd.kernels.runtime.program")
 
 
 def takes(elements: Tensor) -> bool:

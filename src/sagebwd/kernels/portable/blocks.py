@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import block_range, sequence, visible
+from sagebwd.kernels.common.tile import block_range, sequence, visible
 from sagebwd.masks import mask as masks
 
 HIDDEN_FP16 = tl.constexpr(masks.HIDDEN[torch.float16])

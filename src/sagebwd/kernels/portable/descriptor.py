@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sagebwd.kernels.host import alignment
+from sagebwd.kernels.runtime import alignment
 
 
 def described(blocks: dict[str, tuple[Tensor, tuple[int, int]]]) -> dict[str, TensorDescriptor] | None:

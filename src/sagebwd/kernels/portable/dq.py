@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.rotation import store_turned
-from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of, rows_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, rows_of
+from sagebwd.kernels.common.tile import (
     LOG2_E,
     dot_16bit,
     largest,
@@ -52,6 +51,7 @@ from sagebwd.kernels.portable.recompute import (
 )
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.operands.tile import INTERPRETED
+from sagebwd.kernels.common.tile import INTERPRETED
 from sagebwd.kernels.portable.lists import Listed, strides
 
 

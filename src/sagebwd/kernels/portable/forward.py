@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.strided import ONE, Strided, head_of, pitch_of, row_of, rows_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.strided import ONE, Strided, head_of, pitch_of, row_of, rows_of
+from sagebwd.kernels.common.tile import (
     LN_2,
     LOG2_E,
     dot_16bit,
@@ -50,6 +49,7 @@ from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_sc
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import FP8, INT8
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.kernels.operands.means import launch_statistics
-from sagebwd.kernels.operands.preprocess_do import launch_preprocess_do
-from sagebwd.kernels.operands.quantize import Quantized, launch_quantize
-from sagebwd.kernels.operands.transposed import launch_transpose
+from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.common.quantize import Quantized, launch_quantize
+from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
 from sagebwd.kernels.portable.dkdv import launch_dkdv

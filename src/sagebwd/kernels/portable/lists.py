@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host import device
-from sagebwd.kernels.operands.strided import ONE
+from sagebwd.kernels.common.strided import ONE
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
+from sagebwd.kernels.runtime import device
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import Listed, Lists, listed
 from sagebwd.masks.mask import TILE

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import dot_16bit, exp2, interleave
+from sagebwd.kernels.common.tile import dot_16bit, exp2, interleave
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing
-from sagebwd.kernels.operands.strided import ONE
-from sagebwd.kernels.operands.tile import load_rows
+from sagebwd.kernels.common.strided import ONE
+from sagebwd.kernels.common.tile import load_rows
 
 
 class SmoothQ(NamedTuple):

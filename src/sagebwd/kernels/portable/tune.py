@@ -18,9 +18,9 @@ from triton.runtime.errors import OutOfResources
 
 from sagebwd.call import Call
 from sagebwd.environment import cache_folder, is_on, warn_of_unwritable, write_whole
-from sagebwd.kernels.host import device
-from sagebwd.kernels.host.program import Program
 from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
+from sagebwd.kernels.runtime import device
+from sagebwd.kernels.runtime.program import Program
 from sagebwd.recipe import Recipe
 
 CACHE = cache_folder() / "launch.json"

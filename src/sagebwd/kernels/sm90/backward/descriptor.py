@@ -10,8 +10,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.call import Call, Packing
-from sagebwd.kernels.host.alignment import TMA_BYTES, contiguous
-from sagebwd.kernels.operands.strided import counted
+from sagebwd.kernels.common.strided import counted
+from sagebwd.kernels.runtime.alignment import TMA_BYTES, contiguous
 
 
 @cache

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients
-from sagebwd.kernels.host import device
-from sagebwd.kernels.host.program import launch, zeros
+from sagebwd.kernels.runtime import device
+from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors

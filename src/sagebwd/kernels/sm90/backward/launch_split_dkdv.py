@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.program import launch
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors
 from sagebwd.kernels.sm90.backward.descriptor import gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel

@@ -1,4 +1,4 @@
-"""Tile arithmetic of the backward's kernels: `sagebwd.kernels.operands.tile` compiled by Gluon; 8-bit operands."""
+"""Tile arithmetic of the backward's kernels: `sagebwd.kernels.common.tile` compiled by Gluon; 8-bit operands."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from sagebwd.kernels.operands import tile
+from sagebwd.kernels.common import tile
 from sagebwd.kernels.sm90.operands import bwd_preprocess
 
 sequence = gluon.jit(tile.sequence.fn)

@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 
 from sagebwd.environment import cache_folder, writable
-from sagebwd.kernels.host.ffi import Function, runtime
-from sagebwd.kernels.host.program import say_what_takes_long
+from sagebwd.kernels.runtime.ffi import Function, runtime
+from sagebwd.kernels.runtime.program import say_what_takes_long
 from sagebwd.kernels.sm90.forward.variant import Variant
 
 ARCHITECTURE = "sm_90a"

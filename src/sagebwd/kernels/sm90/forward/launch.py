@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.host.alignment import contiguous, fits_tma
-from sagebwd.kernels.host.device import num_sms
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.quantize import launch_quantize
+from sagebwd.kernels.common.quantize import launch_quantize
+from sagebwd.kernels.runtime.alignment import contiguous, fits_tma
+from sagebwd.kernels.runtime.device import num_sms
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant

@@ -7,11 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.rotation import floats, load_pieces, signs_and_factors, turned
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import block_and_head, padded_block, to_16bit, whose
-from sagebwd.kernels.operands.transposed import pass_warps
+from sagebwd.kernels.common.rotation import floats, load_pieces, signs_and_factors, turned
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import block_and_head, padded_block, to_16bit, whose
+from sagebwd.kernels.common.transposed import pass_warps
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.operands.bwd_preprocess import float8_scale, shape_of
 from sagebwd.kernels.sm90.widths import BackwardTile
 

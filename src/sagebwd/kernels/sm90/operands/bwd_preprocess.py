@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, padded_head_dim
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.rotation import floats, load_pieces, turned_codes
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.rotation import floats, load_pieces, turned_codes
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import (
     LOG2_E,
     abs_max,
     block_and_head,
@@ -26,7 +25,8 @@ from sagebwd.kernels.operands.tile import (
     to_16bit,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, store_transposed
+from sagebwd.kernels.common.transposed import NO_SPECIALIZE, store_transposed
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.widths import BackwardTile
 from sagebwd.reference import float8
 

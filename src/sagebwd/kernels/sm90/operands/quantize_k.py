@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.rotation import (
+from sagebwd.kernels.common.rotation import (
     PIECE,
     ROUNDING,
     floats,
@@ -28,8 +27,8 @@ from sagebwd.kernels.operands.rotation import (
     turned_row,
     whole_row,
 )
-from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of, row_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of
+from sagebwd.kernels.common.tile import (
     abs_max,
     block_and_head,
     divide,
@@ -40,6 +39,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
+from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 LANES = tl.constexpr(4)

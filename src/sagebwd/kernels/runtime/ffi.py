@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.host.device import current_stream
+from sagebwd.kernels.runtime.device import current_stream
 
 # DLPack's device types, and type codes with bits.
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.program import launch
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
+from sagebwd.kernels.runtime.program import launch
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
 

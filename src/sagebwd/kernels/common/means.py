@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.program import launch, zeros
-from sagebwd.kernels.operands.strided import Strided, head_of, pitch_of
-from sagebwd.kernels.operands.tile import block_and_head, load_rows, psi_scale, sequence
+from sagebwd.kernels.common.strided import Strided, head_of, pitch_of
+from sagebwd.kernels.common.tile import block_and_head, load_rows, psi_scale, sequence
+from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.kernels.operands.tile import dot_16bit, load_rows, to_16bit
+from sagebwd.kernels.common.tile import dot_16bit, load_rows, to_16bit
 
 # Of keys that are all alike and their mean, whose products are rounded apart, less than this part of the mean is left,
 # and counts as zero. Others of 16 bits differ by far more.

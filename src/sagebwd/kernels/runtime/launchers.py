@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from sagebwd.kernels.host.ffi import Function, Packed
+from sagebwd.kernels.runtime.ffi import Function, Packed
 
 # Encoded descriptors kept of each argument: a training step has some memory after memory, the next the same again.
 MOST_DESCRIPTORS = 256

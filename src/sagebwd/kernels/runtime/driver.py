@@ -2,7 +2,7 @@
 
 A family is a module with ``forward`` and ``backward`` (`sagebwd.call`), with ``prepare(direction, call)`` where its
 kernels read more of a mask than is in the call, and with ``FILLS`` where it takes rows narrower than its form. All
-here can be described (`sagebwd.kernels.host.program`).
+here can be described (`sagebwd.kernels.runtime.program`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from types import ModuleType
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.kernels.host.alignment import aligned_rows, contiguous
-from sagebwd.kernels.host.program import copy, zeros
-from sagebwd.sinks import kernels
+from sagebwd.kernels import sinks as kernels
+from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
+from sagebwd.kernels.runtime.program import copy, zeros
 
 # Channels of narrow rows are multiples of so many, 16 bytes, as TMA and loads of 16 bytes want.
 CHANNELS = 8

@@ -21,9 +21,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS, TAKEN, rounded
-from sagebwd.kernels.host.device import clear, current_stream
-from sagebwd.kernels.host.ffi import Function
-from sagebwd.kernels.host.launchers import Descriptor, Launcher, Place, launcher_of
+from sagebwd.kernels.runtime.device import clear, current_stream
+from sagebwd.kernels.runtime.ffi import Function
+from sagebwd.kernels.runtime.launchers import Descriptor, Launcher, Place, launcher_of
 
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sagebwd.hardware import check_device, command_output, peak_rates
+from sagebwd.cli.hardware import check_device, command_output, peak_rates
 
 
 def test_peak_rates_by_device_name():

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import (
     LOG2_E,
     abs_max,
     block_and_head,
@@ -20,7 +20,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, launch_pass, store_transposed, transpose
+from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed, transpose
 from sagebwd.recipe import INT8
 
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing
-from sagebwd.kernels.operands.rotation import load_turned
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of, tile_of
-from sagebwd.kernels.operands.tile import (
+from sagebwd.kernels.common.rotation import load_turned
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of, tile_of
+from sagebwd.kernels.common.tile import (
     abs_max,
     block_and_head,
     divide,
@@ -27,7 +27,7 @@ from sagebwd.kernels.operands.tile import (
     to_int8,
     whose,
 )
-from sagebwd.kernels.operands.transposed import NO_SPECIALIZE, launch_pass, store_transposed
+from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagebwd.call import empty_like_rows
-from sagebwd.kernels.host.program import copy
+from sagebwd.kernels.runtime.program import copy
 
 # Addresses and strides that TMA reads from are multiples of so many bytes.
 TMA_BYTES = 16

@@ -1,4 +1,4 @@
-"""`sagebwd.sinks.epilogue` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
+"""`sagebwd.reference.sinks` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.host.alignment import aligned_rows, contiguous
-from sagebwd.kernels.host.program import launch, zeros
-from sagebwd.kernels.operands.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.operands.tile import LN_2, LOG2_E, block_and_head, load_rows, to_16bit, whose
-from sagebwd.sinks.epilogue import FARTHEST
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import LN_2, LOG2_E, block_and_head, load_rows, to_16bit, whose
+from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
+from sagebwd.kernels.runtime.program import launch, zeros
+from sagebwd.reference.sinks import FARTHEST
 
 # Queries of a program.
 BLOCK = 64
@@ -113,7 +113,7 @@ def weigh(
     o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None,
     longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.sinks.epilogue.weigh`."""
+    """`sagebwd.reference.sinks.weigh`."""
     q, sinks = aligned_rows(q), contiguous(sinks)
     packing = Packing.of(q, offsets, longest)
     weight = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -128,7 +128,7 @@ def gradient_by_block(
     do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
     offsets: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.sinks.epilogue.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
+    """`sagebwd.reference.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
     packing = Packing.of(o, offsets, longest)
     shape = packing.batch * packing.heads, packing.grid(BLOCK)
     if offsets is None:
