@@ -39,4 +39,4 @@ def run_in_processes(
             if ended < len(futures):
                 for process in multiprocessing.active_children():
                     process.terminate()
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits: threads that outlive it print at exit
