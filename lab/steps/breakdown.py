@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 import sagebwd
 
 PACKAGE = Path(sagebwd.__file__).parent
-# Folders whose kernels are passes; those of all others are attention itself.
-OF_PASSES = ("operands", "sinks", "masks")
+# Folders and files whose kernels are passes; those of all others are attention itself.
+OF_PASSES = {"common", "operands", "masks", "sinks.py"}
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
     r"SageAttention(Backward)?|sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+"
@@ -78,7 +78,8 @@ def own_kernels() -> dict[str, str]:
         for node in ast.walk(ast.parse(source)) if "_kernel(" in source else ():
             decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
             if any(".jit" in x for x in decorators) and node.name.endswith("_kernel"):
-                found[node.name] = "passes" if path.parent.name in OF_PASSES else "attention"
+                of_passes = not OF_PASSES.isdisjoint((path.parent.name, path.name))
+                found[node.name] = "passes" if of_passes else "attention"
     return found
 
 

@@ -58,7 +58,7 @@ def test_what_sinks_add_is_a_pass():
 
 
 def test_a_kernel_that_is_renamed_is_counted(tmp_path, monkeypatch):
-    (tmp_path / "operands").mkdir()
+    (tmp_path / "common").mkdir()
     for place, name in (("new.py", "sweep_kernel"), ("common/new.py", "pack_kernel")):
         (tmp_path / place).write_text(f"@triton.jit(do_not_specialize=[0])\ndef {name}(n):\n    pass\n")
     monkeypatch.setattr(breakdown, "PACKAGE", tmp_path)

@@ -15,7 +15,7 @@ from lab.steps import timing as training
 from lab.steps.largest_context import Trial, search
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
-from sagebwd import hardware
+from sagebwd.cli import hardware
 from sagebwd.cli.results import save
 from tests.lab.steps.test_timing import TINY
 

@@ -119,7 +119,7 @@ def test_a_failure_leaves_no_token_files(tmp_path, corpus, monkeypatch):
         ({}, b"caf\xe9 au lait " * 9, "not UTF-8 (byte 0xe9)"),
         ({"tokenizer": "none.json"}, b"text " * 100, "there is no such file; accepted: bytes, bpe:SIZE"),
         ({"tokenizer": "bpe:12"}, b"text " * 100, "a size of at least 258"),
-        ({"held_out_share": 0.0}, b"text " * 100, "no held-out text in it"),
+        ({"held_out_share": 1e-12}, b"text " * 100, "no held-out text in it"),
         ({"source": "hf:/nowhere/at/all"}, None, "cannot be loaded"),
     ],
 )
