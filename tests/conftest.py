@@ -15,9 +15,6 @@ if not torch.cuda.is_available():
 
         interpreter.hasten()
 
-# Dynamo notes torch's functions where it is first imported; those that are poisoned then it could never trace again.
-import torch._dynamo
-
 POISON_INT8 = -128  # never a code: psi gives -127 to 127
 
 
