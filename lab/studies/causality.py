@@ -10,7 +10,6 @@ the last ("near") share its blocks. Emulator in FP32, Gaussian inputs drawn in B
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.studies.study_tables import table
+from lab.studies.study_tables import table, write
 from sagebwd.diagnostics.trace import emulate
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
@@ -153,9 +152,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(__doc__)
     content = {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "seeds": SEEDS, "rows": measure()}
     if arguments:
-        lines = ",\n".join(json.dumps(row) for row in content["rows"])
-        head = json.dumps({key: value for key, value in content.items() if key != "rows"})
-        Path(arguments[0]).write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        write(Path(arguments[0]), content)
     print(markdown(content))
 
 

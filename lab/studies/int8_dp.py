@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lab.studies import gaussian, study
-from lab.studies.study_tables import table
+from lab.studies.study_tables import table, write
 from lab.studies.variants import DP_STEPS, Variant
 from sagebwd.diagnostics import capture
 from sagebwd.masks.band import Band
@@ -165,10 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seeds": given.seeds, "rows": rows,
     }  # fmt: skip
     if given.file is not None:
-        head = json.dumps({key: value for key, value in content.items() if key != "rows"})
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        given.file.parent.mkdir(parents=True, exist_ok=True)
-        given.file.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        write(given.file, content)
     print(markdown(content))
 
 

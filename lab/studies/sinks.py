@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lab.studies.gaussian import with_sinks
+from lab.studies.study_tables import write
 from sagebwd.diagnostics.plots import save
 from sagebwd.diagnostics.trace import OUTPUTS, emulate, sources, without
 from sagebwd.masks.band import Band
@@ -241,9 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure_keys(given.logits or (0.0, 6.0, 12.0), given.tokens, given.head_dim)
     if given.file is not None:
         head = {"part": given.part, "torch": torch.__version__, "tokens": given.tokens, "head_dim": given.head_dim}
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        given.file.parent.mkdir(parents=True, exist_ok=True)
-        given.file.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        write(given.file, {**head, "rows": rows})
     print(markdown(rows))
 
 

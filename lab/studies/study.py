@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lab.studies import gaussian, variants
 from lab.studies.ablations import ABLATIONS, BASES, Ablation
-from lab.studies.study_tables import markdown
+from lab.studies.study_tables import markdown, write
 from lab.studies.variants import Variant
 from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
@@ -248,10 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
         if given.file is not None:
-            given.file.parent.mkdir(parents=True, exist_ok=True)
-            lines = ",\n".join(json.dumps(row) for row in content["rows"])
-            head = json.dumps({key: value for key, value in content.items() if key != "rows"})
-            given.file.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+            write(given.file, content)
     if given.plot is not None and content["part"] == "lengths":
         plot_lengths(content["rows"], given.plot)
     print(markdown(content))

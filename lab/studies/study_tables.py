@@ -1,11 +1,14 @@
-"""The error study's JSON as Markdown tables."""
+"""The studies' JSON: written with a line for each row, and the error study's as Markdown tables."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from lab.studies.ablations import ABLATIONS, BASES, NOT_MEASURED
+from sagebwd.environment import write_whole
 
 LABELS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 SHOWN = 0.01
@@ -13,6 +16,13 @@ SHOWN = 0.01
 NO_WORSE, BETTER = 1.02, 0.97
 """Ratios to `token`'s error, give or take two standard errors of the mean: over the first anywhere is worse than
 `token`; to beat it, at most the second somewhere too."""
+
+
+def write(path: Path, content: dict) -> None:
+    """Write a study's JSON, whose "rows" come last and on a line each, so that a change of one shows as one."""
+    head = json.dumps({key: value for key, value in content.items() if key != "rows"})
+    lines = ",\n".join(json.dumps(row) for row in content["rows"])
+    write_whole(path, f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def markdown(content: dict) -> str:
