@@ -40,7 +40,8 @@ def choice_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    return dispatch.choose(asked_of(checked.ask, card), checked.size, card), checked
+    checked = checked._replace(ask=_asked_of(checked.ask, card))
+    return dispatch.choose(checked.ask, checked.size, card), checked
 
 
 def packed_choice_of(
@@ -54,10 +55,11 @@ def packed_choice_of(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
         sinks, recipe, impl, return_lse, card,
     )  # fmt: skip
-    return dispatch.choose(asked_of(ask, card), size, card), ask, size
+    ask = _asked_of(ask, card)
+    return dispatch.choose(ask, size, card), ask, size
 
 
-def asked_of(ask: Ask, card: str | None) -> Ask:
+def _asked_of(ask: Ask, card: str | None) -> Ask:
     """What a GPU of this name is asked, where one is named."""
     return ask if card is None else ask._replace(device=torch.device("cuda"))
 

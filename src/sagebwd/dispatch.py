@@ -106,10 +106,8 @@ def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tu
     if card is None:
         check_agreement(ask.device)
     on_gpu = ask.device.type == "cuda"
-    if (
-        str(ask.dtype).removeprefix("torch.")
-        not in capabilities.row(FORWARD, "triton" if on_gpu else "reference").dtypes
-    ):
+    without_torch = capabilities.row(FORWARD, "triton" if on_gpu else "reference")
+    if str(ask.dtype).removeprefix("torch.") not in without_torch.dtypes:
         return False
     times = times_of(ask, card) if on_gpu else None
     if times is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import dispatch
-from sagebwd.arguments import asked_of, choice_of, packed_choice_of
+from sagebwd.arguments import choice_of, packed_choice_of
 from sagebwd.auto import model
 from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
 from sagebwd.call import Ask
@@ -57,7 +57,7 @@ def explain(
     _check("explain", choice_of, query, key, value, *arguments, **options)
     _check_card(device)
     choice, checked = choice_of(query, key, value, *arguments, card=device, **options)
-    return explained(choice, asked_of(checked.ask, device), checked.size, options.get("recipe", AUTO), device)
+    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO), device)
 
 
 def explain_varlen(
@@ -67,7 +67,7 @@ def explain_varlen(
     _check("explain_varlen", packed_choice_of, query, key, value, *arguments, **options)
     _check_card(device)
     choice, ask, size = packed_choice_of(query, key, value, *arguments, card=device, **options)
-    return explained(choice, asked_of(ask, device), size, options.get("recipe", AUTO), device)
+    return explained(choice, ask, size, options.get("recipe", AUTO), device)
 
 
 def _check_card(card: str | None) -> None:

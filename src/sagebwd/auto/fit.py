@@ -29,11 +29,10 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
     for row in rows:
         key = row["kind"], row["head_dim"], row["value_dim"], row["direction"], row["recipe"], row["impl"]
         groups.setdefault(key, []).append(row)
-    hosts = {
-        (key[0], *key[3:], prefix): _host([row for other in groups if (other[0], *other[3:]) == (key[0], *key[3:])
-                                           for row in groups[other]], prefix)
-        for key in groups for prefix in (LOW, TORCH)
-    }  # fmt: skip
+    of_host: dict[tuple, list[Mapping]] = {}  # which no width changes
+    for (kind, _, _, *rest), group in groups.items():
+        of_host.setdefault((kind, *rest), []).extend(group)
+    hosts = {(*key, prefix): _host(group, prefix) for key, group in of_host.items() for prefix in (LOW, TORCH)}
     found: dict[tuple, tuple[float, ...]] = {}
     times = []
     for key in sorted(groups, key=lambda key: KINDS.index(key[0])):  # FULL comes first
