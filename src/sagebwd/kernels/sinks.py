@@ -61,11 +61,12 @@ def weigh_kernel(
     less, more = small / (1 + small), 1 / (1 + small)
     upward = tl.where(above > 0, above, 0) + tl.log2(1 + small) * LN_2
     upward = tl.where(upward > _FARTHEST, _FARTHEST, upward)  # a minimum would drop NaN
-    tl.store(weight + row, tl.where(above > 0, more, less), mask=inside)
-    tl.store(lse + row, tl.where(blind, row_lse, row_lse + upward), mask=inside)
     kept = tl.where(above > 0, less, more)
     o_at = row_of(o, batch, head, start + first)
     tile = load_rows(o_at, local, values, pitch_of(o), left, value_dim, False, value_dim == BLOCK_V)
+    tl.debug_barrier()  # several warps read the lse and O that one of them overwrites
+    tl.store(weight + row, tl.where(above > 0, more, less), mask=inside)
+    tl.store(lse + row, tl.where(blind, row_lse, row_lse + upward), mask=inside)
     place = o_at + local[:, None] * pitch_of(o) + values[None, :]
     there = inside[:, None] & (values < value_dim)[None, :]
     tl.store(place, to_16bit(tile.to(tl.float32) * kept[:, None], tile.dtype), mask=there)
@@ -106,6 +107,7 @@ def gradient_kernel(
         tile = load_rows(dq_at, local, columns, pitch_of(dq), left, head_dim, False, head_dim == BLOCK_D)
         added = to_16bit(tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :], tile.dtype)
         place = dq_at + local[:, None] * pitch_of(dq) + columns[None, :]
+        tl.debug_barrier()  # another warp may read the dQ that this one overwrites
         tl.store(place, added, mask=inside[:, None] & (columns < head_dim)[None, :])
 
 
