@@ -28,7 +28,7 @@ from sagebwd.recipe import AUTO, Recipe
 from sagebwd.version import __version__
 
 # What "auto" stands for, by implementation: the reference that nobody named runs what torch has no function for.
-AUTOMATIC = {"hopper": "mixed", "triton": "token", "reference": "full"}
+AUTOMATIC = {"hopper": "mixed", "mma_sync": "token", "triton": "token", "reference": "full"}
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
 # Of a choice's name, the forward's before it and the backward's behind.
@@ -187,7 +187,7 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     if ask.impl not in (None, FASTEST):
         wanted = (ask.impl,)
     elif ask.device.type == "cuda":
-        wanted = ("hopper", "triton") if arch == 90 else ("triton",)
+        wanted = (*_before_triton(arch), "triton")
     else:
         wanted = ("reference",)
     _check_device(wanted[-1], ask.device, arch, interpreted)
@@ -205,6 +205,13 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     )
 
 
+def _before_triton(arch: int) -> tuple[str, ...]:
+    """Implementations that are faster than Triton's kernels on a GPU, where they take a call."""
+    if arch == 90:
+        return ("hopper",)
+    return ("mma_sync",) if 80 <= arch < 90 or arch in (120, 121) else ()
+
+
 def refusal(ask: Ask) -> str | None:
     """Why the implementation that is asked for lacks a recipe, width or mask, or None; the device is not looked at."""
     found = _rows(ask.impl, ask.recipe, ask)
@@ -214,17 +221,17 @@ def refusal(ask: Ask) -> str | None:
 def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
     """The rows of an implementation for both directions, or why it lacks the call.
 
-    "hopper" has at least one of the two itself; the other is Triton's, to the same recipe, where it lacks that or
-    where the extra is missing; with_extras: it is not.
+    "hopper" and "mma_sync" have at least one of the two themselves; the other is Triton's, to the same recipe, where
+    they lack that or what compiles them is missing; with_extras: it is not.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
-        for candidate in (impl, "triton") if impl == "hopper" else (impl,):
+        for candidate in (impl, "triton") if impl in ("hopper", "mma_sync") else (impl,):
             row = capabilities.row(direction, candidate)
             reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
-            if reason is None and row.extra and not with_extras:
-                reason = _missing()
+            if reason is None and row.needs and not with_extras:
+                reason = _missing() if row.impl == "hopper" else _module(row.needs).unavailable()
             if reason is None:
                 rows.append(row)
                 break
@@ -258,6 +265,10 @@ def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool)
     if impl == "hopper" and arch != 90:
         way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; {way_out}")
+    if impl == "mma_sync" and arch < 80:
+        raise ValueError(
+            f"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got {device}; use impl='reference' on a CPU"
+        )
     if impl == "triton" and device.type != "cuda" and not interpreted:
         raise ValueError(
             f"impl='triton' needs a CUDA device, got {device}; "

@@ -122,8 +122,8 @@ def pieces_of(
         wanted += ("k_int8", torch.int8, (*rows_k, width), 1), ("k_scale", torch.float32, tokens_k, 1)
     if kernels and recipe.dv == FP8:
         wanted.append(("row_max", torch.float32, tokens_q, 1))
-    # the portable kernels write V's mean behind K's
-    means = 2 if choice.forward.impl == "triton" else 1
+    # `launch_statistics` writes V's mean behind K's
+    means = 2 if choice.forward.impl in ("triton", "mma_sync") else 1
     batch = sequences if packed else k.shape[0]
     wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), means))
     if sinks:

@@ -144,7 +144,7 @@ dq_sums.POLLS = gl.constexpr(2**20)
 def clear_to_a_wrong_number(address, size, of, stream):
     # maxima and sums begin at nearly 0, as floating-point numbers, and counters at 16843009
     device.clear(address, size, of, stream)
-    assert device._libcuda().cuMemsetD8Async(address, 1, size, stream) == 0
+    assert device.libcuda().cuMemsetD8Async(address, 1, size, stream) == 0
 
 
 torch.manual_seed(0)

@@ -34,7 +34,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     made = Library()
-    monkeypatch.setattr(device, "_libcuda", lambda: made)
+    monkeypatch.setattr(device, "libcuda", lambda: made)
     return made
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sagebwd.kernels.mma_sync import variant
 from sagebwd.kernels.sm90 import widths
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 FORWARD, BACKWARD = "forward", "backward"
 # What ``impl`` may name.
-IMPLEMENTATIONS = ("reference", "triton", "hopper")
+IMPLEMENTATIONS = ("reference", "triton", "mma_sync", "hopper")
 # Who else may run a call of "auto", by functions of its own.
 TORCH = "torch"
 # The widest that any kernel takes, and what the public functions refuse over.
@@ -29,8 +30,8 @@ class Row(NamedTuple):
     """One implementation of a direction.
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
-    which are filled up to it with zeros, or None. widths: those, in words. extra: whether it needs the extra
-    ``hopper``.
+    which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says
+    what it lacks here.
     """
 
     direction: str
@@ -40,7 +41,7 @@ class Row(NamedTuple):
     fields: dict[str, tuple]
     form: Callable[[int, int], tuple[int, int] | None]
     widths: str
-    extra: bool = False
+    needs: str | None = None
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -67,6 +68,12 @@ def _the_greater(head_dim: int, value_dim: int) -> tuple[int, int] | None:
 
 _HOPPER_WIDTHS = f"1 to {max(widths.HEAD_DIMS)}"
 _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
+_MMA_SYNC = {
+    **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT,), "q_scale": ("token",),
+    "k_scale": ("token",), "v_scale": ("channel",), "do_scale": ("block",), "p_scale_dv": ("key",),
+    "ds_scale_dq": ("query",), "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1), "block_q": (64,),
+    "block_k": (128,), "smooth_q": (False,),
+}  # fmt: skip
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
 
 ROWS = (
@@ -76,7 +83,11 @@ ROWS = (
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
             "smooth_k": (True,), "smooth_q": (False,),
         },
-        widths.of_call, _HOPPER_WIDTHS, extra=True,
+        widths.of_call, _HOPPER_WIDTHS, needs="sagebwd.kernels.sm90.forward.compile",
+    ),
+    Row(
+        FORWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.form,
+        f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
     ),
     Row(
         FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1), **_TILES},
@@ -92,6 +103,10 @@ ROWS = (
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS,
+    ),
+    Row(
+        BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.form,
+        f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,

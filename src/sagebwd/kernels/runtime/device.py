@@ -36,31 +36,38 @@ def clear(address: int, size: int, device: torch.device, stream: int) -> None:
     if device.type != "cuda":
         ctypes.memset(address, 0, size)
         return
-    failed = _libcuda().cuMemsetD8Async(address, 0, size, stream)
+    failed = libcuda().cuMemsetD8Async(address, 0, size, stream)
     if failed == NO_CONTEXT:
-        _enter_context(device)
-        failed = _libcuda().cuMemsetD8Async(address, 0, size, stream)
+        enter_context(device)
+        failed = libcuda().cuMemsetD8Async(address, 0, size, stream)
     if failed:
         raise RuntimeError(f"cuMemsetD8Async of {size} bytes failed with CUDA's error {failed}")
 
 
-def _enter_context(device: torch.device) -> None:
+def enter_context(device: torch.device) -> None:
     """Make the GPU's context this thread's: autograd's threads have none before their first call of CUDA's runtime.
 
     A stream may be captured meanwhile, which the runtime's own calls that do so would end.
     """
     context = ctypes.c_void_p()
-    failed = _libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index or 0)
-    failed = failed or _libcuda().cuCtxSetCurrent(context)
+    failed = libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index or 0)
+    failed = failed or libcuda().cuCtxSetCurrent(context)
     if failed:
         raise RuntimeError(f"the context of {device} cannot be entered: CUDA's error {failed}")
 
 
 @cache
-def _libcuda() -> ctypes.PyDLL:
+def libcuda() -> ctypes.PyDLL:
+    """CUDA's driver."""
     # PyDLL holds the interpreter, which these are too short to let go
     library = ctypes.PyDLL("libcuda.so.1")
     library.cuMemsetD8Async.argtypes = (ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
     library.cuDevicePrimaryCtxRetain.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+    library.cuModuleLoadData.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    library.cuModuleGetFunction.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    library.cuFuncSetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    library.cuLaunchKernel.argtypes = (
+        ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    )  # fmt: skip
     return library

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from sagebwd.kernels.runtime.cuda import CudaKernel, CudaLaunch
 from sagebwd.kernels.runtime.ffi import Function, Packed
 
 # Encoded descriptors kept of each argument: a training step has some memory after memory, the next the same again.
@@ -75,10 +76,10 @@ def _filled_in(x: Any, tensors: list[Tensor]) -> Any:
     return x
 
 
-class FunctionLauncher:
-    """A function of TVM-FFI's interface, and the place of each of its tensors."""
+class PackedLauncher:
+    """Arguments laid out for a function of TVM-FFI's interface or of CUDA's driver, and the place of each tensor."""
 
-    def __init__(self, packed: Packed, places: list[Place | Tensor]) -> None:
+    def __init__(self, packed: Packed | CudaLaunch, places: list[Place | Tensor]) -> None:
         self.packed = packed
         self.places = [x[:2] if isinstance(x, Place) else (0, 0) for x in places]  # a tensor of no elements
 
@@ -132,7 +133,7 @@ class TritonLauncher:
         return run, _filler(handed_on)
 
 
-Launcher = Interpreted | FunctionLauncher | TritonLauncher
+Launcher = Interpreted | PackedLauncher | TritonLauncher
 
 
 def launcher_of(
@@ -142,9 +143,11 @@ def launcher_of(
     """The launcher of a kernel, compiled or None for one that is interpreted; placed: the arguments with places."""
     if compiled is None:
         return Interpreted(kernel, grid, placed, options)
-    if isinstance(compiled, Function):
+    if isinstance(compiled, (Function, CudaKernel)):
         places = [place for x, place in zip(arguments, placed) if isinstance(x, Tensor)]
-        return FunctionLauncher(Packed(compiled, arguments, device), places)
+        is_cuda = isinstance(compiled, CudaKernel)
+        packed = CudaLaunch(compiled, grid, arguments, device) if is_cuda else Packed(compiled, arguments, device)
+        return PackedLauncher(packed, places)
     constants = [options[x] for x in kernel.arg_names[len(arguments) :]]
     return TritonLauncher(compiled, (*grid, 1, 1), [*placed, *constants])
 

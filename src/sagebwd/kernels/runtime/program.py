@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS, TAKEN, rounded
+from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
 from sagebwd.kernels.runtime.launchers import Descriptor, Launcher, Place, launcher_of
@@ -63,7 +64,7 @@ def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """The kernel compiled for arguments like these; None where it is interpreted."""
-    if isinstance(kernel, Function):
+    if isinstance(kernel, (Function, CudaKernel)):
         return kernel
     if not isinstance(kernel, JITFunction):
         return None

@@ -1,0 +1,119 @@
+"""Compile the CUDA kernels by NVRTC, which torch brings along, and keep machine code on disk by source and compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
+from sagebwd.environment import cache_folder, writable
+from sagebwd.kernels.mma_sync.variant import Variant
+from sagebwd.kernels.runtime.cuda import CudaKernel
+
+SOURCES = Path(__file__).parent / "cuda"
+_INSTALL = "pip install nvidia-cuda-nvrtc, or a torch with CUDA"
+
+
+@cache
+def unavailable() -> str | None:
+    """Why nothing can be compiled here and what mends it, or None."""
+    try:
+        _library()
+    except OSError as error:
+        return f"NVRTC is not found, which compiles the kernels ({error}; {_INSTALL})"
+    return None
+
+
+@cache
+def kernel_of(variant: Variant, capability: int) -> CudaKernel:
+    """A variant for a GPU's compute capability (80, 89, ...), from disk or compiled now, in about a second.
+
+    Raises RuntimeError where NVRTC refuses the source.
+    """
+    return CudaKernel(machine_code(variant, capability), variant.direction, 32 * variant.warps, variant.shared_bytes)
+
+
+def machine_code(variant: Variant, capability: int) -> bytes:
+    """The cubin of a variant."""
+    source = "".join(
+        (SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{variant.direction}.cu")
+    )
+    options = [f"--gpu-architecture=sm_{capability}", "-std=c++17"]
+    options += [f"-D{name}={value}" for name, value in variant.macros.items()]
+    key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()[:24]
+    path = cache_folder() / "mma_sync" / f"{variant.direction}-{variant.head_dim}-sm{capability}-{key}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        made = compile_source(source, options)
+    _keep(path, made)
+    return made
+
+
+def compile_source(source: str, options: list[str]) -> bytes:
+    """The machine code of CUDA C++. Raises RuntimeError with NVRTC's words."""
+    rtc, program = _library(), ctypes.c_void_p()
+    _check(rtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"sagebwd.cu", 0, None, None))
+    try:
+        given = (ctypes.c_char_p * len(options))(*[x.encode() for x in options])
+        if rtc.nvrtcCompileProgram(program, len(options), given):
+            log = _text(program, rtc.nvrtcGetProgramLogSize, rtc.nvrtcGetProgramLog)
+            raise RuntimeError(f"NVRTC cannot compile for {options[0]}: {log.decode(errors='replace')[:2000]}")
+        return _text(program, rtc.nvrtcGetCUBINSize, rtc.nvrtcGetCUBIN)
+    finally:
+        rtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(program: ctypes.c_void_p, size_of: object, get: object) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    found = ctypes.create_string_buffer(size.value)
+    _check(get(program, found))
+    return found.raw
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise RuntimeError(f"NVRTC failed with error {failed}")
+
+
+def _keep(path: Path, made: bytes) -> None:
+    """Write machine code so that readers find all of it or none; where it cannot be kept, a warning."""
+    folder = writable(path.parent)
+    temporary = folder / f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        temporary.write_bytes(made)
+        os.replace(temporary, folder / path.name)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """NVRTC: of the wheels that torch needs, else of the system's CUDA. Raises OSError where there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(x) for x in spec.submodule_search_locations] if spec is not None else []
+    for folder in folders:
+        for path in sorted(folder.glob("*/lib/libnvrtc.so.*")):
+            if ".alt." not in path.name:
+                for part in path.parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(part))
+                return ctypes.CDLL(str(path))
+    names = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12")
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise OSError(f"none of {', '.join(names)} can be loaded")
+
+
+@cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value

@@ -1,0 +1,271 @@
+// dQ, dK and dV of one block of keys of one key head: S is made once, dK and dV are added up in registers, dQ in memory.
+// Rows of a tile are keys, columns are queries: S^T = K Q^T, dP^T = V dO^T.
+
+constexpr int QUERIES = 64;  // of a step
+constexpr int KEYS = ROWS;   // of a thread block, which the scale of dS in dQ is of
+constexpr int HALVES = WARPS / 4, DQ_TILES = D / 8 / HALVES;  // warps that share 16 queries of dQ, and 8-channel tiles of each
+constexpr float LEAST = 1e-30f;  // of a largest magnitude
+constexpr float HIDDEN = -3e38f;  // a score: times the least scale of Q still far below, times 0 no NaN
+constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * D * 2, Q_AT = DS_AT + QUERIES * KEYS,
+              DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * D * 2, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
+              LARGEST_AT = VALUES_AT + QUERIES * 16;
+
+// q8 and k8: codes by their strides, v and d_o: 16 bits. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
+// tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
+// values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
+// registers, zeros before. dk_sums (heads_k, blocks_k KEYS, D): FP32 without the softmax scale. dv: 16 bits, by its strides.
+KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
+                const u16* v, i64 v_batch, i64 v_head, i64 v_token, const u16* d_o, i64 do_batch, i64 do_head, i64 do_token,
+                const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
+                const float* values, float* dq_sums, float* dk_sums, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
+                const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
+                i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int owner = blockIdx.x / (int)grid, block = blockIdx.x % (int)grid, batch = owner / (int)heads_k, head_k = owner % (int)heads_k;
+  const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
+  const int first_k = block * KEYS;
+  if (first_k >= keys.length) return;
+  const i64 z_k = cu_seqlens_k ? head_k : owner;
+  const int padded_k = keys.padded(cu_seqlens_k, batch, KEYS), padded_q = queries.padded(cu_seqlens_q, batch, QUERIES);
+  const int shift = cu_seqlens_q ? keys.length - queries.length : 0;
+  const int low = (int)lower + shift, high = (int)upper + shift;  // key - query is within
+  const int left_k = keys.length - first_k;
+
+  // blocks of queries that see a key of these, of each head of the group
+  const int begin = max(first_k - high, 0) / QUERIES;
+  const int last = min(queries.length, first_k + min(KEYS, left_k) - low);
+  const int blocks = max((last + QUERIES - 1) / QUERIES - begin, 0);
+  const int steps = last > 0 ? blocks * (int)group : 0;
+  // a head's thread blocks begin at different queries, and so add to different rows of dQ
+  const int offset = (int)((i64)block * steps / (int)grid);
+
+  const u32 base = shared_base();
+  // of the next step: its block of queries and its head, by which values by token and padded blocks are counted too
+  int step_block = begin + (steps ? offset % blocks : 0), step_head = head_k * (int)group + (steps ? offset / blocks : 0);
+  const int end = begin + blocks, last_head = (head_k + 1) * (int)group, batch_heads = cu_seqlens_q ? 0 : batch * (int)(heads_k * group);
+  auto advance = [&]() {
+    if (++step_block < end) return;
+    step_block = begin;
+    if (++step_head == last_head) step_head = head_k * (int)group;
+  };
+  auto block_of = [&]() { return (batch_heads + step_head) * (int)blocks_q + padded_q + step_block; };
+  auto fetch_rows = [&]() {
+    const int first = step_block * QUERIES, left = queries.length - first;
+    copy_tile<QUERIES, D>(base + Q_AT, q8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
+    copy_tile<QUERIES, D * 2>(base + DO_AT, d_o + offset_of(do_batch, do_head, do_token, batch, step_head, queries.start + first), do_token * 2, left);
+    copy_flat<QUERIES * 16>(base + VALUES_AT, values + (i64)block_of() * (QUERIES * 4));
+    commit_copies();
+  };
+  auto fetch_columns = [&]() {
+    const i64 pitch = blocks_q * QUERIES, from = (batch_heads + step_head) * (D * pitch) + (padded_q + step_block) * QUERIES;
+    copy_tile<D, QUERIES>(base + QT_AT, q8_t + from, pitch, D);
+    copy_tile<D, QUERIES>(base + DOT_AT, do8_t + from, pitch, D);
+    commit_copies();
+  };
+  const i64 pitch_k = blocks_k * KEYS;
+  copy_tile<D, KEYS>(base + KT_AT, k8_t + z_k * D * pitch_k + (i64)padded_k * KEYS + first_k, pitch_k, D);
+  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start + first_k);
+#if !K_IN_REGISTERS
+  copy_tile<KEYS, D, true>(base + K_AT, k8, k_token, left_k);
+#endif
+  copy_tile<KEYS, D * 2, true>(base + V_AT, v + offset_of(v_batch, v_head, v_token, batch, head_k, keys.start + first_k), v_token * 2, left_k,
+                                 key_mask ? key_mask + (i64)batch * tokens_k + first_k : nullptr);  // what is hidden may be NaN
+  if (steps) fetch_rows(); else commit_copies();
+  if (threadIdx.x < 2 * QUERIES) store_shared(base + LARGEST_AT + threadIdx.x * 4, 0);
+
+  const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
+  float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
+  const int row0 = warp * MT * 16, token0 = row0 + (g & 1 ? g + 7 : g);  // of a tile a thread has keys token0 and the next
+  UNROLL for (int i = 0; i < MT; i++) {
+    UNROLL for (int h = 0; h < 2; h++) {
+      const int key = first_k + token0 + i * 16 + h;
+      const bool counts = key < keys.length && (!key_mask || key_mask[(i64)batch * tokens_k + key]);
+      ks[i][h] = counts ? k_scale[z_k * total_k + keys.start + key] * (scale * LOG2_E) : 0.0f;
+      ks_start[i][h] = counts ? -MAGIC_F * ks[i][h] : HIDDEN;
+    }
+    UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc_k[i][n][r] = acc_v[i][n][r] = 0;
+  }
+#if K_IN_REGISTERS
+  u32 k_rows[MT][D / 32][4];
+  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
+    const int key = token0 + i * 16 + h;
+    k_rows[i][k][h + 2 * c] = key < left_k ? *(const u32*)(k8 + key * k_token + t * 4 + k * 32 + c * 16) : 0;
+  }
+#endif
+  // of operands: columns take four chunks of 8 rows, rows two chunks of 16
+  const u32 q_lane = base + Q_AT + swizzled<D>(lane & 7, lane >> 3), do_lane = base + DO_AT + swizzled<D * 2>(lane & 7, lane >> 3);
+  const u32 qt_lane = base + QT_AT + swizzled<QUERIES>(lane & 7, lane >> 3), dot_lane = base + DOT_AT + swizzled<QUERIES>(lane & 7, lane >> 3);
+  const u32 kt_lane = base + KT_AT + swizzled<KEYS>(lane & 7, lane >> 3);
+  const u32 k_lane = base + K_AT + swizzled<D>(row0 + (lane & 15), lane >> 4), v_lane = base + V_AT + swizzled<D * 2>(row0 + (lane & 15), lane >> 4);
+  const int dq_tile = warp & 3, half = warp >> 2;
+  const u32 ds_lane = base + DS_AT + swizzled<QUERIES * 2>((lane >> 4) * 8 + (lane & 7), dq_tile * 2 + ((lane >> 3) & 1));
+  const u32 ds_store = base + DS_AT + (warp * MT * 8 + g) * 128 + t * 4;
+
+#pragma unroll 1
+  for (int j = 0; j < steps; j++) {
+    wait_for_copies<0>();
+    __syncthreads();  // rows of this step are here; columns, dS and maxima of the last one are free
+    fetch_columns();
+    const u32 largest_at = base + LARGEST_AT + (j & 1) * QUERIES * 4;
+    if (j && threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
+    const int first_q = step_block * QUERIES;
+    const int dq_block = block_of();
+
+    int s[MT][8][4];  // S^T = K Q^T
+    UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 a[MT][2][4];
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) {
+#if K_IN_REGISTERS
+        UNROLL for (int r = 0; r < 4; r++) a[i][k][r] = k_rows[i][2 * c + k][r];
+#else
+        load_matrices(a[i][k], (k_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
+#endif
+      }
+      UNROLL for (int n = 0; n < 8; n += PAIR) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (n + e) * 8 * D);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], a[i][0], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], a[i][1], b[e][2], b[e][3]);
+      }
+    }
+    float p[MT][8][4], ds[MT][8][4];
+    UNROLL for (int n = 0; n < 8; n++) {
+      float c0[4], c1[4];  // of queries 8n + 2t and the next
+      load_shared4(c0, base + VALUES_AT + n * 128 + t * 32);
+      load_shared4(c1, base + VALUES_AT + n * 128 + t * 32 + 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) {
+        const float y = as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1];
+        p[i][n][r] = exp2_of(y * (r & 1 ? c1[2] : c0[2]) - (r & 1 ? c1[0] : c0[0]));  // P = exp2(S - lse)
+        ds[i][n][r] = -(r & 1 ? c1[1] : c0[1]);
+      }
+    }
+    UNROLL for (int c = 0; c < D / 32; c++) {  // dP^T - delta = V dO^T - delta
+      u32 a[MT][2][4];
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ (((2 * c + k) & 3) << 5)) + ((2 * c + k) >> 2) * 128 + i * 16 * D * 2);
+      UNROLL for (int n = 0; n < 8; n += PAIR) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (do_lane ^ ((c & 1) << 6)) + (c >> 1) * 128 + (n + e) * 8 * D * 2);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][0], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][1], b[e][2], b[e][3]);
+      }
+    }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= p[i][n][r];  // dS = P (dP - delta)
+    if (first_k + KEYS - 1 - first_q > high || first_k - (first_q + QUERIES - 1) < low) {  // the band cuts the tile
+      const int above = first_k + token0 - (first_q + t * 2) - low;  // of key - query over the least, of the thread's first pair
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++)
+        if ((u32)(above + i * 16 + (r >> 1) - n * 8 - (r & 1)) > (u32)(high - low)) p[i][n][r] = ds[i][n][r] = 0;
+    }
+    float p_scale[MT][2], ds_scale[MT][2];
+    u32 p8[MT][2][4], ds8[MT][2][4];
+    UNROLL for (int i = 0; i < MT; i++) {  // codes of P, one scale a key
+      float top[2] = {LEAST, LEAST};
+      UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) top[r >> 1] = max_nan(top[r >> 1], p[i][n][r]);
+      UNROLL for (int h = 0; h < 2; h++) {
+        float y = max_nan(top[h], from_lane_xor(top[h], 1));
+        y = max_nan(y, from_lane_xor(y, 2));
+        p_scale[i][h] = y;
+        top[h] = 127.0f * reciprocal(y);
+      }
+      UNROLL for (int k = 0; k < 2; k++) UNROLL for (int r = 0; r < 4; r++) {
+        const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
+        const float z = top[r & 1];
+        p8[i][k][r] = pack(p[i][n][h] * z + MAGIC_F, p[i][n][h + 1] * z + MAGIC_F, p[i][n + 1][h] * z + MAGIC_F, p[i][n + 1][h + 1] * z + MAGIC_F);
+      }
+    }
+    float column[16];  // the largest |dS| of queries 8n + 2t + b, times K's scale
+    UNROLL for (int i = 0; i < MT; i++) {  // codes of dS times Q's scale, one scale a key
+      float top[2] = {LEAST, LEAST}, qs[8][2];
+      UNROLL for (int n = 0; n < 8; n++) {
+        qs[n][0] = load_shared(base + VALUES_AT + n * 128 + t * 32 + 8);
+        qs[n][1] = load_shared(base + VALUES_AT + n * 128 + t * 32 + 24);
+        UNROLL for (int r = 0; r < 4; r++) top[r >> 1] = max_nan(top[r >> 1], fabsf(ds[i][n][r] * qs[n][r & 1]));
+      }
+      UNROLL for (int h = 0; h < 2; h++) {
+        float y = max_nan(top[h], from_lane_xor(top[h], 1));
+        y = max_nan(y, from_lane_xor(y, 2));
+        ds_scale[i][h] = y * (1 / 127.0f);
+        top[h] = 127.0f * reciprocal(y);
+      }
+      UNROLL for (int k = 0; k < 2; k++) UNROLL for (int r = 0; r < 4; r++) {
+        const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
+        const float z = top[r & 1];
+        ds8[i][k][r] = pack(ds[i][n][h] * qs[n][0] * z + MAGIC_F, ds[i][n][h + 1] * qs[n][1] * z + MAGIC_F,
+                            ds[i][n + 1][h] * qs[n + 1][0] * z + MAGIC_F, ds[i][n + 1][h + 1] * qs[n + 1][1] * z + MAGIC_F);
+      }
+      UNROLL for (int n = 0; n < 8; n++) {
+        UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= ks[i][r >> 1];
+        UNROLL for (int b = 0; b < 2; b++) {
+          const float y = max_nan(fabsf(ds[i][n][b]), fabsf(ds[i][n][b + 2]));
+          column[n * 2 + b] = i ? max_nan(column[n * 2 + b], y) : y;
+        }
+      }
+    }
+    // sixteen maxima over the eight lanes of a column: each lane ends with two
+    fold<8, 16>(column, lane);
+    fold<4, 8>(column, lane);
+    fold<2, 4>(column, lane);
+    const int mine = ((lane & 16) >> 2) + ((lane & 8) >> 2) + ((lane & 4) >> 2);
+    max_shared(largest_at + (mine * 8 + t * 2) * 4, column[0]);
+    max_shared(largest_at + (mine * 8 + t * 2 + 1) * 4, column[1]);
+    const float do8_scale = do_scale[dq_block] * (1 / 127.0f);
+    __syncthreads();  // maxima are whole; rows of this step are free
+    advance();
+    if (j + 1 < steps) fetch_rows(); else commit_copies();
+    UNROLL for (int n = 0; n < 8; n++) {
+      float z[2];
+      load_shared2(z, largest_at + n * 32 + t * 8);
+      UNROLL for (int b = 0; b < 2; b++) z[b] = 127.0f * reciprocal(max_nan(z[b], LEAST));
+      UNROLL for (int i = 0; i < MT; i++)
+        store_shared(ds_store + i * 8 * 128 + ((n ^ g) << 4),
+                     pack(ds[i][n][0] * z[0] + MAGIC_F, ds[i][n][2] * z[0] + MAGIC_F, ds[i][n][1] * z[1] + MAGIC_F, ds[i][n][3] * z[1] + MAGIC_F));
+    }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) p_scale[i][h] *= do8_scale;
+    wait_for_copies<1>();
+    __syncthreads();  // dS and columns are here
+    UNROLL for (int n = 0; n < D / 8; n++) {
+      u32 b[4], d[4];
+      load_matrices(b, dot_lane + n * 8 * QUERIES);
+      load_matrices(d, qt_lane + n * 8 * QUERIES);
+      UNROLL for (int i = 0; i < MT; i++) {
+        int x[4], y[4];
+        mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
+        mma(start, true, y, ds8[i][0], d[0], d[1]);  // dK += dS^T Q
+        mma(x, p8[i][1], b[2], b[3]);
+        mma(y, ds8[i][1], d[2], d[3]);
+        UNROLL for (int r = 0; r < 4; r++) {
+          acc_v[i][n][r] += (as_float(x[r]) - MAGIC_F) * p_scale[i][r >> 1];
+          acc_k[i][n][r] += (as_float(y[r]) - MAGIC_F) * ds_scale[i][r >> 1];
+        }
+      }
+    }
+    u32 a[KEYS / 32][4];
+    UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[k], ds_lane + k * 16 * 128);
+    float w[2], w_start[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+      w[h] = load_shared(largest_at + (dq_tile * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E);
+      w_start[h] = -MAGIC_F * w[h];
+    }
+    float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane;
+    UNROLL for (int n = 0; n < DQ_TILES; n += PAIR) {
+      int x[PAIR][4];  // dQ += dS K
+      UNROLL for (int c = 0; c < KEYS / 64; c++) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (kt_lane ^ (c << 6)) + (half * DQ_TILES + n + e) * 8 * KEYS);
+        UNROLL for (int e = 0; e < PAIR; e++) mma(start, c == 0, x[e], a[2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) mma(x[e], a[2 * c + 1], b[e][2], b[e][3]);
+      }
+      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(to + (n + e) * 128 + r * 32, as_float(x[e][r]) * w[r >> 1] + w_start[r >> 1]);
+    }
+  }
+  wait_for_copies<0>();
+  float* dk = dk_sums + (z_k * pitch_k + (i64)padded_k * KEYS + first_k) * D;
+  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+    const int key = token0 + i * 16 + h;
+    if (key >= left_k) continue;
+    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
+    UNROLL for (int n = 0; n < D / 8; n++) {
+      *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(acc_k[i][n][2 * h], acc_k[i][n][2 * h + 1]);
+      *(u32*)(out + n * 8 + t * 2) = to_16bit(acc_v[i][n][2 * h], acc_v[i][n][2 * h + 1]);
+    }
+  }
+}

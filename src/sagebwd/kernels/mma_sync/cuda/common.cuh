@@ -1,0 +1,178 @@
+// What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
+// No includes: NVRTC compiles a kernel of this file and its own as they are.
+// Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
+// multiprocessor holds; STAGES of forward; K_IN_REGISTERS of backward; HALF, 1 where 16 bits are FP16 and not BF16.
+
+typedef signed char i8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)
+#define UNROLL _Pragma("unroll")
+
+constexpr int THREADS = WARPS * 32;
+constexpr int ROWS = WARPS * MT * 16;  // of a thread block
+// Tiles of 8 columns at a time, so that no product waits for the one before it.
+constexpr int PAIR = 2;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+#define INF __int_as_float(0x7f800000)
+// An INT32 sum that starts from this reads as the float 1.5 2^23 + sum, without a conversion. |sum| < 2^22.
+constexpr int MAGIC = 0x4B400000;
+constexpr float MAGIC_F = 12582912.0f;
+
+extern __shared__ __align__(1024) u8 shared_memory[];
+
+// ---- registers ----
+
+DEVICE float as_float(int x) { return __int_as_float(x); }
+DEVICE u32 as_word(float x) { return __float_as_uint(x); }
+DEVICE float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// The larger number, or NaN where either is.
+DEVICE float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE int from_lane_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+// x in a register of its own: blocks have one dimension, which ptxas does not know, so that it copies no constant
+// for every product. For sm_90 it does better without.
+DEVICE int opaque(int x) {
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+  return x;
+#else
+  int y;
+  asm volatile("{ .reg .b32 t; mov.u32 t, %%tid.y; add.s32 %0, t, %1; }" : "=r"(y) : "r"(x));
+  return y;
+#endif
+}
+
+// Two numbers of 16 bits.
+DEVICE u32 to_16bit(float low, float high) {
+  u32 y;
+#if HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+
+// Codes, the low bytes of four numbers MAGIC_F + code.
+DEVICE u32 pack(float a, float b, float c, float d) {
+  return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
+}
+
+// 2 WIDTH maxima in each of two lanes that differ in BIT: each keeps WIDTH of them.
+template <int WIDTH, int BIT> DEVICE void fold(float* x, int lane) {
+  UNROLL for (int i = 0; i < WIDTH; i++) {
+    const float low = x[i], high = x[i + WIDTH];
+    x[i] = max_nan(lane & BIT ? high : low, from_lane_xor(lane & BIT ? low : high, BIT));
+  }
+}
+
+// ---- products ----
+
+// c += a b, (16 x 32) (32 x 8) INT8.
+DEVICE void mma(int* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// c = start + a b where it is the first, else c += a b.
+DEVICE void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 b1) {
+  if (!first) { mma(c, a, b0, b1); return; }
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+// c += a b, (16 x 16) (16 x 8) of 16 bits.
+DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) {
+#if HALF
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- shared and global memory ----
+
+DEVICE u32 shared_base() { return (u32)__cvta_generic_to_shared(shared_memory); }
+DEVICE void load_matrices(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+DEVICE void load_matrices_transposed(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+DEVICE float load_shared(u32 at) { float r; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(at) : "memory"); return r; }
+DEVICE void load_shared2(float* r, u32 at) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(at) : "memory");
+}
+DEVICE void load_shared4(float* r, u32 at) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]) : "r"(at) : "memory");
+}
+DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
+// Of numbers that are not negative; NaN wins.
+DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
+DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
+
+// 16 bytes, zeros where they are not there.
+DEVICE void copy16(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most N groups of copies are under way.
+template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+
+// Byte of a 16-byte chunk of a row of BYTES, so that 8 rows of one chunk lie in 32 banks.
+template <int BYTES> DEVICE u32 swizzled(u32 row, u32 chunk) {
+  return row * BYTES + ((chunk ^ (BYTES == 64 ? (row >> 1) & 3 : row & 7)) << 4);
+}
+// Rows of 16 in which a thread's two rows of a product, g and g + 8, are tokens side by side: pairs of them lie in
+// the transposed copies' order (`interleave_rows` in kernels/common/tile.py).
+DEVICE int paired(int row) { return (row & ~15) + (row & 8 ? 1 : 0) + (row & 1 ? (row & 7) + 7 : row & 7); }
+
+// Copy a tile (ROWS_OF x BYTES) whose rows lie `pitch` bytes apart; zeros from row `left` on, and where `mask`, a byte a
+// row, is 0. PAIRED: row r is token paired(r).
+template <int ROWS_OF, int BYTES, bool PAIRED = false>
+DEVICE void copy_tile(u32 to, const void* from, i64 pitch, int left, const u8* mask = nullptr) {
+  constexpr int CHUNKS = BYTES / 16, TURN = THREADS / CHUNKS;  // rows that all threads copy at a time
+  static_assert(TURN % 8 == 0 && ROWS_OF % TURN == 0, "the swizzle is every turn's");
+  const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  to += swizzled<BYTES>(row, chunk);
+  const u8* at = (const u8*)from + chunk * 16;
+  UNROLL for (int i = 0; i < ROWS_OF / TURN; i++) {
+    const int token = PAIRED ? paired(row + i * TURN) : row + i * TURN;
+    copy16(to + i * TURN * BYTES, at + token * pitch, token < left && (!mask || mask[token]));
+  }
+}
+template <int BYTES> DEVICE void copy_flat(u32 to, const void* from) {
+  UNROLL for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; i++) {
+    const int at = i * THREADS + threadIdx.x;
+    if (at < BYTES / 16) copy16(to + at * 16, (const u8*)from + at * 16, true);
+  }
+}
+
+// ---- the call ----
+
+// Where a tensor (batch, heads, tokens, D) begins, and elements between its sequences, heads and tokens.
+struct Strided { const void* at; i64 batch, head, token; };
+DEVICE i64 offset_of(i64 batch, i64 head, i64 token, i64 b, i64 h, i64 t) { return b * batch + h * head + t * token; }
+
+// A sequence of a head: its first token, its length, and where it begins in values by token and in padded blocks.
+struct Sequence {
+  int start, length;
+  DEVICE Sequence(const int* cu_seqlens, int batch, int tokens) {
+    start = cu_seqlens ? cu_seqlens[batch] : 0;
+    length = cu_seqlens ? cu_seqlens[batch + 1] - start : tokens;
+  }
+  // The block at which it begins in a padded layout (`padded_block` in kernels/common/tile.py).
+  DEVICE int padded(const int* cu_seqlens, int batch, int block) const { return cu_seqlens ? start / block + batch : 0; }
+};

@@ -1,0 +1,188 @@
+// O and lse of one block of queries of one head, over key blocks of 128: S = Q K^T and O = P V of INT8 codes.
+
+constexpr int KEYS = 128;
+constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
+constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
+constexpr u32 START_AT = STAGES * STAGE;
+
+// q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
+// v8_t (heads_k, D, blocks_k 128): codes of V less its mean, tokens interleaved. v_mean (batch, heads_k, D) or null.
+// k_scales (heads_k, blocks_k, 64, 4): two keys' scales, then what a sum that starts from MAGIC lacks, times them: of
+// a key that nobody sees, or that is apart, 0 and -inf. v_scales (heads_k, blocks_k, D / 2, 4): of two channels.
+// first_value (batch, heads_k, D): V of the key that is apart, less the mean, or null; first_number (batch,) or null.
+KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
+               i64 k_token, const float* k_scale, const float* k_scales, const i8* v8_t, const float* v_scales, const float* v_mean,
+               const float* first_value, const int* first_number, u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse,
+               const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
+               i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int batch_head = blockIdx.x / (int)grid, batch = batch_head / (int)heads, head = batch_head % (int)heads, head_k = head / (int)group;
+  const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
+  const int first_q = ((int)grid - 1 - (int)(blockIdx.x % (int)grid)) * ROWS;  // the last queries see the most keys: start them first
+  if (first_q >= queries.length) return;
+  const int heads_k = (int)heads / (int)group, owner = batch * heads_k + head_k;
+  const i64 z_q = cu_seqlens_q ? head : batch_head, z_k = cu_seqlens_k ? head_k : owner;
+  const int padded_k = keys.padded(cu_seqlens_k, batch, KEYS);
+  // key - query is within [low, high]
+  const int shift = cu_seqlens_q ? keys.length - queries.length : 0;
+  const int low = (int)lower + shift, high = (int)upper + shift;
+  const int row0 = first_q + warp * MT * 16;
+  const float scale_2 = scale * LOG2_E;
+
+  const u32 base = shared_base();
+  if (threadIdx.x < 4) store_shared(base + START_AT + threadIdx.x * 4, MAGIC);
+  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
+  k_scales += (z_k * blocks_k + padded_k) * (KEYS * 2);
+  v_scales += (z_k * blocks_k + padded_k) * (D * 2);
+  v8_t += z_k * D * blocks_k * KEYS + padded_k * KEYS;
+  const i64 pitch_v = blocks_k * KEYS;
+  int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + ROWS + high);
+  end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
+  auto fetch = [&](int block, int slot) {
+    const u32 to = base + slot * STAGE;
+    copy_tile<KEYS, D>(to + K_AT, k8 + block * (KEYS * k_token), k_token, keys.length - block * KEYS);
+    copy_tile<D, KEYS>(to + V_AT, v8_t + block * KEYS, pitch_v, D);
+    copy_flat<KEYS * 8>(to + K_SCALES_AT, k_scales + block * (KEYS * 2));
+    copy_flat<D * 8>(to + V_SCALES_AT, v_scales + block * (D * 2));
+  };
+  UNROLL for (int i = 0; i < STAGES - 1; i++) {
+    if (begin + i < end) fetch(begin + i, i);
+    commit_copies();
+  }
+
+  u32 q[MT][D / 32][4];
+  float qs[MT][2], m[MT][2], l[MT][2], acc[MT][D / 8][4];
+  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+    const int row = row0 + i * 16 + h * 8 + g;
+    const bool there = row < queries.length;
+    const i8* at = q8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
+    UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) q[i][k][h + 2 * c] = *(const u32*)(at + k * 32 + c * 16);
+    qs[i][h] = there ? max_nan(q_scale[z_q * total_q + queries.start + row] * scale_2, 1e-37f) : 1.0f;
+    m[i][h] = -INF;
+    l[i][h] = 0;
+    UNROLL for (int n = 0; n < D / 8; n++) acc[i][n][2 * h] = acc[i][n][2 * h + 1] = 0;
+  }
+  // the key that is apart: a row's state begins with it
+  const int apart = first_value ? (first_number ? first_number[batch] : 0) : keys.length;
+  if (apart < keys.length) {
+    const i8* at = k8 + apart * k_token + t * 4;
+    const float ks = k_scale[z_k * total_k + keys.start + apart];
+    const float* value = first_value + (i64)owner * D + t * 2;
+    int s[MT][2];
+    UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
+    UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
+      const int word = *(const int*)(at + k * 32 + c * 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) s[i][h] = __dp4a((int)q[i][k][h + 2 * c], word, s[i][h]);  // S = Q K^T
+    }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      s[i][h] += from_lane_xor(s[i][h], 1);
+      s[i][h] += from_lane_xor(s[i][h], 2);
+      const int distance = apart - (row0 + i * 16 + h * 8 + g);
+      if (distance < low || distance > high) continue;
+      m[i][h] = (float)s[i][h] * ks * qs[i][h];
+      l[i][h] = t == 0 ? 1.0f : 0.0f;  // lanes of a row are added up at the end
+      UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
+    }
+  }
+  const u32 k_lane = K_AT + swizzled<D>(lane & 7, lane >> 3), v_lane = V_AT + swizzled<KEYS>(lane & 7, lane >> 3);
+  __syncthreads();
+  int start[4];
+  UNROLL for (int r = 0; r < 4; r++) start[r] = as_word(load_shared(base + START_AT + r * 4));
+  int slot = 0;
+#pragma unroll 1
+  for (int block = begin; block < end; block++) {
+    wait_for_copies<STAGES - 2>();
+    __syncthreads();
+    if (block + STAGES - 1 < end) {
+      const int other = slot + STAGES - 1;
+      fetch(block + STAGES - 1, other >= STAGES ? other - STAGES : other);
+    }
+    commit_copies();
+    const u32 at = base + slot * STAGE;
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+
+    int s[MT][KEYS / 8][4];  // S = Q K^T
+    UNROLL for (int n = 0; n < KEYS / 8; n += PAIR) UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 b[PAIR][4];
+      UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
+      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
+      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
+    }
+    float x[MT][KEYS / 8][4], top[MT][2], decay[MT][2], weight[MT][2];
+    UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
+    UNROLL for (int n = 0; n < KEYS / 8; n++) {
+      float ks[4];
+      load_shared4(ks, at + K_SCALES_AT + n * 64 + t * 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) x[i][n][r] = as_float(s[i][n][r]) * ks[r & 1] + ks[2 + (r & 1)];
+    }
+    const int first_k = block * KEYS;
+    if (first_k + KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
+      const int above = first_k + t * 2 - (row0 + g) - low;  // of key - query over the least, of the thread's first pair
+      UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
+        if ((u32)(above + n * 8 + (r & 1) - i * 16 - (r >> 1) * 8) > (u32)(high - low)) x[i][n][r] = -INF;
+    }
+    UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
+    bool changed = false;
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      float y = top[i][h];
+      y = fmaxf(y, from_lane_xor(y, 1));
+      y = fmaxf(y, from_lane_xor(y, 2)) * qs[i][h];
+      const float larger = fmaxf(m[i][h], y), safe = larger == -INF ? 0.0f : larger;
+      changed |= larger > m[i][h];
+      decay[i][h] = exp2_of(m[i][h] - safe);
+      weight[i][h] = exp2_of(y - safe);
+      m[i][h] = larger;
+      top[i][h] = y == -INF ? 0.0f : y;
+    }
+    u32 p[MT][KEYS / 32][4];
+    UNROLL for (int i = 0; i < MT; i++) {
+      float sum[2] = {0, 0};
+      UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
+        const float y = exp2_of(x[i][n][r] * qs[i][r >> 1] - top[i][r >> 1]);  // P = exp2(S - block_max)
+        sum[r >> 1] += y;
+        x[i][n][r] = y * LEVELS + (MAGIC_F - 128.0f);
+      }
+      UNROLL for (int h = 0; h < 2; h++) l[i][h] = l[i][h] * decay[i][h] + sum[h] * weight[i][h];  // l = alpha l + beta rowsum(P)
+      UNROLL for (int k = 0; k < KEYS / 32; k++) UNROLL for (int r = 0; r < 4; r++) {
+        const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
+        p[i][k][r] = pack(x[i][n][h], x[i][n][h + 1], x[i][n + 1][h], x[i][n + 1][h + 1]);
+      }
+    }
+    if (__any_sync(0xffffffffu, changed))
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= decay[i][r >> 1];
+    UNROLL for (int n = 0; n < D / 8; n += PAIR) {
+      int part[PAIR][MT][4];  // P V
+      UNROLL for (int c = 0; c < KEYS / 64; c++) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, part[e][i], p[i][2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(part[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+      }
+      UNROLL for (int e = 0; e < PAIR; e++) {
+        float vs[4];
+        load_shared4(vs, at + V_SCALES_AT + (n + e) * 64 + t * 16);
+        UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
+          acc[i][n + e][r] += (as_float(part[e][i][r]) * vs[r & 1] + vs[2 + (r & 1)]) * weight[i][r >> 1];  // O = alpha O + beta P V
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+    float sum = l[i][h];
+    sum += from_lane_xor(sum, 1);
+    sum += from_lane_xor(sum, 2);
+    const int row = row0 + i * 16 + h * 8 + g;
+    if (row >= queries.length) continue;
+    const bool blind = sum == 0;
+    const float inverse = 1.0f / (sum * LEVELS);
+    if (t == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum)) * LN_2;
+    u16* out = o + offset_of(o_batch, o_head, o_token, batch, head, queries.start + row);
+    UNROLL for (int n = 0; n < D / 8; n++) {
+      float y[2];
+      UNROLL for (int b = 0; b < 2; b++) {
+        const float mean = v_mean ? v_mean[(i64)owner * D + n * 8 + t * 2 + b] : 0.0f;
+        y[b] = blind ? 0.0f : acc[i][n][2 * h + b] * inverse + mean;  // O /= l
+      }
+      *(u32*)(out + n * 8 + t * 2) = to_16bit(y[0], y[1]);
+    }
+  }
+}

@@ -1,0 +1,154 @@
+"""The kernels of mma.sync: which passes run and what they hand on, forward and backward.
+
+Masks of elements and deterministic gradients are the portable kernels', to the same recipe: what forward leaves is the
+same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.common.quantize import launch_quantize
+from sagebwd.kernels.common.transposed import launch_transpose
+from sagebwd.kernels.mma_sync.compile import kernel_of
+from sagebwd.kernels.mma_sync.operands import finish, pair_scales
+from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, variant_of
+from sagebwd.kernels.portable import launch as portable
+from sagebwd.kernels.runtime.alignment import fits_tma
+from sagebwd.kernels.runtime.device import capability
+from sagebwd.kernels.runtime.program import copy, launch, zeros
+
+# A bound of a band that bounds nothing.
+UNBOUNDED = 1 << 30
+
+prepare = portable.prepare
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """o, lse of the smoothed scores, and what backward reads."""
+    if call.lists is not None:
+        return portable.forward(call, q, k, v)
+    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
+    apart = recipe.first_keys == 1
+    k_mean, v_mean, _, first_key = launch_statistics(
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False, first_key=apart,
+        k_sampled=recipe.k_mean == "sample",
+    )  # fmt: skip
+    k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
+    q8 = launch_quantize(q, queries, "token", recipe.block_q, codes=True, turned=call.turned)
+    k8 = launch_quantize(k, keys, "token", KEYS, k_shift, key_mask, codes=True, turned=call.turned)
+    v8 = launch_quantize(
+        v, keys, "channel", KEYS, v_shift, key_mask, transposed=True, column_sum=True, first_row=apart,
+        first_key=first_key,
+    )  # fmt: skip
+    scales = pair_scales(call, k8.token_scale, v8.block_scale, v8.column_sum, first_key, apart=apart)
+
+    o, lse = empty_like_rows(q), queries.per_token(q.device)
+    arch = capability(call.device)
+    variant = variant_of(FORWARD, call.head_dim, arch, half=q.dtype == torch.float16)
+    grid = queries.grid(variant.rows)
+    launch(
+        kernel_of(variant, arch),
+        (grid * queries.batch * queries.heads,),
+        *_strided(q8.codes, queries),
+        q8.token_scale,
+        *_strided(k8.codes, keys),
+        k8.token_scale,
+        scales[0],
+        v8.transposed,
+        scales[1],
+        v_shift,
+        v8.first_row,
+        first_key,
+        *_strided(o, queries),
+        lse,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        queries.total,
+        keys.total,
+        keys.blocks(KEYS),
+        grid,
+        *_band(call),
+        float(call.scale),
+    )
+    return Saved(o, lse, q8.codes, q8.token_scale, k8.codes, k8.token_scale, None, k_mean)
+
+
+def backward(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; dq is added up in an order that changes from run to run, unless the call is ``deterministic``."""
+    if call.lists is not None or call.deterministic:
+        return portable.backward(call, saved, do, dlse, q, k, v)
+    queries, keys = call.queries, call.keys
+    v, do = _in_chunks(v), _in_chunks(do)
+    row_values, do_scale, do_t, q_t = launch_preprocess_do(
+        call, do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8
+    )
+    k_t = launch_transpose(saved.k_int8, keys, KEYS)
+    blocks_q, blocks_k = queries.blocks(QUERIES), keys.blocks(KEYS)
+    dq_sums = zeros((queries.heads_in_all, blocks_q, QUERIES * call.head_dim), torch.float32, do.device)
+    dk_sums = keys.padded(KEYS, KEYS * call.head_dim, dtype=torch.float32, device=do.device)
+    dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+
+    arch = capability(call.device)
+    variant = variant_of(BACKWARD, call.head_dim, arch, half=v.dtype == torch.float16)
+    grid = keys.grid(KEYS)
+    launch(
+        kernel_of(variant, arch),
+        (grid * keys.batch * keys.heads,),
+        *_strided(saved.q_int8, queries),
+        *_strided(saved.k_int8, keys),
+        *_strided(v, keys),
+        *_strided(do, queries),
+        k_t,
+        q_t,
+        do_t,
+        saved.k_scale,
+        call.key_mask,
+        do_scale,
+        row_values,
+        dq_sums,
+        dk_sums,
+        *_strided(dv, keys),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        keys.heads,
+        call.group,
+        queries.tokens,
+        keys.tokens,
+        keys.total,
+        blocks_q,
+        blocks_k,
+        grid,
+        *_band(call),
+        float(call.scale),
+    )
+    finish(call, queries, dq_sums, dq, 1.0, in_registers=True)
+    finish(call, keys, dk_sums, dk, float(call.scale), in_registers=False)
+    return dq, dk, dv
+
+
+def _strided(x: Tensor, packing: Packing) -> tuple:
+    """A tensor, and elements between its sequences, heads and tokens."""
+    return x, *packing.strides(x)
+
+
+def _band(call: Call) -> tuple[int, int]:
+    """Bounds on key - query."""
+    band = call.band
+    lower = band["lower"] if band["HAS_LOWER"] else -UNBOUNDED
+    return lower, band["upper"] if band["HAS_UPPER"] else UNBOUNDED
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """Rows as cp.async reads them, in 16 bytes."""
+    return x if fits_tma(x) else copy(empty_like_rows(x), x)

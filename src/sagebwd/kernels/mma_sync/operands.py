@@ -1,0 +1,137 @@
+"""Passes beside the CUDA kernels: scales by pairs before forward, and gradients from their FP32 sums after backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.call import Call, Packing
+from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
+from sagebwd.kernels.common.tile import ROUND, block_and_head, load_rows, padded_block, to_16bit, whose
+from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass
+from sagebwd.kernels.mma_sync.variant import KEYS, QUERIES
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def pair_scales_kernel(
+    k_scale,
+    v_scale,
+    column_sum,
+    key_mask,
+    first_key,
+    cu_seqlens,
+    k_scales,
+    v_scales,
+    heads,
+    tokens,
+    total,
+    blocks,
+    grid,
+    head_dim: tl.constexpr,
+    APART: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Scales of a block of keys, and of V's channels there, as `forward` in cuda/forward.cu reads them.
+
+    Of each pair the two scales, then what an INT32 sum lacks that starts from ROUND, times them: ROUND itself of S,
+    and of P V, whose codes are less 128, 128 times the codes' column sum. A key that nobody sees has 0 and -inf; so
+    has the first one where it is APART, or the one that first_key names.
+    """
+    number, program = block_and_head(grid)
+    batch, _, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first >= length:
+        return
+    block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
+    keys = first + tl.arange(0, BLOCK)
+    inside = keys < length
+    seen = inside
+    if key_mask is not None:
+        seen = seen & (tl.load(key_mask + batch.to(tl.int64) * tokens + keys, mask=inside, other=0) != 0)
+    if APART:
+        if first_key is not None:
+            seen = seen & (keys != tl.load(first_key + batch))
+        else:
+            seen = seen & (keys != 0)
+    scale = tl.load(k_scale + z * total + start + keys, mask=inside, other=0)
+    scale = tl.where(seen, scale, 0.0)
+    lacking = tl.where(seen, scale * -ROUND, float("-inf"))
+    packed = tl.join(scale, lacking).reshape(BLOCK // 2, 2, 2).permute(0, 2, 1)
+    tl.store(k_scales + block * (BLOCK * 2) + tl.arange(0, BLOCK * 2), packed.reshape(BLOCK * 2))
+    columns = tl.arange(0, BLOCK_D)
+    scale = tl.load(v_scale + block * head_dim + columns)
+    lacking = (tl.load(column_sum + block * head_dim + columns) - ROUND) * scale
+    packed = tl.join(scale, lacking).reshape(BLOCK_D // 2, 2, 2).permute(0, 2, 1)
+    tl.store(v_scales + block * (head_dim * 2) + tl.arange(0, BLOCK_D * 2), packed.reshape(BLOCK_D * 2))
+
+
+def pair_scales(
+    call: Call, k_scale: Tensor, v_scale: Tensor, column_sum: Tensor, first_key: Tensor | None, *, apart: bool
+) -> tuple[Tensor, Tensor]:
+    """k_scales (heads_k, blocks, 256) and v_scales (heads_k, blocks, 2 D), FP32; see `pair_scales_kernel`."""
+    keys, device = call.keys, k_scale.device
+    k_scales = keys.padded(KEYS, 2 * KEYS, dtype=torch.float32, device=device)
+    v_scales = keys.padded(KEYS, 2 * call.head_dim, dtype=torch.float32, device=device)
+    launch_pass(
+        pair_scales_kernel, keys, call.head_dim, KEYS,
+        k_scale, v_scale, column_sum, call.key_mask, first_key, keys.cu_seqlens, k_scales, v_scales, APART=apart,
+    )  # fmt: skip
+    return k_scales, v_scales
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def finish_kernel(
+    sums,
+    cu_seqlens,
+    out,
+    scale,
+    heads,
+    tokens,
+    total,
+    blocks,
+    grid,
+    head_dim: tl.constexpr,
+    TURNED: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Scale a block of FP32 sums (heads, blocks, BLOCK, D), rotate it back and write it to out, `Strided`.
+
+    IN_REGISTERS: a block lies in the order of a product's registers, (rows / 16, D / 8, half, channel, row, pair): row
+    16 m + 8 h + g and channel 8 n + 2 t + b at [m, n, h, b, g, t]. TURNED: channels of the rotation, or 0.
+    """
+    number, program = block_and_head(grid)
+    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
+    first = number * BLOCK
+    if first >= length:
+        return
+    sums += (z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number).to(tl.int64) * (BLOCK * head_dim)
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    inside = first + rows < length
+    if IN_REGISTERS:
+        tile = tl.load(sums + tl.arange(0, BLOCK * BLOCK_D)).reshape(BLOCK // 16, BLOCK_D // 8, 2, 2, 8, 4)
+        tile = tile.permute(0, 2, 4, 1, 5, 3).reshape(BLOCK, BLOCK_D)
+    else:
+        tile = load_rows(sums, rows, columns, BLOCK_D, length - first, head_dim, False, True)
+    at = row_of(out, batch, head, start + first)
+    if TURNED:
+        store_turned(at, rows, pitch_of(out), inside, tile, scale, head_dim, TURNED, BLOCK_D)
+    else:
+        at = at + rows[:, None] * pitch_of(out) + columns[None, :]
+        tl.store(at, to_16bit(tile * scale, out.at.dtype.element_ty), mask=inside[:, None])
+
+
+def finish(call: Call, packing: Packing, sums: Tensor, out: Tensor, scale: float, *, in_registers: bool) -> None:
+    """Write dq, or dk, from sums of blocks of 64 tokens; see `finish_kernel`."""
+    block = QUERIES if in_registers else KEYS
+    launch_pass(
+        finish_kernel, packing, call.head_dim, block, sums, packing.cu_seqlens, Strided.of(out, packing), scale,
+        TURNED=call.turned, IN_REGISTERS=in_registers,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Variants of the CUDA kernels: tiles by direction and head_dim, and the shared memory they need."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FORWARD, BACKWARD = "forward", "backward"
+HEAD_DIMS = (64, 128)
+# Keys of forward's tiles and queries of backward's.
+KEYS, QUERIES = 128, 64
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for; fields are the macros of cuda/common.cuh but for ``direction``."""
+
+    direction: str
+    head_dim: int
+    warps: int
+    row_tiles: int  # of 16 rows, a warp
+    blocks_an_sm: int
+    stages: int  # of forward
+    k_in_registers: bool  # of backward, else in shared memory
+    half: bool
+
+    @property
+    def rows(self) -> int:
+        """Queries of a thread block in forward, keys in backward."""
+        return 16 * self.warps * self.row_tiles
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The macros, by name."""
+        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF")
+        return dict(zip(names, map(int, self[1:]), strict=True))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
+        d = self.head_dim
+        if self.direction == FORWARD:
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16
+        keys = self.rows
+        return keys * d * (3 if self.k_in_registers else 4) + keys * QUERIES + QUERIES * (d * 5 + 16) + 8 * QUERIES
+
+
+# (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages.
+_TILES = {
+    (FORWARD, 64): (4, 2, 2, 2),
+    (FORWARD, 128): (4, 1, 2, 2),
+    (BACKWARD, 64): (8, 1, 1, 1),
+    (BACKWARD, 128): (8, 1, 1, 1),
+}
+# Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
+_LEAST_SHARED_BYTES = 101376
+_MORE_SHARED = (80, 87, 90)
+
+
+def variant_of(direction: str, head_dim: int, capability: int, *, half: bool) -> Variant:
+    """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16."""
+    variant = Variant(direction, head_dim, *_TILES[direction, head_dim], False, half)
+    if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
+        return variant._replace(k_in_registers=True)
+    return variant
+
+
+def form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The width that a call is filled up to with zeros, or None where it is too wide."""
+    width = max(head_dim, value_dim)
+    return next(((room, room) for room in HEAD_DIMS if width <= room), None)
