@@ -115,7 +115,11 @@ def test_a_choice_has_the_rows_of_its_name(row):
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"impl": "cuda"}, ValueError, "impl='cuda' is not known; accepted: None, 'reference', 'triton', 'hopper'"),
+        (
+            {"impl": "cuda"},
+            ValueError,
+            "impl='cuda' is not known; accepted: None, 'reference', 'triton', 'mma_sync', 'hopper'",
+        ),
         (
             {"impl": "hopper", "device": CPU},
             ValueError,

@@ -266,9 +266,8 @@ def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool)
         way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
         raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; {way_out}")
     if impl == "mma_sync" and arch < 80:
-        raise ValueError(
-            f"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got {device}; use impl='reference' on a CPU"
-        )
+        way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
+        raise ValueError(f"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got {device}; {way_out}")
     if impl == "triton" and device.type != "cuda" and not interpreted:
         raise ValueError(
             f"impl='triton' needs a CUDA device, got {device}; "

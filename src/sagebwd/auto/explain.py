@@ -26,8 +26,8 @@ _KINDS = {kind: kind for kind in KINDS} | {
 class Explanation(NamedTuple):
     """Who runs a call.
 
-    recipe: its text. forward, backward: "torch", "reference", "triton" or "hopper". form: the (head_dim, value's
-    head_dim) that each direction is filled up to. why: one sentence.
+    recipe: its text. forward, backward: "torch", "reference", "triton", "mma_sync" or "hopper". form: the
+    (head_dim, value's head_dim) that each direction is filled up to. why: one sentence.
     """
 
     recipe: str

@@ -30,8 +30,8 @@ class Row(NamedTuple):
     """One implementation of a direction.
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
-    which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says
-    what it lacks here.
+    which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()``
+    says what is missing here.
     """
 
     direction: str
@@ -86,7 +86,7 @@ ROWS = (
         widths.of_call, _HOPPER_WIDTHS, needs="sagebwd.kernels.sm90.forward.compile",
     ),
     Row(
-        FORWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.form,
+        FORWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.forward_form,
         f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
     ),
     Row(
@@ -105,8 +105,8 @@ ROWS = (
         widths.of_call, _HOPPER_WIDTHS,
     ),
     Row(
-        BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.form,
-        f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
+        BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.backward_form,
+        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,

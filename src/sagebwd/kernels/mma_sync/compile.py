@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels by NVRTC, which torch brings along, and keep machine code on disk by source and compiler."""
+"""Compile the CUDA kernels by NVRTC, which torch brings along, and keep machine code on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes beside the CUDA kernels: scales by pairs before forward, and gradients from their FP32 sums after backward."""
+"""Passes beside the CUDA kernels: scales by pairs before forward, gradients from FP32 sums after backward."""
 
 from __future__ import annotations
 

@@ -63,7 +63,13 @@ def variant_of(direction: str, head_dim: int, capability: int, *, half: bool) ->
     return variant
 
 
-def form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
     """The width that a call is filled up to with zeros, or None where it is too wide."""
     width = max(head_dim, value_dim)
     return next(((room, room) for room in HEAD_DIMS if width <= room), None)
+
+
+def backward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The same of backward, which at 64 is no faster than the portable kernels (dev/log)."""
+    form = forward_form(head_dim, value_dim)
+    return None if form == (64, 64) else form

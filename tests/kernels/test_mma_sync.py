@@ -1,0 +1,207 @@
+"""The CUDA kernels of mma.sync: passes beside them, machine code without a GPU, and whole calls where there is one."""
+
+import ctypes
+
+import pytest
+import torch
+
+from sagebwd import dispatch, sage_attention
+from sagebwd.call import Ask, Call
+from sagebwd.recipe import Recipe
+from sagebwd.reference.rotation import rotated
+from tests.kernels.calls import KernelCall
+
+pytest.importorskip("triton")
+from sagebwd.kernels.mma_sync import compile as nvrtc
+from sagebwd.kernels.mma_sync import operands
+from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, HEAD_DIMS, variant_of
+
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+DEVICE = "cuda" if HAS_GPU else "cpu"
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU of compute capability 8.0 or more")]
+on_gpu = pytest.mark.gpu if HAS_GPU else []
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
+# Bytes of shared memory of a thread block.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+VARIANTS = [*((FORWARD, head_dim) for head_dim in HEAD_DIMS), (BACKWARD, 128)]
+# CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+LOCAL_BYTES = 3
+
+
+def call_of(tokens: int, head_dim: int, recipe: str = "token") -> Call:
+    x = torch.empty(2, 3, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    settings = None, None, None, tokens, tokens, False, -1, -1, 0.5, Recipe.parse(recipe)
+    return Call.of(x, x, (head_dim, head_dim), *settings)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_variant_has_room_in_shared_memory(capability):
+    for direction, head_dim in VARIANTS:
+        assert variant_of(direction, head_dim, capability, half=False).shared_bytes <= SHARED_BYTES[capability]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 86, 89, 120])
+@pytest.mark.parametrize(("direction", "head_dim"), VARIANTS)
+def test_compiles_for(capability, direction, head_dim, tmp_path, monkeypatch):
+    """And machine code is read again from disk."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    variant = variant_of(direction, head_dim, capability, half=capability == 86)
+    made = nvrtc.machine_code(variant, capability)
+    assert made[:4] == b"\x7fELF"
+    (kept,) = (tmp_path / "mma_sync").iterdir()
+    kept.write_bytes(b"kept")
+    assert nvrtc.machine_code(variant, capability) == b"kept"
+
+
+@needs_nvrtc
+def test_what_nvrtc_refuses_is_said():
+    with pytest.raises(RuntimeError, match=r"NVRTC cannot compile for --gpu-architecture=sm_80.*undefined"):
+        nvrtc.compile_source('extern "C" __global__ void f() { missing(); }', ["--gpu-architecture=sm_80"])
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(OSError, match=r"libnvrtc\.so"):
+        nvrtc._library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "name"),
+    [
+        (80, 128, "mma_sync/mma_sync"), (86, 96, "mma_sync/mma_sync"), (89, 64, "mma_sync/triton"),
+        (89, 192, "triton/triton"), (120, 128, "mma_sync/mma_sync"), (100, 128, "triton/triton"),
+        (75, 128, "triton/triton"),
+    ],
+)  # fmt: skip
+def test_who_runs_token(arch, head_dim, name, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.named("token"), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+    assert dispatch._choose.__wrapped__(ask, arch, False).name == name
+
+
+def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "NVRTC is not found")
+    ask = Ask(Recipe.named("token"), 128, 128, torch.bfloat16, torch.device("cuda"))
+    assert dispatch._choose.__wrapped__(ask, 89, False).name == "triton/triton"
+    with pytest.raises(NotImplementedError, match="NVRTC is not found"):
+        dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 89, False)
+
+
+def test_a_cpu_is_refused():
+    x = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got cpu"):
+        sage_attention(x, x, x, recipe="token", impl="mma_sync")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_scales_by_pairs(apart, masked, on):
+    """A sum of codes c reads as the float 12582912 + c: scale times that, and what it lacks, is c times the scale."""
+    tokens, head_dim, magic = 200, 64, 12582912.0
+    call, generator = call_of(tokens, head_dim), torch.Generator().manual_seed(0)
+    k_scale, v_scale = torch.rand(2, 3, tokens, generator=generator), torch.rand(6, 2, head_dim, generator=generator)
+    column_sum = torch.randint(-20, 20, (6, 2, head_dim), generator=generator).float() * 128
+    mask = torch.rand(2, tokens, generator=generator) < 0.7 if masked else None
+    first = mask.int().argmax(1).int() if masked else None
+    call = call._replace(key_mask=None if mask is None else mask.to(on))
+    there = [None if x is None else x.to(on) for x in (k_scale, v_scale, column_sum, first)]
+    k_scales, v_scales = (x.cpu() for x in operands.pair_scales(call, *there, apart=apart))
+
+    seen = torch.ones(2, tokens, dtype=torch.bool) if mask is None else mask.clone()
+    if apart:
+        seen[torch.arange(2), 0 if first is None else first.long()] = False
+    seen = torch.nn.functional.pad(seen, (0, 56))[:, None]
+    wide = torch.nn.functional.pad(k_scale, (0, 56))
+    scale, lacking = k_scales.view(2, 3, 128, 2, 2).unbind(3)
+    assert torch.equal(scale.flatten(2), torch.where(seen, wide, 0.0))
+    assert torch.equal(lacking.flatten(2), torch.where(seen, wide * -magic, -torch.inf))
+    scale, lacking = v_scales.view(6, 2, head_dim // 2, 2, 2).unbind(3)
+    assert torch.equal(scale.flatten(2), v_scale)
+    assert torch.equal(lacking.flatten(2), (column_sum - magic) * v_scale)
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("recipe", ["token", "token(rotate=False)"])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_gradients_from_sums(in_registers, recipe, on):
+    tokens, head_dim, block = 150, 64, 64 if in_registers else 128
+    call, blocks = call_of(tokens, head_dim, recipe), -(-tokens // block)
+    sums = torch.randn(2, 3, blocks * block, head_dim, generator=torch.Generator().manual_seed(0))
+    given = sums.view(6, blocks, block, head_dim)
+    if in_registers:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
+        given = given.view(6, blocks, 4, 2, 8, head_dim // 8, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
+    out = torch.full((2, 3, tokens, head_dim), torch.nan, dtype=torch.float16, device=on)
+    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, in_registers=in_registers)
+    expected = rotated(sums.double()) if call.turned else sums.double()
+    torch.testing.assert_close(out.cpu().double(), expected[:, :, :tokens] * 0.5, atol=2e-3, rtol=2e-3)
+
+
+CALLS = {
+    "full": KernelCall(tokens_q=256, tokens_k=384, head_dim=128),
+    "causal-grouped": KernelCall(tokens_q=333, tokens_k=333, heads=4, kv_heads=2, head_dim=128, is_causal=True),
+    "window": KernelCall(tokens_q=500, tokens_k=450, head_dim=128, window=(70, 20)),
+    "packed": KernelCall(lengths_q=[100, 0, 257, 3], lengths_k=[90, 4, 300, 3], head_dim=128, with_dlse=True),
+    "packed-causal": KernelCall(lengths_q=[130, 64, 1], lengths_k=[130, 64, 1], head_dim=128, is_causal=True),
+    "padding": KernelCall(batch=3, tokens_q=200, tokens_k=260, head_dim=128, masked=True, padding=True),
+    "holes": KernelCall(batch=2, tokens_q=200, tokens_k=260, head_dim=128, masked=True),
+    "sink": KernelCall(tokens_q=300, tokens_k=300, head_dim=128, sink=12),
+    "narrow": KernelCall(tokens_q=150, tokens_k=150, head_dim=80, value_dim=72, is_causal=True),
+    "fp16": KernelCall(tokens_q=150, tokens_k=170, head_dim=128, dtype=torch.float16, is_causal=True),
+    "64": KernelCall(tokens_q=333, tokens_k=300, head_dim=64, heads=4, kv_heads=2),
+    "64-causal": KernelCall(tokens_q=333, tokens_k=333, head_dim=64, is_causal=True, dtype=torch.float16),
+    "mask": KernelCall(tokens_q=140, tokens_k=140, head_dim=128, mask="documents"),
+    "deterministic": KernelCall(tokens_q=200, tokens_k=200, head_dim=128, deterministic=True),
+    "no-first": KernelCall(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
+    "one-token": KernelCall(tokens_q=1, tokens_k=1, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+def test_the_kernels_are_the_recipe(name, on):
+    call = CALLS[name]
+    call.device = on
+    call.check("mma_sync")
+
+
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("which", range(3))
+def test_nan_goes_out(which, on):
+    """Of q, k or v: where a query sees it, and nowhere before."""
+    inputs = [torch.randn(1, 2, 200, 128, device=on, dtype=torch.bfloat16) for _ in range(3)]
+    inputs[which][0, 0, 150, 3] = torch.nan
+    leaves = [x.requires_grad_() for x in inputs]
+    o = sage_attention(*leaves, is_causal=True, recipe="token", impl="mma_sync")
+    o.float().sum().backward()
+    lost = o.isnan().any(-1)
+    assert lost[0, 0, 150].item()
+    assert not lost[0, 1].any()
+    assert not lost[0, 0, : 64 if which == 2 else 150].any()
+    assert leaves[0].grad[0, 0, 150].isnan().any()
+
+
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+def test_strides_of_a_projection_and_odd_addresses(on):
+    KernelCall(tokens_q=130, tokens_k=130, head_dim=128, device=on).check_addresses("mma_sync", ("q", "k", "v", "do"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+def test_loops_hold_their_registers(on):
+    """Local memory of a thread: a few words beside a loop, and not the tiles."""
+    from sagebwd.kernels.runtime.device import libcuda
+
+    device = torch.device(on, torch.cuda.current_device())
+    capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    for direction, head_dim in VARIANTS:
+        kernel = nvrtc.kernel_of(variant_of(direction, head_dim, capability, half=False), capability)
+        local = ctypes.c_int()
+        function = kernel.function(device)
+        assert libcuda().cuFuncGetAttribute(ctypes.byref(local), ctypes.c_int(LOCAL_BYTES), function) == 0
+        assert local.value <= 256
