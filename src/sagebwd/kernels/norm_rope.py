@@ -91,7 +91,7 @@ def _forward(
             weight_a, weight_b = _load_pairs(weight, one, 0, alone, ROTARY, HALF, INTERLEAVED)
     if head_dim > ROTARY and weight is not None:
         weight_rest = _load_rest(weight, one, 0, alone, head_dim, ROTARY, REST)
-    for step in range(0, tl.minimum(heads - head, HEADS)):
+    for step in range(tl.minimum(heads - head, HEADS)):
         number = head + step
         x_at, y_at = row_of(x, batch, number, first), row_of(y, batch, number, first)
         squares = tl.zeros((BLOCK,), tl.float32)
@@ -142,7 +142,7 @@ def _backward(
     if head_dim > ROTARY and weight is not None:
         weight_rest = _load_rest(weight, one, 0, alone, head_dim, ROTARY, REST)
         dweight_rest = tl.zeros((BLOCK, REST), tl.float32)
-    for step in range(0, tl.minimum(heads - head, HEADS)):
+    for step in range(tl.minimum(heads - head, HEADS)):
         number = head + step
         dy_at, dx_at = row_of(dy, batch, number, first), row_of(dx, batch, number, first)
         if ROTARY > 0:
@@ -290,9 +290,11 @@ def _strided(x: Tensor | None) -> Strided | None:
 
 
 def _launch(kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleaved: bool, *given: object) -> None:
-    head_dim, rotary = q.shape[-1], 0 if cos is None else cos.shape[-1]
+    count, head_dim, rotary = programs(q) + programs(k), q.shape[-1], 0 if cos is None else cos.shape[-1]
+    if not count:
+        return
     launch(
-        kernel, (programs(q) + programs(k),), *given, programs(q), head_dim=head_dim, ROTARY=rotary,
+        kernel, (count,), *given, programs(q), head_dim=head_dim, ROTARY=rotary,
         HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved, BLOCK=BLOCK,
         HEADS=HEADS, num_warps=WARPS,
     )  # fmt: skip
