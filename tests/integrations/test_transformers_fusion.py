@@ -177,18 +177,25 @@ def test_what_is_not_known_is_refused():
         model(input_ids=tokens(1, 8))
 
 
-def test_set_after_the_model_was_made_it_says_what_to_call(monkeypatch):
+def test_it_is_read_at_every_call(monkeypatch):
+    seen, ids = calls(monkeypatch), tokens(1, 8)
     model = build("Llama", fuse=False)
+    for fuse, count in ((True, 2), (False, 2), (True, 4)):
+        model.config.sagebwd = {"fuse": fuse}
+        model(input_ids=ids)
+        assert len(seen) == count
+
+
+def test_a_forward_that_another_library_replaced_is_refused(monkeypatch):
+    model = build("Llama", fuse=True)
     attention_class = type(model.model.layers[0].self_attn)
-    original = getattr(attention_class.forward, "__wrapped__", attention_class.forward)
-    monkeypatch.setattr(attention_class, "forward", original)  # as where no model has asked before
-    model.config.sagebwd = {"fuse": True}
-    with pytest.raises(NotImplementedError, match="set after the model was made"):
+    original = attention_class.forward.__wrapped__
+    monkeypatch.setattr(attention_class, "forward", lambda self, *given, **kwargs: original(self, *given, **kwargs))
+    with pytest.raises(
+        NotImplementedError, match="fuse is not supported for LlamaAttention, whose forward is not one"
+    ):
         model(input_ids=tokens(1, 8))
-    model.set_attn_implementation("sagebwd")
-    seen = calls(monkeypatch)
-    model(input_ids=tokens(1, 8))
-    assert len(seen) == 2
+    assert fusion.form_of(attention_class) is None
 
 
 def test_forms_are_read_from_the_source():

@@ -1,5 +1,11 @@
 """The passes of QK-norm and rotary embedding: interpreted on a CPU, compiled where there is a GPU."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -195,6 +201,29 @@ def test_compiled_and_checkpointed_it_is_the_same():
         found = call(*leaves, *tables, **settings)
         assert torch.equal(found, wanted)
         assert all(torch.equal(a, e) for a, e in zip(torch.autograd.grad(found, leaves, do), gradients))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (90, 128, 128, "half"),
+        pytest.param((80, 80, 64, "interleaved"), marks=pytest.mark.slow),
+        pytest.param((90, 256, 256, "half"), marks=pytest.mark.slow),
+        pytest.param((120, 64, 64, "half"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_the_kernels_spill_no_register(call):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", *map(str, call)], capture_output=True,
+        text=True, check=False, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [row["kernel"] for row in rows] == ["forward_kernel", "backward_kernel"]
+    assert all(row["spills"] == 0 and row["shared_bytes"] <= 32 << 10 for row in rows), rows
 
 
 def test_heads_and_tokens_fill_programs():

@@ -46,7 +46,7 @@ from sagebwd.integrations.transformers_masks import (
     read_attention_mask,
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
-from sagebwd.integrations.transformers_settings import NAME, asks_to_fuse, check_model, has_layers, is_fused, settings
+from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, is_fused, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 
@@ -85,8 +85,7 @@ def register() -> None:
     ) -> str:
         if requested_attention == NAME:
             check_model(self)
-            if asks_to_fuse(self.config):
-                fusion.install(type(self))
+            fusion.install(type(self))
         return original(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
@@ -120,8 +119,8 @@ def attention(
     _refuse_unsupported(dropout, kwargs)
     if is_fused(getattr(module, "config", None)) and not fusion.follows(module):
         raise NotImplementedError(
-            f"config.sagebwd: fuse is not supported for {type(module).__name__}, or was set after the model was made: "
-            "leave it out, or call model.set_attn_implementation('sagebwd') again"
+            f"config.sagebwd: fuse is not supported for {type(module).__name__}, whose forward is not one that is "
+            "known; leave it out"
         )
     query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:

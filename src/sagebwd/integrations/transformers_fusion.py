@@ -151,7 +151,10 @@ class Form(NamedTuple):
 
 
 def install(model_class: type[PreTrainedModel]) -> None:
-    """Have the attention layers of a model's module follow ``fuse`` of their config, where their class is known."""
+    """Have attention layers of a model's module follow ``fuse`` of their config, read at every call.
+
+    Those whose class is not known stay as they are, and so does every layer whose config does not ask.
+    """
     for base in model_class.__mro__:
         if ".modeling_" not in base.__module__:
             continue
@@ -258,7 +261,7 @@ def statements_of(function: Callable | None) -> list[str] | None:
     """The statements of a function as Python writes them, without comments and docstring; None without a source."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body
-    except (OSError, TypeError, AttributeError):
+    except (OSError, TypeError, AttributeError, SyntaxError):  # no source, or no function's
         return None
     documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     return [ast.unparse(x) for x in body[documented:]]

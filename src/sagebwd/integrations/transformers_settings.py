@@ -45,15 +45,11 @@ def has_layers(config: object) -> bool:
     return isinstance(given, dict) and bool(given.get("layers"))
 
 
-def asks_to_fuse(config: object) -> bool:
-    """Whether ``config.sagebwd`` asks for norm and rotary embedding in one pass (`transformers_fusion`)."""
-    given = getattr(config, NAME, None)
-    return isinstance(given, dict) and given.get("fuse") is True
-
-
 def is_fused(config: object) -> bool:
-    """Whether layers of this config are to run so: it asks, and their attention is this one."""
-    return getattr(config, "_attn_implementation", None) == NAME and asks_to_fuse(config)
+    """Whether ``config.sagebwd`` has its layers normalise and rotate in one pass (`transformers_fusion`)."""
+    given = getattr(config, NAME, None)
+    asked = isinstance(given, dict) and given.get("fuse") is True
+    return asked and getattr(config, "_attn_implementation", None) == NAME
 
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:

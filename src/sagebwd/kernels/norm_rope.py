@@ -27,7 +27,8 @@ from sagebwd.kernels.runtime.program import launch
 # Tokens and heads of a program.
 BLOCK = 16
 HEADS = 8
-WARPS = 4
+# Channels of a row for each warp beyond four: more would take more registers than a thread has.
+CHANNELS_OF_WARP = 32
 
 
 @triton.jit
@@ -296,7 +297,7 @@ def _launch(kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleave
     launch(
         kernel, (count,), *given, programs(q), head_dim=head_dim, ROTARY=rotary,
         HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved, BLOCK=BLOCK,
-        HEADS=HEADS, num_warps=WARPS,
+        HEADS=HEADS, num_warps=max(4, _power_of_two(head_dim) // CHANNELS_OF_WARP),
     )  # fmt: skip
 
 
