@@ -1,6 +1,6 @@
 """`python -m tests.kernels.norm_rope_compilations ARCH HEAD_DIM CHANNELS ROPE` compiles both kernels of a norm and a
-rotary embedding of so many channels, without a GPU, and prints a JSON line each: spills and shared memory. It runs in
-a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled."""
+rotary embedding of so many channels, without a GPU, and prints a JSON line each. It runs in a process of its own, as
+kernels of a process with TRITON_INTERPRET=1 cannot be compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 from sagebwd.kernels import norm_rope
 from sagebwd.kernels.runtime import program
 from sagebwd.reference.norm_rope import INTERLEAVED
-from tools.cross_compile import Launch, Unstarted, count, sass
+from tools.cross_compile import Launch, Unstarted, count, registers, sass
 
 
 def compiled(arch: int, head_dim: int, channels: int, rope: str) -> list[dict]:
@@ -25,7 +25,8 @@ def compiled(arch: int, head_dim: int, channels: int, rope: str) -> list[dict]:
         kernel = Launch.of(fn, arch, *args, **kwargs).compiled()
         counted = count(sass(kernel))
         spills = sum(counted[opcode] for opcode in ("STL", "LDL"))
-        rows.append({"kernel": fn.__name__, "spills": spills, "shared_bytes": kernel.metadata.shared})
+        used = {"registers": registers(kernel), "spills": spills, "shared_bytes": kernel.metadata.shared}
+        rows.append({"kernel": fn.__name__, **used})
         return Unstarted()
 
     JITFunction.run = record
