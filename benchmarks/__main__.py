@@ -1,10 +1,11 @@
-"""The benchmarks' command line: `python -m benchmarks attention | masks`."""
+"""The benchmarks' command line: `python -m benchmarks attention | masks | block`."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
+import time
 from dataclasses import asdict
 from typing import Annotated
 
@@ -241,6 +242,79 @@ def _masks_table(rows: list) -> Table:
                 over,
             ]
         table.add_row(name, *cells)
+    return table
+
+
+@app.command()
+def block(
+    recipe: Annotated[str, typer.Option(help="Recipe of ours, a name or text.")] = "auto",
+    head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: 128, 64].")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Of a sequence; repeat [default: 2048, 4096, 8192; on a CPU 256].")
+    ] = None,
+    grouped: Annotated[bool, typer.Option(help="Also 32 heads of 128 that read 8 key heads.")] = True,
+    rounds: commands.Rounds = 4,
+    seconds: Annotated[float | None, typer.Option(help="Begin no shape that would end later.")] = None,
+    device: commands.Device = "cuda",
+    output: commands.Results = commands.RESULTS,
+    commit: commands.Commit = None,
+) -> None:
+    """Speed of QK-norm, rotary embedding and attention, against compiled norm and rotary with BF16 attention."""
+    from benchmarks import block as benchmark
+    from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.results import environment, save
+    from sagebwd.cli.terminal import console, progress, quiet
+    from sagebwd.recipe import Recipe
+
+    quiet()
+    commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]), head_dim=min(head_dim or [1]))
+    check_device(device)
+    Recipe.parse_or_auto(recipe)
+    on_cpu = device == "cpu"
+    lengths = tokens or ([256] if on_cpu else [2048, 4096, 8192])
+    total = {"total": max(lengths)} if on_cpu else {}
+    grid = benchmark.shapes(head_dim or (128, 64), lengths, grouped, **total)
+    facts = environment(device, commit)
+    rows: list[benchmark.Measurement] = []
+    path, start, longest = None, time.perf_counter(), 0.0
+    with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
+        for index, shape in enumerate(grid):
+            began = time.perf_counter()
+            if seconds is not None and began - start + longest > seconds:
+                console.print(f"no time for {len(grid) - index} of {len(grid)}, from {shape} on")
+                break
+
+            def told(text: str, done: float, index: int = index, shape: object = shape) -> None:
+                tell(f"{index + 1} of {len(grid)}, {shape}: {text}", (index + done) / len(grid))
+
+            measured = benchmark.measure_shape(shape, recipe, device, rounds, tell=told)
+            rows += measured
+            longest = max(longest, time.perf_counter() - began)
+            console.print(_block_table(str(shape), measured))
+            path = save(
+                rows, facts, output, "block"
+            )  # anew with every shape: one that is cut off has what it measured
+    if not rows:
+        raise ValueError(f"--seconds {seconds:g}: no shape was timed; give more")
+    console.print(f"wrote {path}", soft_wrap=True)
+    ours = [row for row in rows if row.name == benchmark.FUSED]
+    if any(row.gate != "ok" for row in ours):
+        raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
+
+
+def _block_table(title: str, rows: list) -> Table:
+    """A line a part and name: each direction's ms, and the others' time over it."""
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("part", "name", "fwd ms", "over", "fwd+bwd ms", "over", "kept MiB"):
+        table.add_column(heading, justify="right" if heading.endswith(("ms", "MiB")) else "left")
+    for part, name in dict.fromkeys((row.part, row.name) for row in rows):
+        cells = []
+        for row in rows:
+            if (row.part, row.name) == (part, name):
+                over = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in row.over.items())
+                cells += [row.gate, ""] if row.ms is None else [f"{row.ms:.3f}", over]
+                kept = "" if row.kept_bytes is None else f"{row.kept_bytes / 2**20:.0f}"
+        table.add_row(part, name, *cells, kept)
     return table
 
 

@@ -54,6 +54,15 @@ def test_plain_pytorch(capsys):
     assert capsys.readouterr().out.startswith("step   0  loss 3.")
 
 
+def test_qk_norm_rope(capsys):
+    example = runpy.run_path(str(EXAMPLES / "qk_norm_rope.py"))
+    losses, expected = example["train"](41), example["train"](41, use_composed=True)
+    assert losses != expected
+    assert losses[0] == pytest.approx(expected[0], abs=0.02)
+    assert max(losses[-1], expected[-1]) < math.log(example["VOCABULARY"]) / 10
+    assert capsys.readouterr().out.startswith("step   0  loss 3.")
+
+
 @pytest.mark.parametrize(
     ("recipe", "apart", "steps", "run"), [("full", 1e-3, 31, as_torchrun_would), ("token", 0.1, 11, by_torchrun)]
 )

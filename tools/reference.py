@@ -22,6 +22,10 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
         "Attention",
         [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))],
     ),
+    "norm_rope": (
+        "QK-norm and rotary embedding before attention",
+        [("sagebwd", ("qk_norm_rope_attention", "qk_norm_rope"))],
+    ),
     "recipes": ("Recipes", [("sagebwd", ("Recipe", "RECIPES"))]),
     "asking": (
         "What ran, and switches", [("sagebwd", ("explain", "explain_varlen", "summary", "switches", "__version__"))],

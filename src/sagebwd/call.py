@@ -212,8 +212,10 @@ class Saved(NamedTuple):
     k_mean: Tensor
 
 
-def empty_like_rows(x: Tensor, head_dim: int | None = None) -> Tensor:
-    """Uninitialised and dense, of x's shape (with another last dimension) and dtype, heads side by side where x's are.
+def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised and dense, of x's shape (with another last dimension), heads side by side where x's are.
+
+    dtype: x's unless given.
 
     Models project (B, N, H, D) and hand it over as (B, H, N, D): what is written as it is read need not be copied.
     """
@@ -221,8 +223,8 @@ def empty_like_rows(x: Tensor, head_dim: int | None = None) -> Tensor:
     shape = (*x.shape[:-1], dim)
     if x.dim() == 4 and x.stride(1) < x.stride(2):
         _, heads, tokens, _ = shape
-        return x.new_empty_strided(shape, (tokens * heads * dim, dim, heads * dim, 1))
-    return x.new_empty(shape)
+        return x.new_empty_strided(shape, (tokens * heads * dim, dim, heads * dim, 1), dtype=dtype)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def empty_gradients(recipe: Recipe, head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,14 +30,14 @@ from sagebwd.masks.parts import PartsOfCall
 from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of
 from sagebwd.recipe import AUTO, Recipe
 
-_LIBRARY = torch.library.Library("sagebwd", "DEF")
+LIBRARY = torch.library.Library("sagebwd", "DEF")
 
 
-def _operator(fn: Callable) -> torch._ops.OpOverload:
+def operator(fn: Callable) -> torch._ops.OpOverload:
     """The operator of a function's name and signature, which runs it on any device and hides it from torch.compile."""
     schema = torch.library.infer_schema(fn, mutates_args=())
-    _LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(fn.__name__, torch._disable_dynamo(fn), "CompositeExplicitAutograd")
+    LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(fn.__name__, torch._disable_dynamo(fn), "CompositeExplicitAutograd")
     return getattr(torch.ops.sagebwd, fn.__name__).default
 
 
@@ -63,20 +63,20 @@ def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor,
         return dispatch.named(_parsed("token" if recipe == AUTO else recipe), reference)
 
 
-@_operator
+@operator
 def mask_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
     """`sagebwd.masks.mask.blocks_of` a mask in four dimensions."""
     return blocks_of(mask)
 
 
-@torch.library.register_fake("sagebwd::mask_blocks", lib=_LIBRARY)
+@torch.library.register_fake("sagebwd::mask_blocks", lib=LIBRARY)
 def _(mask):
     batch, heads, tokens_q, tokens_k = mask.shape
     blocks = mask.new_empty((batch, heads, -(-tokens_q // BLOCK), -(-tokens_k // BLOCK)), dtype=torch.uint8)
     return blocks, mask.new_empty((batch, tokens_k), dtype=torch.bool)
 
 
-@_operator
+@operator
 def attention(
     q: Tensor,
     k: Tensor,
@@ -143,7 +143,7 @@ def k_mean_of(
     return pieces_of(choice, dims, q, k, sequences, sinks is not None)[0]["k_mean"].of(workspace)
 
 
-@torch.library.register_fake("sagebwd::attention", lib=_LIBRARY)
+@torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
 def _(
     q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
@@ -158,7 +158,7 @@ def _(
     return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
 
 
-@_operator
+@operator
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -203,7 +203,7 @@ def attention_backward(
         return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 
-@torch.library.register_fake("sagebwd::attention_backward", lib=_LIBRARY)
+@torch.library.register_fake("sagebwd::attention_backward", lib=LIBRARY)
 def _(
     do, dlse, q, k, v, o, lse, workspace, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k,
     head_dim, *settings
@@ -257,4 +257,4 @@ def _autograd(keyset, *arguments):
     return (_Attention.apply if differentiable else _below_autograd)(keyset, *arguments)
 
 
-_LIBRARY.impl("attention", _autograd, "Autograd", with_keyset=True)
+LIBRARY.impl("attention", _autograd, "Autograd", with_keyset=True)

@@ -277,7 +277,7 @@ def test_set_attn_implementation_on_a_running_model():
 def test_unknown_setting_raises():
     model = build("llama", "token")
     model.config.sagebwd = {"recip": "token"}
-    with pytest.raises(ValueError, match="'recip' is not known; accepted: recipe, impl, layers"):
+    with pytest.raises(ValueError, match="'recip' is not known; accepted: recipe, impl, fuse, layers"):
         model(input_ids=tokens(1, 8))
 
 

@@ -10,7 +10,8 @@ name it drops padding and packing, and under BF16 autocast rotary embedding and 
 BF16 v.
 
 Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
-"layers": {"0": {"recipe": "full"}}}``, every key optional; ``layers`` overrides by layer index.
+"layers": {"0": {"recipe": "full"}}, "fuse": False}``, every key optional; ``layers`` overrides by layer index, and
+``fuse`` has norm and rotary embedding of queries and keys run in one pass (`transformers_fusion`).
 
 What is visible is read from the model's own mask function (`transformers_masks`); what is no band of distances within
 documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding. Calls that
@@ -35,6 +36,7 @@ from transformers.utils.import_utils import is_tracing
 from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
+from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations.transformers_masks import (
     USE_INSTEAD,
     Mask,
@@ -44,7 +46,7 @@ from sagebwd.integrations.transformers_masks import (
     read_attention_mask,
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
-from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, settings
+from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, is_fused, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 
@@ -83,6 +85,7 @@ def register() -> None:
     ) -> str:
         if requested_attention == NAME:
             check_model(self)
+            fusion.install(type(self))
         return original(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
@@ -114,6 +117,11 @@ def attention(
     ValueError for more than 256 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
+    if is_fused(getattr(module, "config", None)) and not fusion.follows(module):
+        raise NotImplementedError(
+            f"config.sagebwd: fuse is not supported for {type(module).__name__}, whose forward is not one that is "
+            "known; leave it out"
+        )
     query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

@@ -20,19 +20,22 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_l
 def settings(config: object, layer: int | None) -> dict[str, object]:
     """The recipe and impl of one layer, from ``config.sagebwd``.
 
-    Raises ValueError for a key that is not one of recipe, impl and layers, and for layers that the model does not
-    have; NotImplementedError for layers where an attention does not know its own.
+    Raises ValueError for a key that is not one of recipe, impl, fuse and layers, for a fuse that is not True or False
+    and for layers that the model does not have; NotImplementedError for layers where an attention does not know its
+    own.
     """
     given = getattr(config, NAME, None) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.sagebwd: got a {type(given).__name__}; accepted: a dictionary")
-    chosen = {key: value for key, value in given.items() if key != "layers"}
+    if not isinstance(given.get("fuse", False), bool):
+        raise ValueError(f"config.sagebwd: fuse is {given['fuse']!r}; accepted: True or False")
+    chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse")}
     layers = given.get("layers")
     if layers:
         chosen |= _layer(layers, layer, _layers_of(config))
     unknown = sorted(set(chosen) - set(_SETTINGS))
     if unknown:
-        raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, layers")
+        raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
     return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
 
 
@@ -40,6 +43,13 @@ def has_layers(config: object) -> bool:
     """Whether ``config.sagebwd`` has settings of some layers, so that `settings` needs to know which one it is."""
     given = getattr(config, NAME, None)
     return isinstance(given, dict) and bool(given.get("layers"))
+
+
+def is_fused(config: object) -> bool:
+    """Whether ``config.sagebwd`` has its layers normalise and rotate in one pass (`transformers_fusion`)."""
+    given = getattr(config, NAME, None)
+    asked = isinstance(given, dict) and given.get("fuse") is True
+    return asked and getattr(config, "_attn_implementation", None) == NAME
 
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:

@@ -1,0 +1,140 @@
+"""The operator of `sagebwd.kernels.norm_rope`, as torch.compile sees it: schema, shapes, autograd.
+
+``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope` has the arguments, and composes
+`sagebwd.reference.norm_rope` where it asks for no kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sagebwd import dispatch
+from sagebwd.call import empty_like_rows
+from sagebwd.ops import LIBRARY, operator
+from sagebwd.plan import device_of, once_differentiable
+
+
+@cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("sagebwd.kernels.norm_rope")
+
+
+@operator
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_cos: Tensor | None,
+    q_sin: Tensor | None,
+    k_cos: Tensor | None,
+    k_sin: Tensor | None,
+    eps: float | None,
+    interleaved: bool,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Q and K normalised and rotated, and 1 / rms of their rows, empty where there is no norm.
+
+    Shapes: q (B, Hq, N, D), k (B, Hkv, M, D), weights (D,), cos and sin (B or 1, N or M, R), 1 / rms (B, H, N) FP32.
+    eps is None for no norm; dtype, of the results, None for each input's own.
+    """
+    given = q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dtype
+    with device_of(q):
+        *outputs, q_inverse_rms, k_inverse_rms = dispatch.runtime().program.run(_kernels().forward, *given)
+    if eps is None:
+        q_inverse_rms, k_inverse_rms = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
+    return *outputs, q_inverse_rms, k_inverse_rms
+
+
+@torch.library.register_fake("sagebwd::qk_norm_rope", lib=LIBRARY)
+def _(q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dtype):
+    shapes = [(0,) if eps is None else x.shape[:-1] for x in (q, k)]
+    rows = (empty_like_rows(x, dtype=dtype) for x in (q, k))
+    return *rows, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@operator
+def qk_norm_rope_backward(
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    q_inverse_rms: Tensor,
+    k_inverse_rms: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_cos: Tensor | None,
+    q_sin: Tensor | None,
+    k_cos: Tensor | None,
+    k_sin: Tensor | None,
+    interleaved: bool,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q and k in their dtypes, and of the weights (D,) FP32, empty where there are none.
+
+    q and k are given where there is a norm. A weight's is summed over programs in one order.
+    """
+    with_norm = q is not None
+    inverse_rms = (q_inverse_rms, k_inverse_rms) if with_norm else (None, None)
+    tensors = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
+    given = dq_out, dk_out, q, k, *inverse_rms, *tensors, interleaved, (q_dtype, k_dtype)
+    with device_of(dq_out):
+        *gradients, q_shares, k_shares = dispatch.runtime().program.run(_kernels().backward, *given)
+    nothing = dq_out.new_empty((0, 0), dtype=torch.float32)
+    return *gradients, *(nothing.sum(0) if x is None else x.sum(0) for x in (q_shares, k_shares))
+
+
+@torch.library.register_fake("sagebwd::qk_norm_rope_backward", lib=LIBRARY)
+def _(dq_out, dk_out, q, k, q_inverse_rms, k_inverse_rms, q_weight, k_weight, *settings):
+    *_, q_dtype, k_dtype = settings
+    dq = empty_like_rows(dq_out if q is None else q, dtype=q_dtype)
+    dk = empty_like_rows(dk_out if k is None else k, dtype=k_dtype)
+    shapes = [(0,) if weight is None else weight.shape for weight in (q_weight, k_weight)]
+    return dq, dk, *(dq_out.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+class _NormRope(torch.autograd.Function):
+    """The derivative of ``sagebwd::qk_norm_rope``; keyset: the dispatcher's, of which kernels below autograd run."""
+
+    @staticmethod
+    def forward(ctx, keyset, *arguments):
+        q, k, *weights, q_cos, q_sin, k_cos, k_sin, eps, interleaved, _ = arguments
+        *outputs, q_inverse_rms, k_inverse_rms = _below_autograd(keyset, *arguments)
+        ctx.mark_non_differentiable(q_inverse_rms, k_inverse_rms)
+        ctx.settings = interleaved, q.dtype, k.dtype
+        inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
+        ctx.save_for_backward(*inputs, q_inverse_rms, k_inverse_rms, *weights, q_cos, q_sin, k_cos, k_sin)
+        return *outputs, q_inverse_rms, k_inverse_rms
+
+    @staticmethod
+    def backward(ctx, dq_out, dk_out, *_):
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            *gradients, dq_weight, dk_weight = qk_norm_rope_backward(dq_out, dk_out, *saved, *ctx.settings)
+        for weight, gradient in zip(saved[4:6], (dq_weight, dk_weight)):
+            gradients.append(None if weight is None else gradient.to(weight.dtype))
+        needed = [x if need else None for x, need in zip(gradients, ctx.needs_input_grad[1:5])]
+        if torch.is_grad_enabled():  # create_graph=True
+            cause = next((x for x in (dq_out, dk_out, *saved) if x is not None and x.requires_grad), None)
+            needed = needed if cause is None else once_differentiable(cause, needed)
+        return None, *needed, *(None,) * 7
+
+
+def _below_autograd(keyset, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return qk_norm_rope.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def _autograd(keyset, *arguments):
+    """What the dispatcher calls for ``sagebwd::qk_norm_rope`` before a device's kernel."""
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
+    return (_NormRope.apply if differentiable else _below_autograd)(keyset, *arguments)
+
+
+LIBRARY.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
