@@ -41,7 +41,7 @@ def choice_of(
         impl, return_lse,
     )  # fmt: skip
     checked = checked._replace(ask=_asked_of(checked.ask, card))
-    return dispatch.choose(checked.ask, checked.size, card), checked
+    return dispatch.choose(checked.ask, checked.size, card, _planned()), checked
 
 
 def packed_choice_of(
@@ -56,7 +56,12 @@ def packed_choice_of(
         sinks, recipe, impl, return_lse, card,
     )  # fmt: skip
     ask = _asked_of(ask, card)
-    return dispatch.choose(ask, size, card), ask, size
+    return dispatch.choose(ask, size, card, _planned()), ask, size
+
+
+def _planned() -> bool:
+    """Whether more than torch's own pick may run a call: peers' and backends' gradients need not repeat."""
+    return not torch.are_deterministic_algorithms_enabled()
 
 
 def _asked_of(ask: Ask, card: str | None) -> Ask:
