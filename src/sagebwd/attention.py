@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from sagebwd import checks, dispatch, ops, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
+from sagebwd.auto.contenders import PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.auto.model import Size
 from sagebwd.cache import PLANS
@@ -190,7 +191,12 @@ def sage_attention_varlen(
     )
     chosen = _chosen(ask, size, planned=spec is not None)
     if spec is not None and isinstance(chosen, str):
-        plan = plans.SdpaCall(chosen, torch_attention.settled_packed(chosen, lengths, is_causal, window, scale))
+        options = {"is_causal": is_causal, "scale": scale, "window": window}
+        instead = None
+        if chosen in PEERS and not size.by_torch:
+            instead = _by_kernels(sage_attention_varlen, ask, *lengths, **options)
+        run = torch_attention.settled_packed(chosen, lengths, is_causal, window, scale, instead)
+        plan = plans.SdpaCall(chosen, run)
         PLANS.put(spec, plan)
         return _run(plan, given, None, return_lse)
     numbers = *lengths, is_causal, *window, scale, *chosen, switches.current.deterministic
@@ -226,7 +232,12 @@ def _planned(
     """The plan of a dense call, kept."""
     q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
     if isinstance(chosen, str):
-        plan = plans.SdpaCall(chosen, torch_attention.settled(chosen, checked.way, q, k, v, elements, checked.scale))
+        options = {"is_causal": checked.is_causal, "scale": checked.scale, "window": checked.window}
+        instead = None
+        if chosen in PEERS and not checked.size.by_torch:
+            instead = _by_kernels(sage_attention, checked.ask, enable_gqa=True, **options)
+        run = torch_attention.settled(chosen, checked.way, q, k, v, elements, checked.scale, instead)
+        plan = plans.SdpaCall(chosen, run)
     else:
         choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
         padding = None
@@ -237,6 +248,17 @@ def _planned(
         plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding)
     PLANS.put(spec, plan)
     return plan
+
+
+def _by_kernels(attention: Callable[..., Tensor], ask: Ask, *lengths: int, **options: object) -> Callable[..., Tensor]:
+    """A call of "auto" on kernels, of q, k, v, None and offsets where there are lengths, as plans are given it."""
+    recipe = dispatch.choose(ask).recipe
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor | None) -> Tensor:
+        given = (*offsets, *lengths) if lengths else ()
+        return attention(query, key, value, *given, recipe=recipe, **options)
+
+    return run
 
 
 def _run(

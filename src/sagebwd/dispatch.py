@@ -86,7 +86,7 @@ def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned:
     and under ``impl="reference"``, else `full`. The implementation is the named one, or Hopper's kernels on compute
     capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
 
-    size: None where torch has nothing that computes the same, or where kernels alone are asked for. card: one of
+    size: None where nobody else computes the same, or where kernels alone are asked for. card: one of
     `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.
     planned: as of `contender_of`.
 
@@ -103,18 +103,18 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     It follows from what is known of tensors without their values, so that a trace may ask too. planned: whether the
     call gets a plan, by which alone backends of torch are chosen and peers run; else torch picks.
     """
-    if size is None or ask.recipe != AUTO or ask.impl is not None:
+    if size is None or ask.recipe != AUTO or ask.impl is not None or not (size.by_torch or planned):
         return None
     if ask.only_torch is not None:
         return PICKED_BY_TORCH
     costs = _costs(card, planned, *ask)
     if isinstance(costs, bool):
-        return PICKED_BY_TORCH if costs else None
+        return PICKED_BY_TORCH if costs and size.by_torch else None
     low, full = costs
     rows, shown, _ = work = size.work(ask.kind)
     fastest, least = None, None
     for name, cost in full:
-        if name in PEERS and not peers.fits(ask.kind, size):
+        if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
             continue
         taken = model.taken(cost, rows, model.pairs_of(name, work))
         if least is None or not model.is_less(least, taken):

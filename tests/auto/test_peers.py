@@ -202,7 +202,7 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
     sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
     assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
     packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
-    run = torch_attention.settled_packed(FA4, (12, 12), True, (-1, -1), 0.3)
+    run = torch_attention.settled_packed(FA4, (12, 12), True, (-1, -1), 0.3, None)
     assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
     assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
     assert calls[-1] == {
@@ -228,7 +228,7 @@ def test_a_peer_that_refuses_leaves_the_call_to_torch(measured, install, on_cpu)
     measured += [times(SLOWER, **{FA4: BEST})]
     q, k, v = (x.detach() for x in draw())
     exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    with pytest.warns(UserWarning, match=r"FlashAttention-4 does not take .* torch runs .*: AssertionError: head_dim"):
+    with pytest.warns(UserWarning, match=r"FlashAttention-4 does not take .* others run .*: AssertionError: head_dim"):
         out = sage_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.equal(out, exact)
     with warnings.catch_warnings():
@@ -350,6 +350,29 @@ def test_torchs_order_of_backends_is_as_it_was(monkeypatch):
     assert torch._C._get_sdp_priority_order() == before
     tensors = [x.detach() for x in draw()]
     way = torch_attention.Way(CAUSAL, 0.0, True)
-    run = torch_attention.settled("cudnn", way, *tensors, None, 0.1)
+    run = torch_attention.settled("cudnn", way, *tensors, None, 0.1, None)
     exact = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.1, enable_gqa=True)
     assert torch.equal(run(*tensors, None), exact), "a CPU has no cuDNN"
+
+
+def test_what_torch_has_no_mask_for_may_be_a_peers(measured, install, on_cpu, monkeypatch):
+    """Windows of many tokens, of which torch would need a mask of elements, and widths that `varlen_attn` lacks."""
+    calls = install(FA4)
+    monkeypatch.setattr(torch_attention, "MOST_ELEMENTS", 899)
+    measured += [times(SLOWER, kind=WINDOW, **{FA4: BEST})]
+    q, k, v = (x.detach() for x in draw())
+    sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert len(calls) == 1
+    PLANS.clear()
+    install(FA4, ValueError("a window"))
+    with pytest.warns(UserWarning, match="a window"):
+        out = sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert torch.equal(out, sage_attention(q, k, v, enable_gqa=True, window=(5, 0), recipe="full"))
+    of = Size(2048, 2048, 16, 16, by_torch=False)
+    measured[:] = [times(SLOWER, kind=kind, full=None, **{FA4: BEST}) for kind in (WINDOW, PACKED)]
+    for kind in (WINDOW, PACKED):
+        assert runs(ASK._replace(kind=kind), of) == FA4
+        assert runs(ASK._replace(kind=kind), of, planned=False) is None
+    measured[:] = [times(SLOWER, kind=WINDOW)]
+    assert runs(ASK._replace(kind=WINDOW), of) is None
+    assert measured[0].ms(of)[1] == {}

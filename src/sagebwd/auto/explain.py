@@ -105,12 +105,12 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
     if choice.contender is not None and ask.only_torch is not None:
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
-    if size is None:
+    times = dispatch.times_of(ask, card) if on_gpu and size is not None else None
+    if size is None or not (size.by_torch or times):
         runs = "" if on_gpu else f", so the reference runs it in full precision on {ask.device}"
         return f"torch has nothing that computes the same, or the switch deterministic is on{runs}"
     if not on_gpu:
         return f"kernels need a CUDA GPU; on {ask.device} torch's own attention is faster than the reference"
-    times = dispatch.times_of(ask, card)
     if times is None:
         return _untimed(ask, card)
     compared = _compared(choice, times, size)

@@ -37,10 +37,10 @@ _MILLI = 10**12
 
 
 class Size(NamedTuple):
-    """How large a call is that torch's own attention computes too.
+    """How large a call is that others compute too.
 
     queries, keys: tokens of a sequence, of packed ones the mean. heads, kv_heads: of all sequences together. width: of
-    a window, the keys in it.
+    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make.
     """
 
     queries: int
@@ -48,6 +48,7 @@ class Size(NamedTuple):
     heads: int
     kv_heads: int
     width: int = 0
+    by_torch: bool = True
 
     def work(self, kind: str) -> tuple[int, int, int]:
         """Rows of Q and of K, and twice the pairs of a query and a key that low precision and that torch multiply.
@@ -135,7 +136,8 @@ class Times(NamedTuple):
     def ms(self, size: Size) -> tuple[float | None, dict[str, float]]:
         """Of low precision and of each contender in full precision."""
         work = size.work(self.kind)
-        full = {name: cost.ms(work[0], pairs_of(name, work)) for name, cost in self.full.items()}
+        asked = [name for name in self.full if size.by_torch or name in PEERS]
+        full = {name: self.full[name].ms(work[0], pairs_of(name, work)) for name in asked}
         return None if self.low is None else self.low.ms(*work[:2]), full
 
 

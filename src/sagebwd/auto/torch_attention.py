@@ -104,11 +104,13 @@ def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tens
 
 
 def settled(
-    contender: str, way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-) -> Callable[..., Tensor]:
+    contender: str, way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+    instead: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
     """`dense` of (query, key, value, mask, ...) by a contender, for calls equal to one in all but what tensors hold.
 
-    A window's mask is made in each call: one that was kept could be freed under a CUDA graph that reads it.
+    instead: of the same, who runs what a peer refuses; None for torch. A window's mask is made in each call: one that
+    was kept could be freed under a CUDA graph that reads it.
     """
     if way.keys is not None or way.band is not None:
 
@@ -130,7 +132,7 @@ def settled(
     band = way.band or Band()
     window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
     theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
-    return _or_torch(contender, lambda query, key, value, *_: theirs(query, key, value), run)
+    return _unless_refused(contender, lambda query, key, value, *_: theirs(query, key, value), instead or run)
 
 
 def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
@@ -146,14 +148,14 @@ def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) 
             torch._C._set_sdp_priority_order(order)
 
 
-def _or_torch(peer: str, theirs: Callable[..., Tensor], ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer's call; torch's, with a warning, from the first that the peer refuses, as it would all like it."""
+def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A peer's call; another's, with a warning, from the first that the peer refuses, as it would all like it."""
     refused = False
 
     def run(*given: Tensor | None) -> Tensor:
         nonlocal refused
         if refused:
-            return ours(*given)
+            return instead(*given)
         try:
             return theirs(*given)
         except torch.OutOfMemoryError:
@@ -161,11 +163,11 @@ def _or_torch(peer: str, theirs: Callable[..., Tensor], ours: Callable[..., Tens
         except Exception as error:  # a compiler of another project raises what it likes
             refused = True
             warnings.warn(
-                f"sagebwd: {NAMES[peer]} does not take a call that recipe='auto' chose it for, so torch runs such "
+                f"sagebwd: {NAMES[peer]} does not take a call that recipe='auto' chose it for, so others run such "
                 f"calls: {type(error).__name__}: {error}",
                 stacklevel=4,
             )
-            return ours(*given)
+            return instead(*given)
 
     return run
 
@@ -203,8 +205,9 @@ def packed(
 
 
 def settled_packed(
-    contender: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float
-) -> Callable[..., Tensor]:
+    contender: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float,
+    instead: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
     """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k) by a contender, as `settled`."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor) -> Tensor:
@@ -213,4 +216,6 @@ def settled_packed(
     if contender not in PEERS:
         return run
     theirs = peers.packed(contender, longest, is_causal, window, scale)
-    return _or_torch(contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), run)
+    return _unless_refused(
+        contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), instead or run
+    )
