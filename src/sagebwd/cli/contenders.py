@@ -27,14 +27,17 @@ def dense(
 ) -> dict[str, Attention]:
     """Torch's function with what it picks (`TORCH`), with each backend that takes the call, and peers.
 
-    mask: as torch gets it, a window's too; window: (left, right) of `WINDOW`, as peers get it.
+    mask: as torch gets it, a window's too, without which torch has none; window: (left, right) of `WINDOW`, as peers
+    get it.
     """
     q, k, _ = tensors
+    has_torch = kind != WINDOW or mask is not None
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=kind == CAUSAL, **grouped)
-    found: dict[str, Attention] = {TORCH: theirs}
-    for name, backend in BACKENDS.items() if q.is_cuda else ():
-        if takes(TORCH, partial(by_backend, backend, theirs, *tensors)):
+    found: dict[str, Attention] = {TORCH: theirs} if has_torch else {}
+    leaves = [x.detach().requires_grad_(training) for x in tensors]
+    for name, backend in BACKENDS.items() if q.is_cuda and has_torch else ():
+        if takes(TORCH, partial(by_backend, backend, theirs, *leaves)):
             found[name] = partial(torch_attention.preferring, int(backend), theirs)
     size = Size(q.shape[2], k.shape[2], q.shape[0] * q.shape[1], k.shape[0] * k.shape[1])
     is_causal = kind == CAUSAL or (kind == WINDOW and window[1] == 0)

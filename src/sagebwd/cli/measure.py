@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto.contenders import PICKED, TORCH
+from sagebwd.auto.contenders import PEERS, PICKED, TORCH
 from sagebwd.auto.fit import window_of
 from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, KINDS, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
 from sagebwd.call import Ask
@@ -42,6 +42,8 @@ ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
 COMPILING = 0.5
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12
+# By which FlashAttention-4 keeps what it has compiled.
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, float]]]
 """(ms, host's ms) of each run."""
@@ -142,6 +144,7 @@ def measure(
     """
     compiling = COMPILING if device.startswith("cuda") else 0.0
     if compiling:
+        os.environ.setdefault(FA4_CACHE, "1")  # so that the processes compile FlashAttention-4's too
         _compile(device, chosen, tell)
     timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
@@ -222,8 +225,8 @@ def packed_attention(offsets: Tensor, longest: int, recipe: Recipe | str, *tenso
     return sage_attention_varlen(*tensors, offsets, offsets, longest, longest, is_causal=True, recipe=recipe)
 
 
-def torch_mask(kind: str, q: Tensor) -> Tensor | None:
-    """A kind's mask as torch has it: a window of a quarter, an eighth of the keys padding, a prefix of a quarter."""
+def torch_mask(kind: str, q: Tensor, left: int | None = None) -> Tensor | None:
+    """A kind's mask as torch has it: a window of ``left`` or a quarter, an eighth padding, a prefix of a quarter."""
     batch, _, tokens, _ = q.shape
     places = torch.arange(tokens, device=q.device)
     if kind == PADDING:
@@ -232,7 +235,11 @@ def torch_mask(kind: str, q: Tensor) -> Tensor | None:
         return None
     distance = places - places[:, None]
     past = distance <= 0
-    return past & (distance >= -window_of(tokens)) if kind == WINDOW else past | (places < tokens // 4)
+    return (
+        past & (distance >= -(window_of(tokens) if left is None else left))
+        if kind == WINDOW
+        else past | (places < tokens // 4)
+    )
 
 
 def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> None:
@@ -247,9 +254,15 @@ def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> No
 
 
 def _call(case: Case, device: str) -> None:
-    """Call our kernels once in each form that timing will."""
+    """Call what is compiled once in each form that timing will."""
     for size, tokens in POINTS:
         *tensors, do = case.inputs(size, tokens, device)
-        ours = ours_of(case, tokens, tensors)
         for direction in DIRECTIONS:
-            takes("ours", run_of(ours, tensors, do, direction))
+            compile_run(attentions_of(case, tokens, tensors, direction), tensors, do, direction)
+
+
+def compile_run(attentions: dict[str, Attention], tensors: list[Tensor], do: Tensor, direction: str) -> None:
+    """Run once what is compiled at its first call."""
+    for name in ("ours", *PEERS):
+        if name in attentions:
+            takes(name, run_of(attentions[name], tensors, do, direction))
