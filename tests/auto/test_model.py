@@ -242,6 +242,7 @@ def test_what_was_measured_here_comes_first(kept, caplog):
         (json.dumps({"rows": [{**ROW, "ms": "fast"}]}), "rows[0]: ms='fast': expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "ms": 0}]}), "rows[0]: ms=0: expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
+        (json.dumps({"rows": [{**ROW, "others": {"fa4": "fast"}}]}), "others={'fa4': 'fast'}: expected names with"),
         (None, "IsADirectoryError: "),
     ],
 )
