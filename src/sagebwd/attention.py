@@ -71,8 +71,9 @@ def sage_attention(
             lse counts the sink. Differentiable. Torch's own attention has none, so "auto" runs kernels.
         recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
             "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" without an ``impl``
-            hands the call to torch's own attention, in full precision, where timings of this card do not show low
-            precision to be faster, where torch alone takes it, and on a CPU (docs/auto.md); `sagebwd.explain` says so.
+            hands the call over in full precision, to torch's own attention or FlashAttention-4 or -3 where they are
+            installed, where timings of this card do not show low precision to be faster, where torch alone takes it,
+            and on a CPU (docs/auto.md); `sagebwd.explain` says so.
             Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token" on a GPU where
             they do not, and "full" on a CPU.
         impl: "reference", "triton" or "hopper"; None takes the fastest that supports the call: Hopper's kernels on

@@ -23,6 +23,7 @@ from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
 from sagebwd.auto.model import CAUSAL, FULL, WINDOW
 from sagebwd.masks.band import Band
+from sagebwd.plan import device_of
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention
@@ -157,7 +158,8 @@ def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[
         if refused:
             return instead(*given)
         try:
-            return theirs(*given)
+            with device_of(given[0]):
+                return theirs(*given)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler of another project raises what it likes
