@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from threading import RLock
 from typing import NamedTuple
@@ -126,7 +127,9 @@ def settled(
             return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
 
     if contender in _BACKENDS:
-        torch._fused_sdp_choice(query, key, value)  # a first call sets the order that this GPU has
+        with suppress(RuntimeError):  # of no backend at all, which the call itself says
+            # a first choice sets the order that this GPU has, which a call with another order would undo
+            torch._fused_sdp_choice(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
         return partial(preferring, _BACKENDS[contender], run)
     if contender not in PEERS:
         return run
