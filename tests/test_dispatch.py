@@ -53,9 +53,9 @@ def test_where_hoppers_kernels_do_not_run_mixed_auto_is_token(hopper, changes, n
 
 
 def test_on_a_cpu_auto_is_full_precision():
-    """By torch where it has a function, `IN_TORCH`, else by the reference."""
+    """By torch where it has a function, `handed_to` torch, else by the reference."""
     ask = ASK._replace(device=CPU)
-    assert dispatch.choose(ask, Size(1 << 20, 1 << 20, 16, 16)) is dispatch.IN_TORCH
+    assert dispatch.choose(ask, Size(1 << 20, 1 << 20, 16, 16)) is dispatch.handed_to("torch")
     for dtype in (torch.bfloat16, torch.float64):
         choice = dispatch.choose(ask._replace(dtype=dtype))
         assert (choice.recipe, choice.name) == (Recipe.named("full"), "reference/reference")

@@ -1,10 +1,11 @@
-"""Whether `auto` loses: 44 calls of `auto` beside torch's own attention, `python -m tools.auto_shapes`, on a GPU.
+"""Whether `auto` loses: 44 calls of `auto` beside others in full precision, `python -m tools.auto_shapes`, on a GPU.
 
 Each call is timed as a user makes it, by turns with `scaled_dot_product_attention` by what torch picks and by each of
-its backends that takes the call, or with `varlen_attn` for packed sequences. The table has what `auto` ran, and how
-many times as fast as torch's pick and as torch's fastest backend it is. Where `auto` hands a call over, it is torch's
-call with what the question costs. `--results FOLDER` keeps every time. Exit code 1 where `auto` has less than `LEAST`
-of the speed of what torch picks. `CALLS` are of many widths, masks and lengths; none was chosen by what it gives.
+its backends that takes the call, or with `varlen_attn` for packed sequences, and with FlashAttention-4 and -3 where
+they are installed. The table has what `auto` ran, and how many times as fast as torch's pick and as the fastest of
+all of these it is. Where `auto` hands a call over, it is another's call with what the question costs.
+`--results FOLDER` keeps every time. Exit code 1 where `auto` has less than `LEAST` of the speed of what torch picks.
+`CALLS` are of many widths, masks and lengths; none was chosen by what it gives. `tools/auto_random.py` draws others.
 """
 
 from __future__ import annotations
@@ -14,35 +15,38 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import explain, explain_varlen, sage_attention
+from sagebwd.auto.contenders import TORCH
 from sagebwd.auto.fit import window_of
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.cli import contenders
+from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.hardware import check_device
-from sagebwd.cli.measure import Attention, packed_attentions, run_of, takes, torch_mask
+from sagebwd.cli.measure import packed_attention, run_of, torch_mask
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.recipe import AUTO
 
 # A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.
 LEAST = 0.97
-BACKENDS = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-DEFAULT = "torch"
+# Of a window's mask, beyond which torch is not asked.
+MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
 class Call:
     """Of a kind of mask (`sagebwd.auto.model.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
 
-    kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients.
+    kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients. left:
+    keys before a query in its window, 0 for a quarter. lengths: of packed sequences that differ, else ().
     """
 
     kind: str
@@ -54,20 +58,43 @@ class Call:
     tokens: int
     kv_tokens: int = 0
     trains: bool = True
+    left: int = 0
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         keys = f" on {self.kv_tokens}" if self.kv_tokens else ""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads} on {self.kv_heads}"
         width = widths_text(self.head_dim, self.value_dim)
         way = "training" if self.trains else "no gradients"
-        return f"{self.kind}, {self.batch} x {heads} heads of {width}, {self.tokens} tokens{keys}, {way}"
+        kind = f"{self.kind} of {self.left}" if self.left else self.kind
+        tokens = f"{min(self.lengths)} to {max(self.lengths)}" if self.lengths else self.tokens
+        return f"{kind}, {self.batch} x {heads} heads of {width}, {tokens} tokens{keys}, {way}"
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) of a window."""
+        return self.left or window_of(self.tokens), 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths, default=self.tokens)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Where each packed sequence starts, and the total."""
+        lengths = self.lengths or (self.tokens,) * self.batch
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do in BF16."""
         generator = torch.Generator(device).manual_seed(0)
 
         def drawn(heads: int, tokens: int, width: int) -> Tensor:
-            shape = (self.batch * tokens, heads) if self.kind == PACKED else (self.batch, heads, tokens)
+            shape = (
+                (sum(self.lengths) or self.batch * tokens, heads)
+                if self.kind == PACKED
+                else (self.batch, heads, tokens)
+            )
             return torch.randn(*shape, width, generator=generator, device=device, dtype=torch.bfloat16)
 
         keys = self.kv_tokens or self.tokens
@@ -122,7 +149,7 @@ CALLS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A call's ms under `auto` ("ms"), by torch's pick and by each backend that takes it; why: what `auto` says."""
+    """A call's ms under `auto` ("ms"), by torch's pick and by each other that takes it; why: what `auto` says."""
 
     call: str
     ran: str
@@ -139,34 +166,34 @@ class Row:
 
     @property
     def over_fastest(self) -> float | None:
-        """Times as fast as torch's fastest backend."""
+        """Times as fast as the fastest in full precision."""
         known = [ms for ms in (self.torch_ms, *self.backends.values()) if ms is not None]
         return min(known) / self.ms if known else None
 
 
-def attentions(call: Call, q: Tensor) -> tuple[Attention, dict[str, Attention], Callable]:
-    """`auto`, torch's ways by name, and what explains `auto`'s choice of the same tensors."""
+def attentions(
+    call: Call, tensors: list[Tensor], recipe: str = AUTO
+) -> tuple[Attention, dict[str, Attention], Callable]:
+    """`auto`, or ours by a recipe, the others by name, and what explains `auto`'s choice of the same tensors."""
+    q = tensors[0]
     if call.kind == PACKED:
-        theirs = packed_attentions(call, call.tokens, q, AUTO)
-        offsets = torch.arange(0, q.shape[0] + 1, call.tokens, dtype=torch.int32, device=q.device)
-        arguments = offsets, offsets, call.tokens, call.tokens
-        return theirs.pop("ours"), theirs, partial(_explained, explain_varlen, arguments, {"is_causal": True})
-    mask, is_causal = torch_mask(call.kind, q), call.kind == CAUSAL
-    grouped = {"enable_gqa": True} if call.heads != call.kv_heads else {}
-    options: dict[str, object] = {"is_causal": is_causal, **grouped}
+        offsets = call.offsets(q.device)
+        arguments = offsets, offsets, call.longest, call.longest
+        theirs = contenders.packed(tensors, offsets, call.longest, training=call.trains)
+        ours = partial(packed_attention, offsets, call.longest, recipe)
+        return ours, theirs, partial(_explained, explain_varlen, arguments, {"is_causal": True})
+    has_mask = call.kind != WINDOW or call.tokens**2 <= MOST_ELEMENTS
+    mask = torch_mask(call.kind, q, call.left or None) if has_mask else None
+    options: dict[str, object] = {"is_causal": call.kind == CAUSAL}
+    if call.heads != call.kv_heads:
+        options["enable_gqa"] = True
     if call.kind == WINDOW:
-        options |= {"is_causal": True, "window": (window_of(call.tokens), 0)}
+        options |= {"is_causal": True, "window": call.window}
     elif mask is not None:
         options["attn_mask"] = mask
-    theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **grouped)
-    backends = {backend.name: partial(by_backend, backend, theirs) for backend in BACKENDS if q.is_cuda}
-    return partial(sage_attention, **options), {DEFAULT: theirs} | backends, partial(_explained, explain, (), options)
-
-
-def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> Tensor:
-    """What an attention of torch's gives by one of its backends alone."""
-    with sdpa_kernel(backend):
-        return attention(*tensors)
+    window = call.window if call.kind == WINDOW else contenders.UNLIMITED
+    theirs = contenders.dense(call.kind, tensors, mask, window, training=call.trains)
+    return partial(sage_attention, recipe=recipe, **options), theirs, partial(_explained, explain, (), options)
 
 
 def _explained(ask: Callable, arguments: tuple, options: dict, *tensors: Tensor) -> tuple[str, str]:
@@ -178,7 +205,7 @@ def _explained(ask: Callable, arguments: tuple, options: dict, *tensors: Tensor)
 def measure(call: Call, device: str, timer: Callable) -> Row:
     """One call's times."""
     *tensors, do = call.inputs(device)
-    ours, theirs, why = attentions(call, tensors[0])
+    ours, theirs, why = attentions(call, tensors)
     direction = TRAINING if call.trains else FORWARD
     runs = {name: run_of(attention, tensors, do, direction) for name, attention in theirs.items()}
     runs = {"auto": run_of(ours, tensors, do, direction)} | {
@@ -186,7 +213,7 @@ def measure(call: Call, device: str, timer: Callable) -> Row:
     }
     ran, because = why(*(x.detach().requires_grad_(call.trains) for x in tensors))
     times = timer(runs, device)
-    (ms, host_ms), torch_ms = times.pop("auto"), times.pop(DEFAULT, (None, None))[0]
+    (ms, host_ms), torch_ms = times.pop("auto"), times.pop(TORCH, (None, None))[0]
     return Row(str(call), ran, because, ms, host_ms, torch_ms, {name: one for name, (one, _) in times.items()})
 
 
@@ -201,7 +228,7 @@ def rows_of(calls: list[Call], device: str) -> Iterator[Row]:
 
 def table(rows: list[Row]) -> Table:
     """What the page has."""
-    found = Table("call", "auto runs", "ms", "over torch's pick", "over torch's fastest")
+    found = Table("call", "auto runs", "ms", "over torch's pick", "over the fastest")
     for row in rows:
         ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (row.over_torch, row.over_fastest))
         found.add_row(row.call, row.ran, f"{row.ms:.3f}", *ratios)

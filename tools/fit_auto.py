@@ -1,8 +1,9 @@
 """Fit what `auto` goes by from timings, and print how far it is from them: `python -m tools.fit_auto FILE...`.
 
-Files are those of ``benchmarks/results`` that have times of `mixed` beside torch's: ``crossings_*.json`` and
-``timings_*.json``, of `sagebwd doctor --measure --output benchmarks/results`, and ``attention_*.json`` of `python -m
-benchmarks attention`, whose dense calls count. With ``--write`` the costs of the files' cards go into
+Files are those of ``benchmarks/results`` that have times of `mixed` beside contenders in full precision:
+``crossings_*.json`` and ``timings_*.json``, of `sagebwd doctor --measure --output benchmarks/results`, and
+``attention_*.json`` and ``packed_*.json`` of `python -m benchmarks attention`, of whose packed calls those of equal
+lengths count. With ``--write`` the costs of the files' cards go into
 ``src/sagebwd/auto/model.json``. Without a file it takes those that are there already. ``--hold-out`` fits each part of
 the timings from the others, a file, a size or a number of tokens at a time, and prints how often the faster one is
 chosen and what is lost where it is not.
@@ -14,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -22,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sagebwd.auto import model
-from sagebwd.auto.fit import BOUND, LOW, TORCH, fitted, size_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, TRAINING, Times
+from sagebwd.auto.contenders import FA4, FLASH, PEERS
+from sagebwd.auto.fit import BOUND, LOW, fitted, size_of, times_of
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, PACKED, TRAINING, Times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,26 +37,43 @@ def rows_of(path: Path) -> tuple[dict, list[dict]]:
     """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them; ValueError for one of other rows."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = content.pop("rows")
-    if path.name.startswith("attention_"):
-        rows = [found for row in rows if (found := _of_bench(row)) is not None]
+    if path.name.startswith(("attention_", "packed_")):
+        rows = list(_of_bench(rows))
     elif not path.name.startswith(("crossings_", "timings_")):
-        raise ValueError(f"{path}: expected crossings_*.json, timings_*.json or attention_*.json")
+        raise ValueError(f"{path}: expected crossings_*.json, timings_*.json, attention_*.json or packed_*.json")
     return content, [row | {"file": path.name} for row in rows]
 
 
-def _of_bench(row: Mapping) -> dict | None:
-    """A row of `python -m benchmarks attention`, of `mixed` beside cuDNN, whose backend torch picks here."""
-    direction = _DIRECTIONS.get(row["direction"])
-    plain = not row.get("lengths") and not row.get("window") and row["scope"] == "end_to_end"
-    if (row["recipe"], row["gate"]) != ("mixed", "ok") or direction is None or not plain or row["cudnn_ms"] is None:
-        return None
-    return {
-        "kind": CAUSAL if row["causal"] else FULL, "head_dim": row["head_dim"],
-        "value_dim": row.get("value_dim", row["head_dim"]), "direction": direction, "recipe": "mixed",
-        "impl": "hopper/hopper", "batch": row["batch"], "heads": row["heads"], "kv_heads": row["kv_heads"],
-        "tokens": row["tokens"], "ms": row["ms"], "host_ms": row.get("host_ms"), "torch_ms": row["cudnn_ms"],
-        "torch_host_ms": None,
-    }  # fmt: skip
+# Baselines of `python -m benchmarks attention` by their names here, first what torch picks, as results files have it.
+_BASELINES = {"cudnn": "CUDNN_ATTENTION", "varlen": "varlen_attn", "fa2": FLASH, "fa4": FA4}
+_CALL = ("head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal", "direction")
+
+
+def _of_bench(rows: Iterable[Mapping]) -> Iterator[dict]:
+    """Rows of `python -m benchmarks attention`: of each call `mixed` beside the baselines that are right there."""
+    calls: dict[str, dict[str, Mapping]] = {}
+    for row in rows:
+        lengths = row.get("lengths") or []
+        plain = not row.get("window") and row["scope"] == "end_to_end" and len(set(lengths)) < 2
+        if row["gate"] == "ok" and plain and row["direction"] in _DIRECTIONS:
+            call = row | {"value_dim": row.get("value_dim", row["head_dim"]), "lengths": lengths}
+            name = row["recipe"] if row["recipe"] == "mixed" else row["impl"]
+            calls.setdefault(str([call[x] for x in _CALL]), {})[name] = call
+    for of in calls.values():
+        theirs = {name: (of[x]["ms"], of[x].get("host_ms")) for x, name in _BASELINES.items() if x in of}
+        if "mixed" not in of or not {"CUDNN_ATTENTION", "varlen_attn"} & set(theirs):
+            continue
+        picked, *others = theirs
+        row = of["mixed"]
+        batch = len(row["lengths"]) or row["batch"]
+        yield {
+            "kind": PACKED if row["lengths"] else CAUSAL if row["causal"] else FULL, "head_dim": row["head_dim"],
+            "value_dim": row["value_dim"], "direction": _DIRECTIONS[row["direction"]], "recipe": "mixed",
+            "impl": "hopper/hopper", "batch": batch, "heads": row["heads"], "kv_heads": row["kv_heads"],
+            "tokens": row["tokens"] // batch if row["lengths"] else row["tokens"], "ms": row["ms"],
+            "host_ms": row.get("host_ms"), "torch_ms": theirs[picked][0], "torch_host_ms": None, "picked": picked,
+            "others": {name: theirs[name] for name in others},
+        }  # fmt: skip
 
 
 def place_of(row: Mapping) -> tuple:
@@ -76,8 +95,8 @@ def text_of(paths: Iterable[Path]) -> str:
     for card, (of, rows) in sorted(cards.items()):
         lines = []
         for times in fitted(rows, "", of["torch"]):
-            costs = [None if cost is None else cost.written() for cost in (times.low, times.full)]
-            lines.append("   " + json.dumps([*times[:6], *costs]))
+            full = {name: cost.written() for name, cost in times.full.items()}
+            lines.append("   " + json.dumps([*times[:6], times.low.written(), full]))
         head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in of.items())
         parts.append(f" {json.dumps(card)}: {{\n{head},\n" + '  "times": [\n' + ",\n".join(lines) + "\n  ]\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -95,27 +114,27 @@ def residuals(times: Iterable[Times], rows: Iterable[Mapping]) -> dict[tuple[str
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         one = known.get(place_of(row))
-        both = (None, None) if one is None else one.ms(size_of(row))
-        for prefix, name, fit_ms in zip((LOW, TORCH), ("low", "full"), both):
-            ms = row[f"{prefix}ms"]
-            if fit_ms is None or ms is None or ms < BOUND * (row.get(f"{prefix}host_ms") or 0):
-                continue
-            value = math.log(fit_ms / ms)
-            found.setdefault((row["kind"], row["direction"], name), []).append(value)
+        if one is None:
+            continue
+        low_ms, full = one.ms(size_of(row))
+        fit = {LOW: low_ms} | full
+        for name, (ms, host_ms) in times_of(row).items():
+            if name in fit and ms is not None and ms >= BOUND * (host_ms or 0):
+                found.setdefault((row["kind"], row["direction"], name), []).append(math.log(fit[name] / ms))
     return found
 
 
 class Score:
-    """How often a choice was the faster one of two, and how much longer it took."""
+    """How often a choice was the fastest of several, and how much longer it took."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.right = 0
 
-    def add(self, chosen: float, other: float) -> None:
-        """Ms of what was chosen and of what was not."""
-        self.losses.append(math.log(chosen / min(chosen, other)))
-        self.right += chosen <= 1.03 * other
+    def add(self, chosen: float, least: float) -> None:
+        """Ms of what was chosen and of the fastest."""
+        self.losses.append(math.log(chosen / least))
+        self.right += chosen <= 1.03 * least
 
     def cells(self) -> list[str]:
         """Calls, share of them within 3% of the faster one, geometric mean over it, and the worst."""
@@ -133,12 +152,16 @@ def held_out(rows: list[dict], part_of: Callable[[Mapping], object]) -> dict[obj
         scores = Score(), Score()
         for row in rows:
             one = known.get(place_of(row))
-            if part_of(row) != part or one is None or one.full is None or None in (row["ms"], row["torch_ms"]):
+            timed = {name: ms for name, (ms, _) in times_of(row).items() if ms is not None and name not in PEERS}
+            if part_of(row) != part or one is None or LOW not in timed or len(timed) < 2:
                 continue
-            wins = model.is_faster(one.low.with_margin(), one.full, size_of(row).work(row["kind"]))
-            pair = row["ms"], row["torch_ms"]
-            scores[0].add(*(pair if wins else pair[::-1]))
-            scores[1].add(*pair[::-1])
+            low_ms, full = one.ms(size_of(row))
+            fit = {LOW: (1 + model.MARGIN / 100) * low_ms} | {name: ms for name, ms in full.items() if name in timed}
+            if len(fit) < 2:
+                continue
+            least = min(timed.values())
+            scores[0].add(timed[min(fit, key=fit.get)], least)
+            scores[1].add(timed[next(name for name in timed if name != LOW)], least)
         found[part] = scores
     return found
 

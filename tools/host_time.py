@@ -135,7 +135,7 @@ def pretend() -> None:
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
-    dispatch.choose = lambda ask, size: HOPPER
+    dispatch.choose = lambda ask, size, *_: HOPPER
 
 
 def inputs(device: str) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dic
     """Microseconds of `sage_attention` and of its backward by what masks it, on the portable kernels."""
     if device == "cpu":
         pretend()
-        dispatch.choose = lambda ask, size: dispatch.named(Recipe.named("token"), "triton/triton")
+        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named("token"), "triton/triton")
     *leaves, do = inputs(device)
     leaves = [x.requires_grad_() for x in leaves]
     tokens = torch.arange(TOKENS, device=device)
@@ -217,7 +217,7 @@ def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
     """Microseconds of calls under a new mask and under the same again, to the device's end; the median of rounds."""
     if device == "cpu":
         pretend()
-        dispatch.choose = lambda ask, size: dispatch.named(Recipe.named("token"), "triton/triton")
+        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named("token"), "triton/triton")
     recipe, impl = ("token", "triton") if device == "cpu" else ("mixed", "hopper")
     found = {}
     for tokens in (2048,) if device == "cpu" else (2048, 16384):

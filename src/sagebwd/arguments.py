@@ -41,7 +41,7 @@ def choice_of(
         impl, return_lse,
     )  # fmt: skip
     checked = checked._replace(ask=_asked_of(checked.ask, card))
-    return dispatch.choose(checked.ask, checked.size, card), checked
+    return dispatch.choose(checked.ask, checked.size, card, _planned()), checked
 
 
 def packed_choice_of(
@@ -56,7 +56,12 @@ def packed_choice_of(
         sinks, recipe, impl, return_lse, card,
     )  # fmt: skip
     ask = _asked_of(ask, card)
-    return dispatch.choose(ask, size, card), ask, size
+    return dispatch.choose(ask, size, card, _planned()), ask, size
+
+
+def _planned() -> bool:
+    """Whether more than torch's own pick may run a call: peers' and backends' gradients need not repeat."""
+    return not torch.are_deterministic_algorithms_enabled()
 
 
 def _asked_of(ask: Ask, card: str | None) -> Ask:
@@ -67,7 +72,8 @@ def _asked_of(ask: Ask, card: str | None) -> Ask:
 class Arguments(NamedTuple):
     """A dense call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
-    elements: of attn_mask in four dimensions. way: how torch takes the call; size: its size, where torch takes it.
+    elements: of attn_mask in four dimensions. way: how torch takes the call; size: its size, where
+    others may run it.
     """
 
     query: Tensor
@@ -103,10 +109,11 @@ def arguments_of(
     way = size = None
     if block_mask is None and _may_hand_over(ask, query, key, return_lse or sinks is not None):
         way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
-    if way is not None and (only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS):
+    if way is not None:
+        by_torch = only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS
         (batch, heads, tokens, _), (_, kv_heads, kv_tokens, _) = query.shape, key.shape
         ask = ask._replace(kind=way.kind)
-        size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens))
+        size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens), by_torch)
     elif only_torch is not None:
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
@@ -135,10 +142,9 @@ def packed_arguments_of(
         and rows
         and _may_hand_over(ask, query, key, return_lse or sinks is not None)
     ):
-        grouped = query.shape[1] != key.shape[1]
-        if torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped):
-            heads = count * query.shape[1], count * key.shape[1]
-            size = Size(query.shape[0] // count, key.shape[0] // count, *heads)
+        by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, query.shape[1] != key.shape[1])
+        heads = count * query.shape[1], count * key.shape[1]
+        size = Size(query.shape[0] // count, key.shape[0] // count, *heads, by_torch=by_torch)
     return query, key, value, scale, window, ask, size
 
 

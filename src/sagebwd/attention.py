@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,8 @@ from sagebwd import checks, dispatch, ops, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
-from sagebwd.auto.counts import TORCH, answer, counts
+from sagebwd.auto.contenders import PEERS
+from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.auto.model import Size
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
@@ -70,8 +71,9 @@ def sage_attention(
             lse counts the sink. Differentiable. Torch's own attention has none, so "auto" runs kernels.
         recipe: a name (of `sagebwd.RECIPES`: "mixed", "token", "paper", "full"), a text such as
             "token(smooth_v=False)", or a Recipe: these fix the numbers on every device. "auto" without an ``impl``
-            hands the call to torch's own attention, in full precision, where timings of this card do not show low
-            precision to be faster, where torch alone takes it, and on a CPU (docs/auto.md); `sagebwd.explain` says so.
+            hands the call over in full precision, to torch's own attention or FlashAttention-4 or -3 where they are
+            installed, where timings of this card do not show low precision to be faster, where torch alone takes it,
+            and on a CPU (docs/auto.md); `sagebwd.explain` says so.
             Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token" on a GPU where
             they do not, and "full" on a CPU.
         impl: "reference", "triton", "mma_sync" or "hopper"; None takes the fastest that supports the call: Hopper's
@@ -124,12 +126,12 @@ def sage_attention(
     given = query, key, value, attn_mask, None, None, sinks
     if mask is not block_mask:  # a BlockMask, read now
         spec = plans.spec_of(given, mask, recipe, window, *settings)
-    chosen = _chosen(checked.ask, checked.size)
+    chosen = _chosen(checked.ask, checked.size, planned=spec is not None)
     if spec is not None:
         plan = _known(spec) or _planned(spec, chosen, checked, sinks)
         return _run(plan, given, mask, return_lse)
     _count(chosen)
-    if chosen is None:
+    if isinstance(chosen, str):
         return torch_attention.dense(way, query, key, value, elements, checked.scale)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     key_mask, mask = mask_argument.read(attn_mask, elements, mask, query, key, by_key=trains)
@@ -189,9 +191,18 @@ def sage_attention_varlen(
     query, key, value, scale, window, ask, size = packed_arguments_of(
         query, key, value, offsets, lengths, is_causal, scale, window, sinks, recipe, impl, return_lse
     )
-    chosen = _chosen(ask, size)
-    numbers = *lengths, is_causal, *window, scale, *(chosen or ()), switches.current.deterministic
-    if spec is not None and chosen is not None:
+    chosen = _chosen(ask, size, planned=spec is not None)
+    if spec is not None and isinstance(chosen, str):
+        options = {"is_causal": is_causal, "scale": scale, "window": window}
+        instead = None
+        if chosen in PEERS and not size.by_torch:
+            instead = _by_kernels(sage_attention_varlen, ask, *lengths, **options)
+        run = torch_attention.settled_packed(chosen, lengths, is_causal, window, scale, instead)
+        plan = plans.SdpaCall(chosen, run)
+        PLANS.put(spec, plan)
+        return _run(plan, given, None, return_lse)
+    numbers = *lengths, is_causal, *window, scale, *chosen, switches.current.deterministic
+    if spec is not None:
         choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
         dims = query.shape[-1], value.shape[-1]
         rest = *numbers[:-3], choice.recipe, numbers[-1]
@@ -201,7 +212,7 @@ def sage_attention_varlen(
         PLANS.put(spec, plan)
         return _run(plan, given, None, return_lse)
     _count(chosen)
-    if chosen is None:
+    if isinstance(chosen, str):
         return torch_attention.packed(query, key, value, offsets, lengths, is_causal, window, scale)
     o, lse, workspace = ops.attention(query, key, value, sinks, *(None,) * 4, *offsets, *numbers)
     return _with_lse(chosen, given, scale, cu_seqlens_q, o, lse, workspace) if return_lse else o
@@ -218,12 +229,17 @@ def _known(spec: Hashable | None) -> plans.Plan | plans.SdpaCall | None:
 
 
 def _planned(
-    spec: Hashable, chosen: tuple[str, str] | None, checked: Arguments, sinks: Tensor | None
+    spec: Hashable, chosen: tuple[str, str] | str, checked: Arguments, sinks: Tensor | None
 ) -> plans.Plan | plans.SdpaCall:
     """The plan of a dense call, kept."""
     q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
-    if chosen is None:
-        plan = plans.SdpaCall(torch_attention.settled(checked.way, q, k, elements, checked.scale))
+    if isinstance(chosen, str):
+        options = {"is_causal": checked.is_causal, "scale": checked.scale, "window": checked.window}
+        instead = None
+        if chosen in PEERS and not checked.size.by_torch:
+            instead = _by_kernels(sage_attention, checked.ask, enable_gqa=True, **options)
+        run = torch_attention.settled(chosen, checked.way, q, k, v, elements, checked.scale, instead)
+        plan = plans.SdpaCall(chosen, run)
     else:
         choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
         padding = None
@@ -236,6 +252,17 @@ def _planned(
     return plan
 
 
+def _by_kernels(attention: Callable[..., Tensor], ask: Ask, *lengths: int, **options: object) -> Callable[..., Tensor]:
+    """A call of "auto" on kernels, of q, k, v, None and offsets where there are lengths, as plans are given it."""
+    recipe = dispatch.choose(ask).recipe
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor | None) -> Tensor:
+        given = (*offsets, *lengths) if lengths else ()
+        return attention(query, key, value, *given, recipe=recipe, **options)
+
+    return run
+
+
 def _run(
     plan: plans.Plan | plans.SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -243,7 +270,7 @@ def _run(
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is plans.SdpaCall:
-        return plan.run(q, k, v, attn_mask)
+        return plan.run(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
     trains = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
@@ -269,18 +296,22 @@ def _with_lse(
     return o, epilogue.true_lse(lse, q, k_mean, scale, offsets, sinks)
 
 
-def _chosen(ask: Ask, size: Size | None) -> tuple[str, str] | None:
-    """The recipe and the choice's name, as the operator takes them; None where torch's own attention runs the call."""
+def _chosen(ask: Ask, size: Size | None, *, planned: bool) -> tuple[str, str] | str:
+    """The recipe and the choice's name, as the operator takes them; of a call that is handed over, to whom.
+
+    planned: whether the call gets a plan, as of `sagebwd.dispatch.contender_of`.
+    """
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
-        if dispatch.hands_over(ask, size):
-            return None
+        contender = dispatch.contender_of(ask, size, None, False)
+        if contender is not None:
+            return contender
         dispatch.check_traced(ask.impl, ask.device, ask.dtype)
         return str(ask.recipe), ask.impl or dispatch.FASTEST
-    choice = dispatch.choose(ask, size)
-    return None if choice is dispatch.IN_TORCH else (str(choice.recipe), choice.name)
+    choice = dispatch.choose(ask, size, None, planned and not torch.are_deterministic_algorithms_enabled())
+    return choice.contender or (str(choice.recipe), choice.name)
 
 
-def _count(chosen: tuple[str, str] | None) -> None:
+def _count(chosen: tuple[str, str] | str) -> None:
     """Count a call outside of torch.compile that no plan runs."""
     if not torch.compiler.is_compiling():
-        counts[TORCH if chosen is None else answer(*chosen)] += 1
+        counts[handed_over(chosen) if isinstance(chosen, str) else answer(*chosen)] += 1

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from sagebwd import switches
-from sagebwd.auto import agreement, model
+from sagebwd.auto import agreement, model, peers
 from sagebwd.auto.assume_constant import assume_constant
+from sagebwd.auto.contenders import PEERS
+from sagebwd.auto.contenders import TORCH as PICKED_BY_TORCH
 from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, Call, Saved, padded_head_dim
 from sagebwd.kernels import capabilities
@@ -36,11 +38,20 @@ SEPARATOR = "/"
 
 
 class Choice(NamedTuple):
-    """A recipe, and who runs each direction of a call."""
+    """A recipe, and who runs each direction of a call.
+
+    contender: of a call that "auto" hands over in full precision, who runs it (`sagebwd.auto.contenders`).
+    """
 
     recipe: Recipe
     forward: Row
     backward: Row
+    contender: str | None = None
+
+    @property
+    def runs(self) -> tuple[str, str]:
+        """Who runs forward and backward, in words that users know."""
+        return (self.contender,) * 2 if self.contender in PEERS else (self.forward.impl, self.backward.impl)
 
     @property
     def name(self) -> str:
@@ -62,42 +73,62 @@ class Choice(NamedTuple):
         return (backward if self.forward.form(*backward) == backward else forward), backward
 
 
-# Torch's own attention, which "auto" hands a call to.
-IN_TORCH = Choice(Recipe.named("full"), capabilities.row(FORWARD, TORCH), capabilities.row(BACKWARD, TORCH))
+@cache
+def handed_to(contender: str) -> Choice:
+    """The choice of a call that "auto" hands over: in full precision, by one of `sagebwd.auto.contenders`."""
+    return Choice(Recipe.named("full"), capabilities.row(FORWARD, TORCH), capabilities.row(BACKWARD, TORCH), contender)
 
 
-def choose(ask: Ask, size: Size | None = None, card: str | None = None) -> Choice:
+def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned: bool = True) -> Choice:
     """Who runs a call, and by which recipe.
 
-    "auto" is `IN_TORCH` where `hands_over` says so, else `mixed` where Hopper's kernels run it, else `token` on a GPU
+    "auto" is `handed_to` whom `contender_of` names, else `mixed` where Hopper's kernels run it, else `token` on a GPU
     and under ``impl="reference"``, else `full`. The implementation is the named one, or Hopper's kernels on compute
     capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
 
-    size: None where torch has nothing that computes the same, or where kernels alone are asked for. card: one of
+    size: None where nobody else computes the same, or where kernels alone are asked for. card: one of
     `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.
+    planned: as of `contender_of`.
 
     Raises ValueError for an unknown implementation or the wrong device, TypeError for a dtype and NotImplementedError
     for a recipe, width or mask that it lacks, each naming the way out.
     """
-    return IN_TORCH if hands_over(ask, size, card) else _choose_kernels(ask, card)
+    contender = contender_of(ask, size, card, planned)
+    return _choose_kernels(ask, card) if contender is None else handed_to(contender)
 
 
-def hands_over(ask: Ask, size: Size | None, card: str | None = None) -> bool:
-    """Whether torch's own attention runs a call: one of "auto" that needs it, or that is not slower by it.
+def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: bool = True) -> str | None:
+    """Who runs a call in full precision: one of "auto" that needs it, or that is not slower by it; None for kernels.
 
-    It follows from what is known of tensors without their values, so that a trace may ask too.
+    It follows from what is known of tensors without their values, so that a trace may ask too. planned: whether the
+    call gets a plan, by which alone backends of torch are chosen and peers run; else torch picks.
     """
-    if size is None or ask.recipe != AUTO or ask.impl is not None:
-        return False
+    if size is None or ask.recipe != AUTO or ask.impl is not None or not (size.by_torch or planned):
+        return None
     if ask.only_torch is not None:
-        return True
-    costs = _costs(card, *ask)
-    return costs if isinstance(costs, bool) else not model.is_faster(*costs, size.work(ask.kind))
+        return PICKED_BY_TORCH
+    costs = _costs(card, planned, *ask)
+    if isinstance(costs, bool):
+        return PICKED_BY_TORCH if costs and size.by_torch else None
+    low, full = costs
+    rows, shown, _ = work = size.work(ask.kind)
+    fastest, least = None, None
+    for name, cost in full:
+        if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
+            continue
+        taken = model.taken(cost, rows, model.pairs_of(name, work))
+        if least is None or not model.is_less(least, taken):
+            fastest, least = name, taken
+    if least is None or (low is not None and model.is_less(model.taken(low, rows, shown), least)):
+        return None
+    return fastest if planned else PICKED_BY_TORCH
 
 
 @assume_constant
-def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tuple[int, ...]]:
-    """Low precision's cost with the margin and torch's, of a call whose `Ask` a trace hands on by its parts.
+def _costs(
+    card: str | None, planned: bool, *asked: object
+) -> bool | tuple[tuple[int, ...] | None, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Low precision's cost with the margin, and contenders', of a call whose `Ask` a trace hands on by its parts.
 
     Or whether torch runs all such calls: without a GPU it does. A dtype that nobody else takes is not handed over:
     that is for its error to say.
@@ -112,7 +143,24 @@ def _costs(card: str | None, *asked: object) -> bool | tuple[tuple[int, ...], tu
     times = times_of(ask, card) if on_gpu else None
     if times is None:
         return True
-    return False if times.full is None else (tuple(times.low.with_margin()), tuple(times.full))
+    names = [name for name in times.full if name not in PEERS]
+    if not planned:
+        names = names[:1]  # what torch picks
+    elif card is None:
+        names += [name for name in times.full if name in PEERS and why_not(name, ask, times) is None]
+    if not names:
+        return False
+    low = None if times.low is None else tuple(times.low.with_margin())
+    return low, tuple((name, tuple(times.full[name])) for name in names)
+
+
+def why_not(peer: str, ask: Ask, times: Times) -> str | None:
+    """Why a peer is not asked for calls that were timed, or None; it is imported where all else is right."""
+    if (times.head_dim, times.value_dim) != (ask.head_dim, ask.value_dim) or peer not in times.full:
+        return "was not timed"
+    if not peers.takes(peer, ask.kind, ask.head_dim, ask.dtype, ask.training):
+        return "does not take the call, or computes it wrong"
+    return "is not installed" if peers.module_of(peer) is None else None
 
 
 def check_agreement(device: torch.device) -> None:
@@ -130,13 +178,14 @@ def facts_of(device: torch.device) -> dict[str, str]:
     facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
     if is_hopper(device):
         facts["extra hopper"] = "usable" if _missing() is None else "not usable"
+    facts["peers"] = ", ".join(peers.installed()) or "none"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
     return facts | {"switches": ", ".join(on) or "none"}
 
 
 @cache
 def times_of(ask: Ask, card: str | None = None) -> Times | None:
-    """What such calls take on a card, None where nobody has timed them.
+    """What such calls take on a card, None where nobody has timed them; without low precision's where others ran.
 
     Of a pair of widths that was not timed counts the next smaller one that the same kernels are as fast at: torch is
     faster there than at the call's own.
@@ -147,16 +196,16 @@ def times_of(ask: Ask, card: str | None = None) -> Times | None:
     choice = _choose_kernels(ask, card)
     direction = model.TRAINING if ask.training else model.FORWARD
     dims = ask.head_dim, ask.value_dim
+    ran = str(choice.recipe), choice.name
     found = [
-        times
+        times if (times.recipe, times.impl) == ran else times._replace(low=None)
         for times in known
-        if (times.direction, times.kind, times.recipe, times.impl)
-        == (direction, ask.kind, str(choice.recipe), choice.name)
+        if (times.direction, times.kind) == (direction, ask.kind)
         and times.head_dim <= dims[0]
         and times.value_dim <= dims[1]
         and _tile(choice, times.head_dim, times.value_dim) == _tile(choice, *dims)
     ]
-    return max(found, key=lambda times: times.head_dim + times.value_dim, default=None)
+    return max(found, key=lambda times: (times.low is not None, times.head_dim + times.value_dim), default=None)
 
 
 def known_of(device: torch.device) -> tuple[Times, ...]:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
-from sagebwd.auto.counts import TORCH, answer
+from sagebwd.auto.counts import answer, handed_over
 from sagebwd.cache import TAKEN, Cache, rounded
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
@@ -76,7 +76,9 @@ def spec_of(
         else:
             spec += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        spec.append(grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)))
+        leaf = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        spec.append(grad and leaf)
+        spec.append(torch.are_deterministic_algorithms_enabled())
         dispatch.check_agreement(q.device)
     spec.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
     if mask is not None:
@@ -150,12 +152,11 @@ _NOTHING = _Read({}, (), None)
 
 
 class SdpaCall:
-    """The plan of a call that torch's own attention runs: a function of q, k, v and the mask."""
+    """The plan of a call in full precision: a function of q, k, v, the mask, cu_seqlens_q and cu_seqlens_k."""
 
-    answer = TORCH
-
-    def __init__(self, run: Callable[..., Tensor]) -> None:
-        self.run = run
+    def __init__(self, contender: str, run: Callable[..., Tensor]) -> None:
+        """contender: of `sagebwd.auto.contenders`, who runs it."""
+        self.answer, self.run = handed_over(contender), run
 
 
 class Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sagebwd.auto.contenders import TORCH
 from sagebwd.auto.model import CAUSAL, FORWARD, Cost, Times
 from sagebwd.call import Ask
 
@@ -12,9 +13,14 @@ ASK = Ask("auto", 128, 128, torch.bfloat16, torch.device("cuda", 0), CAUSAL)
 FULL = Cost.of(0, 0, 1, 2)
 
 
-def times(low, dims=(128, 128), direction=FORWARD, kind=CAUSAL, impl="hopper/hopper", full=FULL):
-    """Low precision takes ``low``: microseconds of the host and the launches, ns of a row, ps of a pair."""
+def times(low, dims=(128, 128), direction=FORWARD, kind=CAUSAL, impl="hopper/hopper", full=FULL, **more):
+    """Low precision takes ``low``: microseconds of the host and the launches, ns of a row, ps of a pair.
+
+    full: torch's, None where it does not run; more: of other contenders in full precision, as ``low``.
+    """
     recipe = "mixed" if "hopper" in impl else "token"
+    full = {} if full is None else {TORCH: full}
+    full |= {name: Cost.of(*cost) for name, cost in more.items()}
     return Times(kind, *dims, direction, recipe, impl, Cost.of(*low), full, "some timings", torch.__version__)
 
 

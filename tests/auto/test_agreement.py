@@ -32,7 +32,7 @@ def warned_in_a_call() -> list[str]:
     """What a call of "auto" on a GPU that is not there warns of; a trace asks by the same function."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch.hands_over(ASK, Size(4096, 4096, 16, 16))
+        dispatch.contender_of(ASK, Size(4096, 4096, 16, 16))
         dispatch.check_agreement(ASK.device)  # as a call that has a plan already
     return [str(warning.message) for warning in caught]
 
@@ -121,7 +121,7 @@ def test_a_store_that_holds_something_else_changes_nothing(measured, alone):
 
 def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
     facts = dispatch.facts_of(ASK.device)
-    assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "switches"}
+    assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "peers", "switches"}
     digests = {agreement.digest(facts | {name: "other"}) for name in facts} | {agreement.digest(facts)}
     assert len(digests) == len(facts) + 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"name": "a card"}))

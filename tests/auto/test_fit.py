@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from sagebwd.auto.fit import ENOUGH, fitted, size_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost, pairs_of
 
 LOW, TORCH = Cost.of(50, 20, 0.3, 0.6), Cost.of(20, 0, 0.1, 0.9)
 SHAPES = [(b, h, n) for b, h, n in itertools.product((1, 4), (8, 16), (256, 1024, 8192))]
@@ -34,7 +34,7 @@ def test_costs_are_found_again(kind):
     assert found[:6] == (kind, 64, 64, FORWARD, "mixed", "here")
     assert (found.source, found.torch) == ("here", "2.0")
     assert found.low == pytest.approx(LOW, rel=1e-6)
-    assert found.full == pytest.approx(TORCH, rel=1e-6, abs=1e3)
+    assert found.full["torch"] == pytest.approx(TORCH, rel=1e-6, abs=1e3)
 
 
 def test_no_coefficient_is_negative():
@@ -71,7 +71,7 @@ def test_what_does_not_run_has_no_costs():
     none = [row | {"ms": None, "host_ms": None} for row in rows_of()]
     assert not fitted(none, "", "")
     (found,) = fitted([row | {"torch_ms": None, "torch_host_ms": None} for row in rows_of()], "", "")
-    assert found.full is None
+    assert found.full == {}
 
 
 def test_directions_and_widths_are_apart():
@@ -79,3 +79,43 @@ def test_directions_and_widths_are_apart():
     rows = rows_of() + rows_of(low=slow, direction=TRAINING) + rows_of(low=slow, head_dim=128)
     found = {(one.head_dim, one.direction): one.low.pair for one in fitted(rows, "", "")}
     assert found == {(64, FORWARD): LOW.pair, (64, TRAINING): slow.pair, (128, FORWARD): slow.pair}
+
+
+PEER = Cost.of(10, 15, 0.2, 0.7)
+
+
+def with_others(rows, **costs):
+    """Rows with times of other contenders."""
+    for row in rows:
+        work = size_of(row).work(row["kind"])
+        row["others"] = {
+            name: (cost.ms(work[0], pairs_of(name, work)), cost.host / 1e12) for name, cost in costs.items()
+        }
+    return rows
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, WINDOW])
+def test_costs_of_others_are_found_again(kind):
+    """Of a window a peer multiplies what it shows."""
+    (found,) = fitted(with_others(rows_of(kind, picked="CUDNN_ATTENTION"), fa4=PEER, flash=TORCH), "", "")
+    assert list(found.full) == ["cudnn", "fa4", "flash"]
+    assert found.full["fa4"] == pytest.approx(PEER, rel=1e-6)
+    assert found.full["cudnn"] == pytest.approx(found.full["flash"], rel=1e-6, abs=1e3)
+
+
+def test_another_with_few_timings_or_of_one_size_is_a_multiple_of_torchs_pick():
+    one_size = [(b, 16, 32768 // b) for b in (1, 2, 4, 8, 16, 32)]
+    for shapes in (SHAPES[-ENOUGH + 1 :], one_size):
+        rows = rows_of(picked="CUDNN_ATTENTION") + with_others(
+            rows_of(shapes=shapes, picked="CUDNN_ATTENTION"), fa4=Cost.of(90, 0, 0.2, 1.8)
+        )
+        (found,) = fitted(rows, "", "")
+        assert found.full["fa4"] == pytest.approx(Cost.of(90, 0, 0.2, 1.8), rel=1e-3, abs=1e4)
+    for row in rows:
+        row["others"] = {name: ms for name, (ms, _) in row.get("others", {}).items()}
+    (found,) = fitted(rows, "", "")
+    assert list(found.full) == ["cudnn"], "a peer whose host nobody timed"
+    for row in rows:
+        row["others"] = {"FLASH_ATTENTION": row["torch_ms"]}
+    (found,) = fitted(rows, "", "")
+    assert found.full["flash"].host == found.full["cudnn"].host, "another backend of the same function"

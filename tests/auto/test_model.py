@@ -37,6 +37,12 @@ def size(tokens, keys=None, heads=16, **more):
     return Size(tokens, tokens if keys is None else keys, heads, heads, **more)
 
 
+def ms(known, of):
+    """Of low precision and of torch."""
+    low, full = known.ms(of)
+    return low, full["torch"]
+
+
 def runs(ask=ASK, of=None):
     return dispatch.choose(ask, of or size(2048)).name
 
@@ -44,25 +50,25 @@ def runs(ask=ASK, of=None):
 def test_what_takes_less_by_the_margin_runs(measured):
     measured += [times(FROM_4000), times(FASTER, direction=TRAINING)]
     shortest = next(n for n in range(3000, 6000) if runs(of=size(n)) == "hopper/hopper")
-    low, full = measured[0].ms(size(shortest))
+    low, full = ms(measured[0], size(shortest))
     assert 1 + MARGIN / 100 < full / low < 1.032
     assert runs(of=size(4000)) == "torch/torch", "as fast, and no faster"
     assert {runs(of=size(n)) for n in (shortest + 1, 1 << 17)} == {"hopper/hopper"}
     assert runs(ASK._replace(training=True), size(16)) == "hopper/hopper"
-    assert dispatch.choose(ASK, size(1)) is dispatch.IN_TORCH
-    assert str(dispatch.IN_TORCH.recipe) == "full"
-    assert dispatch.IN_TORCH.impl == "torch"
+    assert dispatch.choose(ASK, size(1)) is dispatch.handed_to("torch")
+    assert str(dispatch.handed_to("torch").recipe) == "full"
+    assert dispatch.handed_to("torch").impl == "torch"
 
 
 def test_small_calls_wait_for_the_host_and_the_launches(measured):
     measured.append(times((100, 30, 0, 1)))
-    assert measured[0].ms(size(4096, heads=4)) == pytest.approx((0.1, 0.0999), rel=1e-3)
+    assert ms(measured[0], size(4096, heads=4)) == pytest.approx((0.1, 0.0999), rel=1e-3)
     assert runs(of=size(4096, heads=4)) == "torch/torch"
-    assert measured[0].ms(size(4096, heads=5)) == pytest.approx((0.1, 0.1248), rel=1e-3)
+    assert ms(measured[0], size(4096, heads=5)) == pytest.approx((0.1, 0.1248), rel=1e-3)
     assert runs(of=size(4096, heads=5)) == "hopper/hopper"
     measured[0] = times((100, 90, 0, 1))
     dispatch.times_of.cache_clear()
-    assert measured[0].ms(size(4096, heads=5)) == pytest.approx((0.132, 0.1248), rel=1e-3)
+    assert ms(measured[0], size(4096, heads=5)) == pytest.approx((0.132, 0.1248), rel=1e-3)
     assert runs(of=size(4096, heads=5)) == "torch/torch"
 
 
@@ -76,7 +82,8 @@ def test_the_comparison_is_that_of_the_costs():
         rows, pairs, all_pairs = of.work(CAUSAL)
         ratio = full.ms(rows, all_pairs) / low.ms(rows, pairs)
         if abs(math.log(ratio)) > 1e-6:
-            assert model.is_faster(low, full, of.work(CAUSAL)) == (ratio > 1)
+            ours, theirs = model.taken(low, rows, pairs), model.taken(full, rows, all_pairs)
+            assert model.is_less(ours, theirs) == (ratio > 1)
 
 
 @pytest.mark.parametrize("tokens", [(7, 7), (5, 9), (9, 5)])
@@ -180,7 +187,7 @@ def test_between_timed_sizes_the_faster_one_runs():
         for training in (False, True):
             ask = ASK._replace(head_dim=80, value_dim=80, training=training)
             low, full = dispatch.times_of(ask, card).ms(of)
-            assert full > 1.1 * low
+            assert full["cudnn"] > 1.1 * low
             assert dispatch.choose(ask, of, card).name == "hopper/hopper"
 
 
@@ -211,8 +218,8 @@ def test_what_was_measured_here_comes_first(kept, caplog):
     kept.write_text(json.dumps({"rows": [ROW, {**ROW, "direction": TRAINING, "torch_ms": None}]}))
     forward, training = model.of_card(CARD, "0")
     assert forward.source == f"timings in {kept}"
-    assert forward.ms(size(8192, heads=32)) == pytest.approx((1, 2))
-    assert (training.direction, training.full) == (TRAINING, None)
+    assert ms(forward, size(8192, heads=32)) == pytest.approx((1, 2))
+    assert (training.direction, training.full) == (TRAINING, {})
     assert not caplog.messages
 
 
@@ -235,6 +242,7 @@ def test_what_was_measured_here_comes_first(kept, caplog):
         (json.dumps({"rows": [{**ROW, "ms": "fast"}]}), "rows[0]: ms='fast': expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "ms": 0}]}), "rows[0]: ms=0: expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
+        (json.dumps({"rows": [{**ROW, "others": {"fa4": "fast"}}]}), "others={'fa4': 'fast'}: expected names with"),
         (None, "IsADirectoryError: "),
     ],
 )

@@ -47,7 +47,7 @@ CALLS = {
 @pytest.fixture
 def handed(monkeypatch):
     """What torch computes too is handed over, wherever it is."""
-    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of, card=None: of is not None)
+    monkeypatch.setattr(dispatch, "contender_of", lambda ask, of, *_: "torch" if of and of.by_torch else None)
     counts.counts.clear()
 
 
@@ -152,13 +152,13 @@ def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
         {"window": (5, 0)}, {"window": (5, -1), "attn_mask": torch.zeros(30, 30)},
     ):  # fmt: skip
         choice, _ = arguments.choice_of(q, k, v, enable_gqa=True, **options)
-        assert choice is not dispatch.IN_TORCH, options
+        assert choice.contender is None, options
     k, v = k[:, :, :20], v[:, :, :20]
-    assert arguments.choice_of(q, k, v, enable_gqa=True, window=(5, 0))[0] is not dispatch.IN_TORCH  # 25 sees no key
+    assert arguments.choice_of(q, k, v, enable_gqa=True, window=(5, 0))[0].contender is None  # 25 sees no key
     for x in (q[:, :, :0], q[:0]):
-        assert arguments.choice_of(x, x, x)[0] is not dispatch.IN_TORCH
+        assert arguments.choice_of(x, x, x)[0].contender is None
     with switches(deterministic=True):
-        assert arguments.choice_of(q, q, q)[0] is not dispatch.IN_TORCH
+        assert arguments.choice_of(q, q, q)[0].contender is None
     for name in ("disabled", "backward_16bit"):
         with switches(**{name: True}):
             assert not isinstance(arguments.choice_of(q, q, q)[1].ask.recipe, str)
@@ -189,7 +189,7 @@ def test_what_torch_alone_takes_runs_on_any_device():
 def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     TRACED.clear()
     monkeypatch.setattr(dispatch, "_costs", never_faster)
-    monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
+    monkeypatch.setattr(dispatch, "contender_of", partial(_on_a_gpu, dispatch.contender_of))
     weight = torch.randn(16, 16, requires_grad=True)
 
     def layer(x):
@@ -206,7 +206,7 @@ def test_a_trace_knows_whether_a_call_trains(monkeypatch):
 
 
 def test_a_bias_gets_its_gradient_in_later_calls_too(monkeypatch):
-    monkeypatch.setattr(dispatch, "_costs", lambda card, *asked: False)  # nothing else is torch's
+    monkeypatch.setattr(dispatch, "_costs", lambda card, planned, *asked: False)  # nothing else is torch's
     x, bias = torch.randn(1, 2, 20, 16), torch.zeros(20, 20)
     kernels = sage_attention(x, x, x, bias)
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_the_patch_of_torchs_function_does_not_come_back(handed):
 def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
     """Of a call of "auto" alone."""
     asks = []
-    monkeypatch.setattr(dispatch, "hands_over", lambda ask, of, card=None: asks.append(ask.training) or True)
+    monkeypatch.setattr(dispatch, "contender_of", lambda ask, *_: asks.append(ask.training) or "torch")
     q, k, v = draw(30, 30)
     for _ in range(2):
         sage_attention(q, k, v, enable_gqa=True)
@@ -256,7 +256,7 @@ def test_autocast_casts_what_is_handed_over(handed):
 def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     """And branches on lengths alone."""
     monkeypatch.setattr(dispatch, "_costs", faster_from_100)
-    monkeypatch.setattr(dispatch, "hands_over", partial(_on_a_gpu, dispatch.hands_over))
+    monkeypatch.setattr(dispatch, "contender_of", partial(_on_a_gpu, dispatch.contender_of))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -275,20 +275,21 @@ TRACED = []
 
 
 @assume_constant
-def never_faster(card, *asked):
+def never_faster(card, planned, *asked):
     TRACED.append(Ask(*asked).training)
     return True
 
 
 @assume_constant
-def faster_from_100(card, *asked):
+def faster_from_100(card, planned, *asked):
     """In causal calls: as many pairs as a head has at 96 tokens take as long as its rows."""
     assert Ask(*asked).device == CARD
-    return (0, 0, 48, 0), (0, 0, 0, 2)
+    assert not planned
+    return (0, 0, 48, 0), (("cudnn", (0, 0, 0, 2)),)
 
 
-def _on_a_gpu(hands_over, ask, of, card=None):
-    return hands_over(ask._replace(device=CARD), of)
+def _on_a_gpu(contender_of, ask, of, card=None, planned=True):
+    return contender_of(ask._replace(device=CARD), of, card, planned)
 
 
 def test_packed_calls_go_to_an_attention_that_takes_them(monkeypatch):

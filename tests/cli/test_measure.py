@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
 import threading
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from sagebwd.auto import model
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING
+from sagebwd.auto import model, peers
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAINING
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
 from sagebwd.reference.metrics import relative_l2
@@ -42,11 +45,56 @@ def test_what_does_not_run_has_no_time(monkeypatch):
     assert (row.ms, row.host_ms, row.torch_ms) == (None, None, 1.0)
 
 
+@pytest.fixture
+def peer(monkeypatch):
+    """FlashAttention-4 by torch's function."""
+    module = types.ModuleType("flash_attn.cute")
+
+    def flash_attn_func(q, k, v, softmax_scale, causal, window_size):
+        assert window_size == (None, None)
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*tensors, scale=softmax_scale, is_causal=causal).transpose(1, 2), None
+
+    def flash_attn_varlen_func(*tensors, **options):
+        raise AssertionError("does not run here")
+
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    peers.module_of.cache_clear()
+    yield
+    peers.module_of.cache_clear()
+
+
+def test_peers_are_timed_where_they_take_the_call(peer):
+    timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
+    forward, training = bench.measure_point(bench.Case(CAUSAL, 16, 16), SMALL, 32, "cpu", timer)
+    assert forward.others == {"fa4": (1.0, 0.1)}
+    assert training.others == {}, "whose gradients are wrong at such widths"
+    _, training = bench.measure_point(bench.Case(FULL, 32, 32), SMALL, 32, "cpu", timer)
+    assert training.others == {"fa4": (1.0, 0.1)}
+    for kind in (PACKED, MASK):
+        row, _ = bench.measure_point(bench.Case(kind, 32, 32), SMALL, 32, "cpu", timer)
+        assert row.others == {}
+    case = bench.Case(CAUSAL, 32, 32)
+    tensors = case.inputs(1 << 13, 64, "cpu")[:3]
+    found = bench.attentions_of(case, 64, tensors, FORWARD)
+    assert relative_l2(found["fa4"](*tensors), found["torch"](*tensors)) < 0.01
+
+
+def test_what_peers_take_is_kept_and_fitted(of_few_points, peer):
+    command.measure("cpu", [bench.Case(CAUSAL, 32, 32)], None, "abc")
+    model.of_card.cache_clear()
+    found = model.of_card("cpu", torch.__version__)
+    model.of_card.cache_clear()
+    assert len(found) == 2
+    assert all("fa4" in one.full for one in found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_compute_the_same(kind):
     case = bench.Case(kind, 16, 16)
     tensors = case.inputs(1 << 13, 64, "cpu")[:3]
-    found = bench.attentions_of(case, 64, tensors)
+    found = bench.attentions_of(case, 64, tensors, FORWARD)
     if kind == PACKED:
         assert set(found) == {"ours"}
         tensors = [x.unflatten(0, (-1, 64)).transpose(1, 2) for x in tensors]
@@ -93,7 +141,7 @@ def test_the_command_keeps_what_it_measures(of_few_points, capsys):
     assert {x.source for x in found} == {f"timings in {path}"}
     printed = " ".join(capsys.readouterr().out.split())
     assert "causal 16 forward, full over torch: 1 x 2 x 64 " in printed
-    assert "Times as fast as torch" in printed
+    assert "Times as fast as the fastest in full precision" in printed
     assert "wrote" in printed
 
 

@@ -62,7 +62,7 @@ def outcome(model, **inputs):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_of_a_real_model_is_served(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "_costs", lambda card, *asked: False)  # torch has those that it alone takes
+    monkeypatch.setattr(dispatch, "_costs", lambda card, planned, *asked: False)  # torch has those that it alone takes
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = CONFIG_MAPPING[name]()

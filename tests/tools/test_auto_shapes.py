@@ -30,7 +30,7 @@ def test_a_call_of_each_kind(call):
 def test_both_compute_the_same(kind):
     call = Call(kind, 16, 8, 1, 4, 2, 64)
     *tensors, _ = call.inputs("cpu")
-    ours, theirs, _ = auto_shapes.attentions(call, tensors[0])
+    ours, theirs, _ = auto_shapes.attentions(call, tensors)
     torch.testing.assert_close(ours(*tensors), theirs["torch"](*tensors))
 
 

@@ -54,8 +54,8 @@ def test_the_page_has_what_is_held_out(rows):
 
 def test_a_score_counts_what_is_lost():
     score = fit_auto.Score()
-    for chosen, other in ((1.0, 2.0), (1.02, 1.0), (2.0, 1.0)):
-        score.add(chosen, other)
+    for chosen, least in ((1.0, 1.0), (1.02, 1.0), (2.0, 1.0)):
+        score.add(chosen, least)
     assert score.cells() == ["3", "0.667", f"{2.04 ** (1 / 3):.3f}", "2.000"]
     assert fit_auto.Score().cells()[0] == "0"
 
@@ -72,7 +72,7 @@ def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
 
 def test_other_files_are_refused():
     path = fit_auto.RESULTS / "auto_h200_2026-11-26_3f70cad.json"
-    with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json or attention_\*.json"):
+    with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json, attention_\*.json or packed_"):
         fit_auto.rows_of(path)
 
 

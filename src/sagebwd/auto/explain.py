@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.arguments import choice_of, packed_choice_of
-from sagebwd.auto import model
+from sagebwd.auto import model, peers
+from sagebwd.auto.contenders import NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
@@ -26,8 +27,8 @@ _KINDS = {kind: kind for kind in KINDS} | {
 class Explanation(NamedTuple):
     """Who runs a call.
 
-    recipe: its text. forward, backward: "torch", "reference", "triton", "mma_sync" or "hopper". form: the
-    (head_dim, value's head_dim) that each direction is filled up to. why: one sentence.
+    recipe: its text. forward, backward: "torch", "fa4" (FlashAttention-4), "fa3", "reference", "triton", "mma_sync" or
+    "hopper". form: the (head_dim, value's head_dim) that each direction is filled up to. why: one sentence.
     """
 
     recipe: str
@@ -91,7 +92,7 @@ def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object, card:
     """An answer of `sagebwd.dispatch.choose`, with its reason; recipe: as it was asked for."""
     why = _why(choice, ask, size, recipe, card)
     forms = choice.forms(ask.head_dim, ask.value_dim)
-    return Explanation(str(choice.recipe), choice.forward.impl, choice.backward.impl, forms, why)
+    return Explanation(str(choice.recipe), *choice.runs, forms, why)
 
 
 def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None) -> str:
@@ -101,19 +102,21 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
         return f"impl={ask.impl!r} was asked for"
     if ask.recipe != AUTO:
         return "a switch is on, under which recipe='auto' is one of 'token'"
-    if choice is dispatch.IN_TORCH and ask.only_torch is not None:
+    if choice.contender is not None and ask.only_torch is not None:
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
-    if size is None:
+    times = dispatch.times_of(ask, card) if on_gpu and size is not None else None
+    if size is None or not (size.by_torch or times):
         runs = "" if on_gpu else f", so the reference runs it in full precision on {ask.device}"
         return f"torch has nothing that computes the same, or the switch deterministic is on{runs}"
     if not on_gpu:
         return f"kernels need a CUDA GPU; on {ask.device} torch's own attention is faster than the reference"
-    times = dispatch.times_of(ask, card)
     if times is None:
         return _untimed(ask, card)
     compared = _compared(choice, times, size)
-    return f"{_tokens(size)} tokens, {_call(ask)}: {compared}, by {times.source}{newer_torch(times)}"
+    by = "" if choice.contender in (None, TORCH) else f", by {NAMES[choice.contender]}"
+    told = f"{_tokens(size)} tokens, {_call(ask)}{by}: {compared}, by {times.source}{newer_torch(times)}"
+    return told + _other_peers(choice, ask, size, times, card)
 
 
 def _untimed(ask: Ask, card: str | None) -> str:
@@ -127,13 +130,32 @@ def _untimed(ask: Ask, card: str | None) -> str:
 
 
 def _compared(choice: Choice, times: Times, size: Size) -> str:
-    """What both take; full precision keeps what is within `model.MARGIN` percent."""
+    """What each takes; full precision keeps what is within `model.MARGIN` percent."""
     low_ms, full_ms = times.ms(size)
-    low = f"{times.recipe} takes about {low_ms:.3g} ms"
-    if full_ms is None:
+    if low_ms is None:
+        low, first = f"{times.recipe} was not timed on these kernels", " takes about {:.3g} ms"
+    else:
+        low, first = f"{times.recipe} takes about {low_ms:.3g} ms", " {:.3g}"
+    if not full_ms:
         return f"{low} and torch does not run it"
-    close = "" if choice is not dispatch.IN_TORCH or low_ms >= full_ms else f": less than {model.MARGIN}% apart"
-    return f"{low}, torch {full_ms:.3g}{close}"
+    taken = [NAMES[name] + (" {:.3g}" if i else first).format(ms) for i, (name, ms) in enumerate(full_ms.items())]
+    close = choice.contender is not None and low_ms is not None and low_ms < full_ms.get(choice.contender, 0)
+    return ", ".join([low, *taken]) + (f": less than {model.MARGIN}% apart" if close else "")
+
+
+def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str | None) -> str:
+    """Why peers that were timed, or that are installed, do not run a call, where that is not by their times."""
+    told = []
+    for peer in PEERS:
+        timed = peer in times.full
+        if choice.contender == peer or not (timed or (card is None and peers.module_of(peer))):
+            continue
+        why = "is asked on the GPU itself alone" if card is not None else dispatch.why_not(peer, ask, times)
+        if why is None and not peers.fits(ask.kind, size):
+            why = "has no such mask"
+        if why is not None:
+            told.append(f"; {NAMES[peer]} {why}")
+    return "".join(told)
 
 
 def newer_torch(times: Times) -> str:

@@ -1,7 +1,8 @@
 """Costs of calls, fitted from timings: least squares of relative errors, in which no coefficient is negative.
 
 A row has the kind, head_dim, value_dim, direction, recipe, impl, batch, heads, kv_heads (heads where it is missing),
-tokens, ms and host_ms of low precision, and torch_ms and torch_host_ms; times of what does not run are None.
+tokens, ms and host_ms of low precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the
+host's ms) of more contenders in full precision by name, or ms alone; times of what does not run are None.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from itertools import combinations
 from math import exp, log
 from statistics import fmean, quantiles
 
-from sagebwd.auto.model import FULL, KINDS, Cost, Size, Times
+from sagebwd.auto.contenders import PEERS, PICKED, TORCH
+from sagebwd.auto.model import FULL, KINDS, WINDOW, Cost, Size, Times, pairs_of
 
-# Prefixes of a row's times.
-LOW, TORCH = "", "torch_"
+# What low precision is called beside contenders in full precision.
+LOW = "low"
 # A call whose ms are less than this many times its host's says nothing of the GPU.
 BOUND = 1.15
 # Calls that are timed on the GPU, from which on a kind has coefficients of its own.
@@ -29,26 +31,46 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
     for row in rows:
         key = row["kind"], row["head_dim"], row["value_dim"], row["direction"], row["recipe"], row["impl"]
         groups.setdefault(key, []).append(row)
-    of_host: dict[tuple, list[Mapping]] = {}  # which no width changes
+    of_host: dict[tuple, list[float]] = {}  # which no width changes
     for (kind, _, _, *rest), group in groups.items():
-        of_host.setdefault((kind, *rest), []).extend(group)
-    hosts = {(*key, prefix): _host(group, prefix) for key, group in of_host.items() for prefix in (LOW, TORCH)}
+        for row in group:
+            for name, (_, host_ms) in times_of(row).items():
+                of_host.setdefault((kind, *rest, name), []).extend([host_ms] if host_ms else [])
     found: dict[tuple, tuple[float, ...]] = {}
+    picks: dict[tuple, str] = {}  # of torch, which has another function of packed sequences than of dense ones
     times = []
     for key in sorted(groups, key=lambda key: KINDS.index(key[0])):  # FULL comes first
-        costs = []
-        for prefix in (LOW, TORCH):
-            gpu = coefficients(groups[key], prefix, found.get((FULL, *key[1:], prefix)))
-            if gpu is None:
-                costs.append(None)
+        costs, full = {}, (FULL, *key[1:])
+        for name in dict.fromkeys(name for row in groups[key] for name in times_of(row)):
+            host = of_host[key[0], *key[3:], name]
+            pick = picks.get(key)
+            if pick is None:  # low precision, and then what torch picks
+                like = found.get((*full, name if name == LOW else picks.get(full)))
+            else:
+                host = host or (of_host[key[0], *key[3:], pick] if name not in PEERS else [])
+                # of a window torch multiplies more
+                like = found.get((*full, name) if key[0] == WINDOW else (*key, pick))
+            gpu = coefficients(groups[key], name, like, is_other=pick is not None)
+            if gpu is None or (name in PEERS and not host):
                 continue
-            found[*key, prefix] = gpu
+            if name != LOW:
+                picks.setdefault(key, name)
+            found[*key, name] = gpu
             fixed, row, pair = gpu
-            numbers = hosts[(key[0], *key[3:], prefix)], fixed, row / _ROWS, pair / _PAIRS
-            costs.append(Cost(*(round(x * _FEMTO) for x in numbers)))
-        if costs[0] is not None:
-            times.append(Times(*key, *costs, source, torch))
+            costs[name] = Cost(*(round(x * _FEMTO) for x in (_host(host), fixed, row / _ROWS, pair / _PAIRS)))
+        if LOW in costs:
+            times.append(Times(*key, costs.pop(LOW), costs, source, torch))
     return times
+
+
+def times_of(row: Mapping) -> dict[str, tuple[float | None, float | None]]:
+    """ms and the host's ms of a row by name: of low precision, of what torch picked, and of the others."""
+    others = {PICKED.get(name, name): x for name, x in row.get("others", {}).items()}
+    return {
+        LOW: (row["ms"], row.get("host_ms")),
+        PICKED.get(row.get("picked"), TORCH): (row["torch_ms"], row.get("torch_host_ms")),
+        **{name: tuple(x) if isinstance(x, (list, tuple)) else (x, None) for name, x in others.items()},
+    }
 
 
 def size_of(row: Mapping) -> Size:
@@ -62,32 +84,39 @@ def window_of(tokens: int) -> int:
     return tokens // 4
 
 
-def _host(rows: Sequence[Mapping], prefix: str) -> float:
+def _host(known: Sequence[float]) -> float:
     """The lower quartile of hosts' ms: what else a machine does only adds."""
-    known = [row[f"{prefix}host_ms"] for row in rows if row.get(f"{prefix}host_ms")]
     return quantiles(known, n=4, method="inclusive")[0] if len(known) > 1 else sum(known)
 
 
 def coefficients(
-    rows: Iterable[Mapping], prefix: str, of_full: tuple[float, ...] | None
+    rows: Iterable[Mapping], name: str, like: tuple[float, ...] | None, *, is_other: bool = False
 ) -> tuple[float, float, float] | None:
     """ms of a call, of a million rows and of 1e9 pairs, on the GPU; None of what did not run.
 
-    of_full: those without a mask, of which a kind with few timings has a multiple.
+    like: those of calls without a mask, or of what torch picks, of which a contender with few timings has a multiple.
+    is_other: beside low precision and torch's pick; then so has one whose timed calls have about as many rows each,
+    which do not tell rows from launches.
     """
-    ran = [row for row in rows if row[f"{prefix}ms"] is not None]
+    ran = [(row, *times_of(row)[name]) for row in rows if times_of(row).get(name, (None,))[0] is not None]
     if not ran:
         return None
-    timed = [row for row in ran if row[f"{prefix}ms"] >= BOUND * (row.get(f"{prefix}host_ms") or 0)]
     points = []
-    for row in timed:
-        count, *pairs = size_of(row).work(row["kind"])
-        points.append((1.0, count / _ROWS, pairs[prefix == TORCH] / 2 / _PAIRS, row[f"{prefix}ms"]))
-    if of_full is not None and len(points) < ENOUGH:
-        ratios = [log(ms / sum(map(_times, of_full, x))) for *x, ms in points]
-        factor = exp(fmean(ratios)) if ratios else 1.0
-        return tuple(factor * x for x in of_full)
-    return _least_squares(points) if points else (0.0, 0.0, 0.0)
+    for row, ms, host_ms in ran:
+        if ms < BOUND * (host_ms or 0):
+            continue
+        work = size_of(row).work(row["kind"])
+        pairs = work[1] if name == LOW else pairs_of(name, work)
+        points.append((1.0, work[0] / _ROWS, pairs / 2 / _PAIRS, ms))
+    counts = [point[1] for point in points]
+    few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
+    if like is None or not few:
+        fit = _least_squares(points) if points else (0.0, 0.0, 0.0)
+        if like is None or not is_other or fit[2] > 0:  # products take time
+            return fit
+    ratios = [log(ms / sum(map(_times, like, x))) for *x, ms in points]
+    factor = exp(fmean(ratios)) if ratios else 1.0
+    return tuple(factor * x for x in like)
 
 
 def _times(a: float, b: float) -> float:
@@ -119,7 +148,7 @@ def _solved(rows: Sequence[Sequence[float]]) -> list[float] | None:
     for i in range(n):
         pivot = max(range(i, n), key=lambda k: abs(matrix[k][i]))
         matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) < 1e-12 * sum(row[0] ** 2 for row in rows):
+        if abs(matrix[i][i]) <= 1e-12 * sum(row[0] ** 2 for row in rows):
             return None
         for k in range(n):
             if k != i:

@@ -1,4 +1,4 @@
-"""What a call takes in low precision and by torch's own attention, in ms: a model of both, by card.
+"""What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
 A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches and the last
 tiles, passes over the rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from sagebwd.auto.contenders import PEERS
 from sagebwd.environment import cache_folder
 from sagebwd.version import __version__
 
@@ -36,10 +37,10 @@ _MILLI = 10**12
 
 
 class Size(NamedTuple):
-    """How large a call is that torch's own attention computes too.
+    """How large a call is that others compute too.
 
     queries, keys: tokens of a sequence, of packed ones the mean. heads, kv_heads: of all sequences together. width: of
-    a window, the keys in it.
+    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make.
     """
 
     queries: int
@@ -47,12 +48,13 @@ class Size(NamedTuple):
     heads: int
     kv_heads: int
     width: int = 0
+    by_torch: bool = True
 
     def work(self, kind: str) -> tuple[int, int, int]:
         """Rows of Q and of K, and twice the pairs of a query and a key that low precision and that torch multiply.
 
-        Torch gets a window as a mask of elements, and multiplies all. Packed sequences count as causal; of masks of
-        elements all pairs count.
+        Torch gets a window as a mask of elements, and multiplies all; peers multiply what low precision does. Packed
+        sequences count as causal; of masks of elements all pairs count.
         """
         n, m = self.queries, self.keys
         if kind not in (CAUSAL, PACKED):
@@ -92,24 +94,32 @@ class Cost(NamedTuple):
         return max(self.host, self.fixed + self.row * rows + self.pair * pairs // 2) / _MILLI
 
 
-def is_faster(low: tuple[int, ...], full: tuple[int, ...], work: tuple[int, int, int]) -> bool:
-    """Whether a `Cost.with_margin` is no more than another `Cost`, by comparisons alone, which a trace guards.
+def taken(cost: tuple[int, ...], rows: int, pairs: int) -> tuple[int, int]:
+    """Twice what the host and what the GPU take by a `Cost`, of rows and twice the pairs (`Size.work`)."""
+    host, fixed, row, pair = cost
+    return 2 * host, 2 * (fixed + row * rows) + pair * pairs
+
+
+def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
+    """Whether the greater of two numbers is no more than that of two others, by comparisons, which a trace guards.
 
     Guards have 64 bits, which are enough for calls of an hour.
     """
-    rows, low_pairs, full_pairs = work
-    host, fixed, row, pair = low
-    ours = 2 * host, 2 * (fixed + row * rows) + pair * low_pairs
-    host, fixed, row, pair = full
-    theirs = 2 * host, 2 * (fixed + row * rows) + pair * full_pairs
     return (ours[0] <= theirs[0] or ours[0] <= theirs[1]) and (ours[1] <= theirs[0] or ours[1] <= theirs[1])
+
+
+def pairs_of(contender: str, work: tuple[int, int, int]) -> int:
+    """Twice the pairs that a contender in full precision multiplies of `Size.work`."""
+    return work[1] if contender in PEERS else work[2]
 
 
 class Times(NamedTuple):
     """What calls of one kind take at one pair of widths.
 
-    recipe, impl: what ran in low precision, and on whose kernels (`sagebwd.dispatch.Choice.name`). full: torch's own
-    attention; None where it has none. source: what they were fitted from. torch: the version that was timed.
+    recipe, impl: what ran in low precision, and on whose kernels (`sagebwd.dispatch.Choice.name`). low: None where
+    these are not what would run. full: contenders in full precision, by name (`sagebwd.auto.contenders`): first what
+    torch picks; none where torch does not run it. source: what they were fitted from. torch: the version that was
+    timed.
     """
 
     kind: str
@@ -118,15 +128,17 @@ class Times(NamedTuple):
     direction: str
     recipe: str
     impl: str
-    low: Cost
-    full: Cost | None
+    low: Cost | None
+    full: Mapping[str, Cost]
     source: str
     torch: str
 
-    def ms(self, size: Size) -> tuple[float, float | None]:
-        """Of low precision and of torch's own attention."""
-        rows, low, full = size.work(self.kind)
-        return self.low.ms(rows, low), None if self.full is None else self.full.ms(rows, full)
+    def ms(self, size: Size) -> tuple[float | None, dict[str, float]]:
+        """Of low precision and of each contender in full precision."""
+        work = size.work(self.kind)
+        asked = [name for name in self.full if size.by_torch or name in PEERS]
+        full = {name: self.full[name].ms(work[0], pairs_of(name, work)) for name in asked}
+        return None if self.low is None else self.low.ms(*work[:2]), full
 
 
 def widths_text(head_dim: int, value_dim: int) -> str:
@@ -154,7 +166,7 @@ def of_this_project() -> dict[str, tuple[Times, ...]]:
     for card, of in content.items():
         source = f"this project's timings ({len(of['files'])} files, named in {path.name})"
         found[card] = tuple(
-            Times(*place, Cost.of(*low), None if full is None else Cost.of(*full), source, of["torch"])
+            Times(*place, Cost.of(*low), {name: Cost.of(*x) for name, x in full.items()}, source, of["torch"])
             for *place, low, full in of["times"]
         )
     return found
@@ -194,6 +206,8 @@ def _checked(content: object) -> list[dict]:
                 raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
             if not accepts(row[name]):
                 raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
+        if not _are_times(row.get("others", {})):
+            raise ValueError(f"rows[{number}]: others={row['others']!r}: expected names with pairs of times")
     return rows
 
 
@@ -203,6 +217,13 @@ def _is_count(x: object) -> bool:
 
 def _is_time(x: object) -> bool:
     return x is None or (type(x) in (int, float) and x > 0)
+
+
+def _are_times(others: object) -> bool:
+    """Whether they are ms and the host's ms by name, or, as in older files, ms."""
+    if not isinstance(others, dict):
+        return False
+    return all(_is_time(x) or (isinstance(x, list) and len(x) == 2 and all(map(_is_time, x))) for x in others.values())
 
 
 # What `sagebwd.auto.fit` reads of a row, which values it takes and what these are called.

@@ -1,28 +1,41 @@
-"""A call in full precision by torch's own attention, where "auto" hands it over: what torch takes, and the call.
+"""A call in full precision, where "auto" hands it over: what torch takes, and the call by one of the contenders.
 
-Torch's function is called itself, so that its autograd, autocast and choice of a backend are its own. It has no
-windows, and its causal mask is not the same on all backends where lengths differ. There it gets fewer keys, or a
-mask of elements.
+Torch's function is called itself, so that its autograd and autocast are its own. It has no windows, and its causal
+mask is not the same on all backends where lengths differ. There it gets fewer keys, or a mask of elements. A backend
+that the model prefers comes first in torch's order: where it does not take the call, or is switched off, torch runs
+the next one.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from threading import RLock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagebwd.auto import peers
 from sagebwd.auto.assume_constant import assume_constant
+from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
 from sagebwd.auto.model import CAUSAL, FULL, WINDOW
 from sagebwd.masks.band import Band
+from sagebwd.plan import device_of
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention
 # Elements of a mask that is made for a call: 2048 queries and keys, four megabytes.
 MOST_ELEMENTS = 1 << 22
+_BACKENDS = {
+    CUDNN: int(torch._C._SDPBackend.CUDNN_ATTENTION), FLASH: int(torch._C._SDPBackend.FLASH_ATTENTION),
+    EFFICIENT: int(torch._C._SDPBackend.EFFICIENT_ATTENTION),
+}  # fmt: skip
+# Of torch's order of backends, which is the process's.
+_order = RLock()
 # The widest of torch's packed attention, whose kernels take multiples of 8.
 _PACKED_WIDTH, _PACKED_STEP = 256, 8
 
@@ -92,18 +105,74 @@ def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tens
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
 
 
-def settled(way: Way, query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Callable[..., Tensor]:
-    """`dense` of (query, key, value, mask) for calls that are equal to one in all but what tensors hold.
+def settled(
+    contender: str, way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+    instead: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """`dense` of (query, key, value, mask, ...) by a contender, for calls equal to one in all but what tensors hold.
 
-    A window's mask is made in each call: one that was kept could be freed under a CUDA graph that reads it.
+    instead: of the same, who runs what a peer refuses; None for torch. A window's mask is made in each call: one that
+    was kept could be freed under a CUDA graph that reads it.
     """
     if way.keys is not None or way.band is not None:
-        return lambda query, key, value, mask: dense(way, query, key, value, mask, scale)
-    grouped, is_plain = query.shape[1] != key.shape[1], mask is None or mask.dtype in (torch.bool, query.dtype)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        mask = mask if is_plain else mask.to(query.dtype)
-        return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+            return dense(way, query, key, value, mask, scale)
+
+    else:
+        grouped, is_plain = query.shape[1] != key.shape[1], mask is None or mask.dtype in (torch.bool, query.dtype)
+
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+            mask = mask if is_plain else mask.to(query.dtype)
+            return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
+
+    if contender in _BACKENDS:
+        with suppress(RuntimeError):  # of no backend at all, which the call itself says
+            # a first choice sets the order that this GPU has, which a call with another order would undo
+            torch._fused_sdp_choice(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+        return partial(preferring, _BACKENDS[contender], run)
+    if contender not in PEERS:
+        return run
+    band = way.band or Band()
+    window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
+    theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
+    return _unless_refused(contender, lambda query, key, value, *_: theirs(query, key, value), instead or run)
+
+
+def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    """A call with a backend first in torch's order, which is as it was when it returns."""
+    if torch._C._get_sdp_priority_order()[0] == backend:
+        return run(*given)
+    with _order:
+        order = torch._C._get_sdp_priority_order()
+        torch._C._set_sdp_priority_order([backend, *(x for x in order if x != backend)])
+        try:
+            return run(*given)
+        finally:
+            torch._C._set_sdp_priority_order(order)
+
+
+def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A peer's call; another's, with a warning, from the first that the peer refuses, as it would all like it."""
+    refused = False
+
+    def run(*given: Tensor | None) -> Tensor:
+        nonlocal refused
+        if refused:
+            return instead(*given)
+        try:
+            with device_of(given[0]):
+                return theirs(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler of another project raises what it likes
+            refused = True
+            warnings.warn(
+                f"sagebwd: {NAMES[peer]} does not take a call that recipe='auto' chose it for, so others run such "
+                f"calls: {type(error).__name__}: {error}",
+                stacklevel=4,
+            )
+            return instead(*given)
 
     return run
 
@@ -138,3 +207,20 @@ def packed(
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     seen = (window[0], 0 if is_causal else window[1])
     return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=seen, **grouped)
+
+
+def settled_packed(
+    contender: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float,
+    instead: Callable[..., Tensor] | None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k) by a contender, as `settled`."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor) -> Tensor:
+        return packed(query, key, value, offsets, longest, is_causal, window, scale)
+
+    if contender not in PEERS:
+        return run
+    theirs = peers.packed(contender, longest, is_causal, window, scale)
+    return _unless_refused(
+        contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), instead or run
+    )

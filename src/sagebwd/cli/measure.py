@@ -1,29 +1,29 @@
-"""What calls take in low precision and by torch's own attention: what `sagebwd doctor --measure` times.
+"""What calls take in low precision and by each contender in full precision: what `sagebwd doctor --measure` times.
 
 Each kind of mask at each pair of widths is timed at the sizes and lengths of `POINTS`, which `sagebwd.auto.fit` fits a
-model to. Both sides are timed as a user calls them: `sage_attention` by the recipe that "auto" takes, and torch's own
-function with the backend that torch picks.
+model to. All are timed as a user calls them: `sage_attention` by the recipe that "auto" takes, torch's own function
+with the backend that torch picks and with each other, and FlashAttention-4 and -3 where they are installed.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto import torch_attention
+from sagebwd.auto.contenders import PEERS, PICKED, TORCH
 from sagebwd.auto.fit import window_of
 from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, KINDS, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
 from sagebwd.call import Ask
+from sagebwd.cli import contenders
+from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.recipe import AUTO, Recipe
@@ -42,8 +42,9 @@ ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
 COMPILING = 0.5
 # Processes that compile at once, each with a context of its own on the GPU.
 MOST_PROCESSES = 12
+# By which FlashAttention-4 keeps what it has compiled.
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, float]]]
 """(ms, host's ms) of each run."""
 
@@ -53,7 +54,8 @@ class Timing:
     """One row of the results file; times in ms of a call, forward alone or forward and backward.
 
     ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
-    torch picks, its backend ``picked``; None where torch has nothing.
+    torch picks, its backend ``picked``; None where torch has nothing. others: (ms, host's ms) of more contenders in
+    full precision by name.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Timing:
     torch_ms: float | None
     torch_host_ms: float | None
     picked: str
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def measure(
     """
     compiling = COMPILING if device.startswith("cuda") else 0.0
     if compiling:
+        os.environ.setdefault(FA4_CACHE, "1")  # so that the processes compile FlashAttention-4's too
         _compile(device, chosen, tell)
     timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
@@ -152,15 +156,16 @@ def measure_point(case: Case, size: int, tokens: int, device: str, timer: Timer)
     """A row of each direction."""
     *tensors, do = case.inputs(size, tokens, device)
     choice = _choice(case, tensors)
-    attentions = attentions_of(case, tokens, tensors)
     shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens
     rows = []
     for direction in DIRECTIONS:
+        picked = _picked(case, tensors, direction)
+        attentions = attentions_of(case, tokens, tensors, direction)
+        attentions.pop(PICKED.get(picked), None)  # which torch's own pick is
         runs = {name: run_of(attention, tensors, do, direction) for name, attention in attentions.items()}
         times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
-        ours, theirs = (times.get(name, (None, None)) for name in ("ours", "torch"))
-        picked = _picked(case, tensors, direction)
-        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked))
+        ours, theirs = (times.pop(name, (None, None)) for name in ("ours", TORCH))
+        rows.append(Timing(*shape, direction, str(choice.recipe), choice.name, *ours, *theirs, picked, times))
     return rows
 
 
@@ -186,39 +191,42 @@ def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: s
     return lambda: attention(*tensors)
 
 
-def takes(name: str, run: Callable[[], object]) -> bool:
-    """Whether an attention takes the call, with the memory that there is; ours says so by these errors alone."""
-    refusals = (NotImplementedError, torch.OutOfMemoryError) if name == "ours" else (RuntimeError, ValueError)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why torch's backends refuse a call, a warning a reason
-            run()
-    except refusals:
-        return False
-    return True
-
-
-def attentions_of(case: Case, tokens: int, tensors: list[Tensor]) -> dict[str, Attention]:
-    """Low precision ("ours"), and torch's function ("torch") where it has one."""
-    recipe = _choice(case, tensors).recipe
+def attentions_of(case: Case, tokens: int, tensors: list[Tensor], direction: str) -> dict[str, Attention]:
+    """Low precision ("ours"), torch's function (`TORCH`) where it has one, and other contenders in full precision."""
+    q, training = tensors[0], direction == TRAINING
     if case.kind == PACKED:
-        return packed_attentions(case, tokens, tensors[0], recipe)
-    return _dense(case, tensors[0], recipe)
+        theirs = contenders.packed(tensors, offsets_of(q, tokens), tokens, training=training)
+    else:
+        window = (window_of(q.shape[2]), 0) if case.kind == WINDOW else contenders.UNLIMITED
+        theirs = contenders.dense(case.kind, tensors, torch_mask(case.kind, q), window, training=training)
+    return {"ours": ours_of(case, tokens, tensors), **theirs}
 
 
-def _dense(case: Case, q: Tensor, recipe: Recipe) -> dict[str, Attention]:
-    mask, is_causal = torch_mask(case.kind, q), case.kind == CAUSAL
-    options = {"is_causal": is_causal, "recipe": recipe}
+def ours_of(case: Case, tokens: int, tensors: list[Tensor]) -> Attention:
+    """Low precision."""
+    q, recipe = tensors[0], _choice(case, tensors).recipe
+    if case.kind == PACKED:
+        return partial(packed_attention, offsets_of(q, tokens), tokens, recipe)
+    options, mask = {"is_causal": case.kind == CAUSAL, "recipe": recipe}, torch_mask(case.kind, q)
     if case.kind == WINDOW:
         options["window"] = (window_of(q.shape[2]), 0)
     elif mask is not None:
         options["attn_mask"] = mask
-    theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal)
-    return {"ours": partial(sage_attention, **options), "torch": theirs}
+    return partial(sage_attention, **options)
 
 
-def torch_mask(kind: str, q: Tensor) -> Tensor | None:
-    """A kind's mask as torch has it: a window of a quarter, an eighth of the keys padding, a prefix of a quarter."""
+def offsets_of(q: Tensor, tokens: int) -> Tensor:
+    """Of packed sequences of one length."""
+    return torch.arange(0, q.shape[0] + 1, tokens, dtype=torch.int32, device=q.device)
+
+
+def packed_attention(offsets: Tensor, longest: int, recipe: Recipe | str, *tensors: Tensor) -> Tensor:
+    """Ours, causal, over packed sequences."""
+    return sage_attention_varlen(*tensors, offsets, offsets, longest, longest, is_causal=True, recipe=recipe)
+
+
+def torch_mask(kind: str, q: Tensor, left: int | None = None) -> Tensor | None:
+    """A kind's mask as torch has it: a window of ``left`` or a quarter, an eighth padding, a prefix of a quarter."""
     batch, _, tokens, _ = q.shape
     places = torch.arange(tokens, device=q.device)
     if kind == PADDING:
@@ -227,22 +235,11 @@ def torch_mask(kind: str, q: Tensor) -> Tensor | None:
         return None
     distance = places - places[:, None]
     past = distance <= 0
-    return past & (distance >= -window_of(tokens)) if kind == WINDOW else past | (places < tokens // 4)
-
-
-def packed_attentions(case: Case, tokens: int, q: Tensor, recipe: Recipe | str) -> dict[str, Attention]:
-    """Causal, over sequences of one length; torch's needs a GPU."""
-    offsets = torch.arange(0, q.shape[0] + 1, tokens, dtype=torch.int32, device=q.device)
-
-    def ours(*tensors: Tensor) -> Tensor:
-        return sage_attention_varlen(*tensors, offsets, offsets, tokens, tokens, is_causal=True, recipe=recipe)
-
-    def theirs(*tensors: Tensor) -> Tensor:
-        scale = case.head_dim**-0.5
-        return torch_attention.packed(*tensors, (offsets, offsets), (tokens, tokens), True, (-1, -1), scale)
-
-    takes = q.is_cuda and torch_attention.takes_packed(case.head_dim, case.value_dim, False)
-    return {"ours": ours, "torch": theirs} if takes else {"ours": ours}
+    return (
+        past & (distance >= -(window_of(tokens) if left is None else left))
+        if kind == WINDOW
+        else past | (places < tokens // 4)
+    )
 
 
 def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> None:
@@ -257,9 +254,15 @@ def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> No
 
 
 def _call(case: Case, device: str) -> None:
-    """Call our kernels once in each form that timing will."""
+    """Call what is compiled once in each form that timing will."""
     for size, tokens in POINTS:
         *tensors, do = case.inputs(size, tokens, device)
-        ours = attentions_of(case, tokens, tensors)["ours"]
         for direction in DIRECTIONS:
-            takes("ours", run_of(ours, tensors, do, direction))
+            compile_run(attentions_of(case, tokens, tensors, direction), tensors, do, direction)
+
+
+def compile_run(attentions: dict[str, Attention], tensors: list[Tensor], do: Tensor, direction: str) -> None:
+    """Run once what is compiled at its first call."""
+    for name in ("ours", *PEERS):
+        if name in attentions:
+            takes(name, run_of(attentions[name], tensors, do, direction))

@@ -52,14 +52,19 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def path_of(facts: dict[str, object], folder: Path, name: str) -> Path:
+    """<name>_<gpu>_<date>_<commit>.json in a folder."""
+    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+
+
 def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:
     """Write <name>_<gpu>_<date>_<commit>.json into a folder, which is made; its path.
 
     Args: rows, dataclasses or dictionaries, of which each gets a line; facts, from `environment`.
     """
-    gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
+    path = path_of(facts, folder, name)
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items()]
     found = (row if isinstance(row, dict) else asdict(row) for row in rows)
     text = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in found)

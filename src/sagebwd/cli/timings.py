@@ -11,7 +11,8 @@ import torch
 from rich.table import Table
 
 from sagebwd import dispatch
-from sagebwd.auto import agreement
+from sagebwd.auto import agreement, peers
+from sagebwd.auto.contenders import NAMES
 from sagebwd.auto.explain import newer_torch
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, kept_at, rows_kept, widths_text
@@ -59,6 +60,8 @@ def show(device: str) -> None:
     """Print what "auto" goes by on a GPU, and a digest of what that follows from."""
     digest = agreement.digest(dispatch.facts_of(torch.device(device)))
     console.print(f"auto: digest {digest}, the same on two machines where it chooses alike", highlight=False)
+    named = ", ".join(NAMES[peer] for peer in peers.installed()) or "neither FlashAttention-4 nor -3"
+    console.print(f"auto: beside torch there is {named}", highlight=False)
     known = known_of(torch.device(device))
     if not known:
         card = torch.cuda.get_device_properties(device).name
@@ -89,11 +92,12 @@ def _ratio(row: benchmark.Timing) -> str:
 
 
 def table(known: Iterable[Times]) -> Table:
-    """How many times as fast as torch low precision is by the model, a line a kind of mask and pair of widths."""
+    """How many times as fast as full precision low precision is by the model, a line a kind of mask and widths."""
     found: dict[tuple, dict[str, Times]] = {}
     for times in known:
         found.setdefault((times.kind, times.head_dim, times.value_dim, times.recipe), {})[times.direction] = times
-    title = f"Times as fast as torch, fitted; calls of {ELEMENTS:,} batch x heads x tokens x value's head_dim"
+    of = "batch x heads x tokens x value's head_dim"
+    title = f"Times as fast as the fastest in full precision, fitted; calls of {ELEMENTS:,} {of}"
     shown = Table(title=title, title_justify="left", box=None)
     for heading in ("mask", "head_dim", "recipe", *(f"{name} {n}" for name in DIRECTIONS for n in LENGTHS)):
         shown.add_column(heading, justify="left" if heading in ("mask", "recipe") else "right")
@@ -106,4 +110,4 @@ def table(known: Iterable[Times]) -> Table:
 def _over_torch(times: Times, tokens: int) -> str:
     heads = ELEMENTS // (tokens * times.value_dim)
     low, full = times.ms(Size(tokens, tokens, heads, heads, window_of(tokens) + 1))
-    return "alone" if full is None else f"{full / low:.2f}"
+    return f"{min(full.values()) / low:.2f}" if full else "alone"

@@ -32,6 +32,7 @@ from sagebwd import checks, dispatch
 from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
 from sagebwd.auto.assume_constant import assume_constant
+from sagebwd.auto.contenders import PEERS
 from sagebwd.cache import Cache
 from sagebwd.kernels import capabilities
 from sagebwd.plan import spec_of
@@ -450,7 +451,7 @@ def _reason_in_implementation(
             dispatch.check_traced(settings.impl, query.device, query.dtype)
         else:
             choice, _ = choice_of(*tensors, *options, window=window, recipe=settings.recipe, impl=settings.impl)
-            return _FASTER if choice is dispatch.IN_TORCH else None
+            return None if choice.contender in (None, *PEERS) else _FASTER  # a peer runs by sagebwd's function
     except TypeError:
         return f"dtype {dtype}"
     except NotImplementedError:

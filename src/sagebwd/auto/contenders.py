@@ -1,0 +1,20 @@
+"""Who computes attention in full precision where "auto" hands a call over, by name; imports neither torch nor a peer.
+
+A contender is one of torch's own functions, by what computes it, or a peer: a package of its own.
+"""
+
+from __future__ import annotations
+
+# Torch's function with what torch picks, with one of its backends, and torch's function of packed sequences.
+TORCH, CUDNN, FLASH, EFFICIENT, VARLEN = "torch", "cudnn", "flash", "efficient", "varlen"
+FA4, FA3 = "fa4", "fa3"
+PEERS = (FA4, FA3)
+# In words.
+NAMES = {
+    TORCH: "torch", CUDNN: "torch's cuDNN", FLASH: "torch's FlashAttention-2", EFFICIENT: "torch's memory-efficient",
+    VARLEN: "torch's varlen_attn", FA4: "FlashAttention-4", FA3: "FlashAttention-3",
+}  # fmt: skip
+# Torch's names of its backends, and of its function of packed sequences, in results files.
+PICKED = {
+    "CUDNN_ATTENTION": CUDNN, "FLASH_ATTENTION": FLASH, "EFFICIENT_ATTENTION": EFFICIENT, "varlen_attn": VARLEN,
+}  # fmt: skip

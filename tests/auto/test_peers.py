@@ -1,0 +1,378 @@
+"""FlashAttention-4 and -3 by stand-ins: when "auto" chooses them, what they are given, and what becomes of faults."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sagebwd
+from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen
+from sagebwd.auto import counts, peers, torch_attention
+from sagebwd.auto.contenders import FA3, FA4, TORCH
+from sagebwd.auto.model import CAUSAL, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, Size
+from sagebwd.cache import PLANS
+from sagebwd.reference.metrics import relative_l2
+from tests.auto.calls import ASK, FASTER, SLOWER, times
+
+MODULES = {FA4: ("flash_attn", "flash_attn.cute"), FA3: ("flash_attn_interface",)}
+# Of torch in `times` the pairs of a causal call take 2 ps each.
+BETTER, BEST, WORSE = (0, 0, 0.5, 1.5), (0, 0, 0.1, 0.1), (0, 0, 2, 3)
+
+
+class Flash(torch.autograd.Function):
+    """A peer's function by torch's, on (batch, tokens, heads, head_dim)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        ctx.settings = {"is_causal": causal, "scale": scale, "enable_gqa": True}
+        ctx.save_for_backward(q, k, v)
+        with torch.no_grad():
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **ctx.settings).transpose(
+                1, 2
+            )
+
+    @staticmethod
+    def backward(ctx, do):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), **ctx.settings)
+            return *torch.autograd.grad(out, leaves, do.detach().transpose(1, 2)), None, None
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Put a stand-in of a peer into sys.modules; what it was called with is what it returns."""
+    peers.module_of.cache_clear()
+    PLANS.clear()
+    counts.counts.clear()
+
+    def install(peer, fails=None):
+        calls = []
+
+        def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=None):
+            calls.append({"shape": tuple(q.shape), "causal": causal, "window": window_size, "scale": softmax_scale})
+            if fails is not None:
+                raise fails
+            out = Flash.apply(q, k, v, causal, softmax_scale)
+            return (out, None) if peer == FA4 else out
+
+        def flash_attn_varlen_func(q, k, v, **options):
+            calls.append(options)
+            return q.clone()
+
+        for name in MODULES[peer]:
+            module = types.ModuleType(name)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+        module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+        peers.module_of.cache_clear()
+        return calls
+
+    yield install
+    peers.module_of.cache_clear()
+    PLANS.clear()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Tensors of a CPU are asked of as if they were a GPU's."""
+    contender_of = dispatch.contender_of
+
+    def asked(ask, *rest):
+        return contender_of(ask._replace(device=ASK.device), *rest)
+
+    monkeypatch.setattr(dispatch, "contender_of", asked)
+
+
+def runs(ask=ASK, of=None, planned=True):
+    dispatch.times_of.cache_clear()
+    return dispatch.choose(ask, of or Size(2048, 2048, 16, 16), None, planned).contender
+
+
+def draw(tokens=30, keys=None, dim=128, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (heads, tokens), (kv_heads, keys or tokens), (kv_heads, keys or tokens)
+    return [torch.randn(2, *shape, dim, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+
+
+def test_the_fastest_that_is_installed_runs(measured, install):
+    measured += [times(FASTER, **{FA4: BETTER, FA3: BEST})]
+    assert runs() is None, "neither is installed"
+    install(FA4)
+    assert runs() is None, "low precision is faster"
+    install(FA3)
+    assert runs() == FA3
+    measured[:] = [times(SLOWER, **{FA4: BETTER, FA3: WORSE})]
+    assert runs() == FA4
+    measured[:] = [times(SLOWER, **{FA4: WORSE, FA3: WORSE})]
+    assert runs() == TORCH
+    measured[:] = [times(SLOWER)]
+    assert runs() == TORCH, "who was not timed is not chosen"
+
+
+def test_a_margin_is_kept_for_full_precision(measured, install):
+    install(FA4)
+    measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.02)})]
+    assert runs() == FA4
+    measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.04)})]
+    assert runs() is None
+
+
+def test_who_ran_on_other_kernels_leaves_the_rest_to_be_compared(measured, install, monkeypatch):
+    """Without the extra low precision has no times, and the fastest of the others runs."""
+    install(FA4)
+    measured += [times(FASTER, **{FA4: BETTER})]
+    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    dispatch._choose.cache_clear()
+    assert runs() == FA4
+
+
+def test_backends_of_torch_are_held_apart(measured):
+    measured += [times(SLOWER, cudnn=(0, 0, 0.1, 1), flash=(0, 0, 1, 0.5))]
+    assert runs(of=Size(256, 256, 16, 16)) == "cudnn"
+    assert runs(of=Size(1 << 15, 1 << 15, 16, 16)) == "flash"
+    assert runs(of=Size(1 << 15, 1 << 15, 16, 16), planned=False) == TORCH, "torch picks where there is no plan"
+
+
+def test_peers_run_what_is_theirs(measured, install):
+    install(FA4), install(FA3)
+    best = {FA4: BETTER, FA3: BEST}
+    for kind in (FULL, CAUSAL, WINDOW, PACKED, PADDING, MASK):
+        measured.append(times(SLOWER, kind=kind, **best))
+        assert runs(ASK._replace(kind=kind)) == (TORCH if kind in (PADDING, MASK) else FA3)
+    assert runs(of=Size(128, 64, 16, 16)) == TORCH, "aligned bottom right, where ours is top left"
+    assert runs(of=Size(64, 128, 16, 16)) == FA3
+    assert runs(ASK._replace(kind=WINDOW), Size(64, 128, 16, 16)) == TORCH
+    assert runs(ASK._replace(head_dim=120, value_dim=120)) == TORCH, "of a width that was not timed"
+    assert runs(planned=False) == TORCH
+
+
+@pytest.mark.parametrize("dim", [72, 80, 112])
+def test_gradients_that_are_known_to_be_wrong_are_not_asked_for(dim, measured, install):
+    install(FA4)
+    for direction in (TRAINING, "forward"):
+        measured.append(times(SLOWER, (dim, dim), direction, **{FA4: BEST}))
+    ask = ASK._replace(head_dim=dim, value_dim=dim)
+    assert runs(ask) == FA4
+    assert runs(ask._replace(training=True)) == TORCH
+
+
+CALLS = {
+    "full": (FULL, {}, {"causal": False, "window": (-1, -1)}),
+    "causal": (CAUSAL, {"is_causal": True}, {"causal": True, "window": (-1, -1)}),
+    "causal, more keys": (CAUSAL, {"is_causal": True}, {"causal": True, "window": (-1, -1)}),
+    "scale": (FULL, {"scale": 0.3}, {"causal": False, "window": (-1, -1), "scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("peer", [FA4, FA3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_peer_computes_the_same_call(name, peer, measured, install, on_cpu):
+    """Forward and backward, in the first call and in later ones; `explain` and `summary` say so."""
+    kind, options, expected = CALLS[name]
+    calls = install(peer)
+    measured += [times(SLOWER, kind=kind, direction=way, **{peer: BEST}) for way in ("forward", TRAINING)]
+    tensors = draw(30, 44 if "more keys" in name else None)
+    exact = F.scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
+    for _ in range(2):
+        out = sage_attention(*tensors, enable_gqa=True, **options)
+        assert relative_l2(out, exact) < 0.02
+        for found, wanted in zip(
+            *(torch.autograd.grad(x.float().sin().sum(), tensors, retain_graph=True) for x in (out, exact))
+        ):
+            assert relative_l2(found, wanted) < 0.02
+    assert counts.counts == {f"full precision on FlashAttention-{4 if peer == FA4 else 3}": 2}
+    assert len(calls) == 2
+    unlimited = None if peer == FA4 else -1
+    window = tuple(unlimited if side < 0 else side for side in expected["window"])
+    assert calls[0] == {"shape": (2, 30, 4, 128), "scale": 128**-0.5} | expected | {"window": window}
+
+
+def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, monkeypatch):
+    calls = install(FA4)
+    measured += [times(SLOWER, kind=kind, **{FA4: BEST}) for kind in (WINDOW, PACKED)]
+    q, k, v = (x.detach() for x in draw())
+    sage_attention(q, k, v, enable_gqa=True, window=(5, 3))
+    sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
+    assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
+    packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
+    run = torch_attention.settled_packed(FA4, (12, 12), True, (-1, -1), 0.3, None)
+    assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
+    assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
+    assert calls[-1] == {
+        "softmax_scale": 0.3, "causal": True, "window_size": (None, None), "max_seqlen_q": 12, "max_seqlen_k": 12,
+    }  # fmt: skip
+
+
+def test_a_packed_call_that_is_handed_over_has_a_plan(monkeypatch):
+    """Regression: each one asked all again."""
+    asked = []
+    monkeypatch.setattr(dispatch, "contender_of", lambda *given: asked.append(given) or TORCH)
+    monkeypatch.setattr(torch_attention, "packed", lambda query, *rest: query)
+    x, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
+    PLANS.clear()
+    for _ in range(3):
+        assert torch.equal(sage_attention_varlen(x, x, x, offsets, offsets, 12, 12), x)
+    assert len(asked) == 1
+    PLANS.clear()
+
+
+def test_a_peer_that_refuses_leaves_the_call_to_torch(measured, install, on_cpu):
+    calls = install(FA4, AssertionError("head_dim"))
+    measured += [times(SLOWER, **{FA4: BEST})]
+    q, k, v = (x.detach() for x in draw())
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    with pytest.warns(UserWarning, match=r"FlashAttention-4 does not take .* others run .*: AssertionError: head_dim"):
+        out = sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(out, exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(sage_attention(q, k, v, is_causal=True, enable_gqa=True), exact)
+    assert len(calls) == 1
+    install(FA4, torch.OutOfMemoryError("full"))
+    PLANS.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_second_derivatives_raise(measured, install, on_cpu):
+    install(FA4)
+    measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
+    q, k, v = draw()
+    out = sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+def test_no_peer_runs_where_gradients_are_to_repeat_or_without_a_plan(measured, install, on_cpu):
+    calls = install(FA4)
+    measured += [times(SLOWER, direction=way, **{FA4: BEST}) for way in ("forward", TRAINING)]
+    tensors = draw()
+    torch._dynamo.reset()
+
+    def attend(*tensors):
+        return sage_attention(*tensors, is_causal=True, enable_gqa=True)
+
+    torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(*tensors)
+        assert arguments.choice_of(*tensors, is_causal=True, enable_gqa=True)[0].contender == TORCH
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not calls
+    attend(*tensors)
+    assert len(calls) == 1
+
+
+def test_the_patch_of_torchs_function_runs_a_peer(measured, install, on_cpu):
+    calls = install(FA4)
+    measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
+    with replace_sdpa() as sdpa:
+        F.scaled_dot_product_attention(*draw(), is_causal=True, enable_gqa=True)
+    assert (sdpa.counts["replaced"], len(calls)) == (1, 1)
+
+
+def test_explain_names_who_runs_and_why_others_do_not(measured, install, on_cpu, monkeypatch):
+    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    install(FA4)
+    measured += [times(SLOWER, **{FA4: BETTER, FA3: BEST})]
+    q = torch.empty(2, 8, 4096, 128)
+    dispatch.times_of.cache_clear()
+    found = sagebwd.explain(q, q, q, is_causal=True)
+    assert found[:3] == ("full", FA4, FA4)
+    assert "mixed takes about 0.799 ms, torch 0.4, FlashAttention-4 0.267, FlashAttention-3 0.0265" in found.why
+    assert "forward, by FlashAttention-4: " in found.why
+    assert found.why.endswith("; FlashAttention-3 is not installed")
+    measured[:] = [times(FASTER)]
+    dispatch.times_of.cache_clear()
+    assert sagebwd.explain(q, q, q, is_causal=True).why.endswith("; FlashAttention-4 was not timed")
+
+
+def test_a_peer_that_does_not_import_is_absent_with_one_warning(monkeypatch, tmp_path, measured):
+    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('libcudart')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    peers.module_of.cache_clear()
+    with pytest.warns(UserWarning, match=r"FlashAttention-3 is installed and does not import.*: OSError: libcudart"):
+        assert peers.installed() == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert peers.installed() == ()
+    assert dispatch.facts_of(ASK.device)["peers"] == "none"
+    peers.module_of.cache_clear()
+
+
+def test_what_is_absent_is_not_imported(monkeypatch, tmp_path, install):
+    """Nor is another package's ``flash_attn``, which has no ``cute``; ours in its place is no peer."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise OSError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert peers.module_of(FA4) is None
+    stand_in = types.ModuleType("flash_attn")
+    stand_in.__path__, stand_in.__spec__ = [], importlib.machinery.ModuleSpec("flash_attn", None, is_package=True)
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    peers.module_of.cache_clear()
+    assert peers.module_of(FA4) is None
+
+
+def test_which_peers_there_are_is_a_fact_of_a_rank(measured, install):
+    assert dispatch.facts_of(ASK.device)["peers"] == "none"
+    install(FA3), install(FA4)
+    assert dispatch.facts_of(ASK.device)["peers"] == "fa4, fa3"
+
+
+def test_torchs_order_of_backends_is_as_it_was(monkeypatch):
+    """And is left alone where the backend comes first."""
+    before, seen = torch._C._get_sdp_priority_order(), []
+    first, second = before[:2]
+
+    def run(x):
+        seen.append(torch._C._get_sdp_priority_order())
+        if x is None:
+            raise RuntimeError("no")
+        return x
+
+    assert torch_attention.preferring(second, run, 3) == 3
+    with pytest.raises(RuntimeError, match="no"):
+        torch_attention.preferring(second, run, None)
+    assert torch_attention.preferring(first, run, 3) == 3
+    assert [order[0] for order in seen] == [second, second, first]
+    assert sorted(seen[0]) == sorted(before)
+    assert torch._C._get_sdp_priority_order() == before
+    tensors = [x.detach() for x in draw()]
+    way = torch_attention.Way(CAUSAL, 0.0, True)
+    run = torch_attention.settled("cudnn", way, *tensors, None, 0.1, None)
+    exact = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.1, enable_gqa=True)
+    assert torch.equal(run(*tensors, None), exact), "a CPU has no cuDNN"
+
+
+def test_what_torch_has_no_mask_for_may_be_a_peers(measured, install, on_cpu, monkeypatch):
+    """Windows of many tokens, of which torch would need a mask of elements, and widths that `varlen_attn` lacks."""
+    calls = install(FA4)
+    monkeypatch.setattr(torch_attention, "MOST_ELEMENTS", 899)
+    measured += [times(SLOWER, kind=WINDOW, **{FA4: BEST})]
+    q, k, v = (x.detach() for x in draw())
+    sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert len(calls) == 1
+    PLANS.clear()
+    install(FA4, ValueError("a window"))
+    with pytest.warns(UserWarning, match="a window"):
+        out = sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert torch.equal(out, sage_attention(q, k, v, enable_gqa=True, window=(5, 0), recipe="full"))
+    of = Size(2048, 2048, 16, 16, by_torch=False)
+    measured[:] = [times(SLOWER, kind=kind, full=None, **{FA4: BEST}) for kind in (WINDOW, PACKED)]
+    for kind in (WINDOW, PACKED):
+        assert runs(ASK._replace(kind=kind), of) == FA4
+        assert runs(ASK._replace(kind=kind), of, planned=False) is None
+    measured[:] = [times(SLOWER, kind=WINDOW)]
+    assert runs(ASK._replace(kind=WINDOW), of) is None
+    assert measured[0].ms(of)[1] == {}
