@@ -191,7 +191,9 @@ def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
     if codes.dtype == tl.int8:
         return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * PITCH), out_dtype=tl.int32)
     else:
-        return dot_16bit(codes, tl.load(signs + columns[:, None] * PITCH + columns[None, :]).to(tl.float32).to(codes.dtype))
+        return dot_16bit(
+            codes, tl.load(signs + columns[:, None] * PITCH + columns[None, :]).to(tl.float32).to(codes.dtype)
+        )
 
 
 @triton.jit

@@ -129,7 +129,9 @@ def accumulate(
         begin, end, loops = m_range.begin, m_range.end, m_range.loops
         first_k = work_tile.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
-        v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
+        v_scale = None
+        if INT8_DP:
+            v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
         acc_init = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
         dk_acc, dv_acc = repeated(acc_init, PIECES), repeated(acc_init, VALUE_PIECES)
         mbarrier.wait(barriers.keys_full, tile_index & 1)

@@ -180,9 +180,11 @@ def accumulate(
     begin, end, loops = m_range.begin, m_range.end, m_range.loops
     first_k = work_tile.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
-    v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
-    s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     INT8_DP: gl.constexpr = tensors.v_scale is not None
+    v_scale = None
+    if INT8_DP:
+        v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
+    s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
     dp_init = s_init if INT8_DP else gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     acc_init = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
     rest_init = gl.zeros([ROWS, BOX], gl.float32, REST)

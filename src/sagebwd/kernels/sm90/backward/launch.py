@@ -156,7 +156,9 @@ def backward(
         transposed(values.do_t, call.value_dim, piece, block_q),
         vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q),
         vectors(values.scales, SCALES.value, SCALES_APART),
-        None if v_scale is not None else matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
+        None
+        if v_scale is not None
+        else matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),

@@ -46,7 +46,9 @@ def launch_split_dkdv(
         vectors(values.planes, planes, 2 * block_q),
         scales,
         matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
-        tensors._replace(largest=None, dk=None, dq_semaphore=None, v_scale=None, strides=gradient_strides(call, tensors.dv)),
+        tensors._replace(
+            largest=None, dk=None, dq_semaphore=None, v_scale=None, strides=gradient_strides(call, tensors.dv)
+        ),
         *operands.q.steps,
         *operands.k.steps,
         *Sizes.of(call, block_q, grid, heads),

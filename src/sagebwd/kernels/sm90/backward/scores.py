@@ -131,13 +131,10 @@ def dp_minus_delta(ones, delta_smem, v_smem, consumer, do_smem, stage, acc_init,
 
 @gluon.jit
 def value_scales(tensors, work_tile, z_k, first_k, sizes, LAYOUT: gl.constexpr):
-    """V's scales of 64 keys, where dP is INT8; else None."""
-    if tensors.v_scale is None:
-        return None
-    else:
-        keys = first_k + gl.arange(0, ROWS, LAYOUT)
-        scales = tensors.v_scale + z_k.to(gl.int64) * sizes.total_k + work_tile.start
-        return gl.load(scales + keys, mask=keys < work_tile.length, other=0)
+    """V's scales of 64 keys, where dP is INT8."""
+    keys = first_k + gl.arange(0, ROWS, LAYOUT)
+    scales = tensors.v_scale + z_k.to(gl.int64) * sizes.total_k + work_tile.start
+    return gl.load(scales + keys, mask=keys < work_tile.length, other=0)
 
 
 @gluon.jit
