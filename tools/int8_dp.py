@@ -1,8 +1,8 @@
 """dP in INT8 on a GPU of compute capability 9.0: `python -m tools.int8_dp errors`, and `times`.
 
-``errors`` holds Hopper's kernels under `mixed(dp=int8)` to the recipe's emulator (`sagebwd.reference.conformance`), over
-forms of masks, lengths and widths, and prints what breaks the rule, or the distance of dQ, dK and dV from the emulator
-in FP32. ``times`` prints forward + backward, and backward alone, of `mixed` and `mixed(dp=int8)`, everything included:
+``errors`` holds Hopper's kernels under `mixed(dp=int8)` to the recipe's emulator (`sagebwd.reference.conformance`),
+over forms of masks, lengths and widths, and prints what breaks the rule, or the distance of dQ, dK and dV from the
+emulator in FP32. ``times`` prints forward + backward, and backward alone, of both recipes, everything included:
 medians of interleaved rounds, batch x tokens = 16384, heads = 2048 / head_dim.
 """
 

@@ -15,11 +15,11 @@ from sagebwd.reference.quantize import pad_tokens
 from tests.kernels.calls import KernelCall
 
 pytest.importorskip("triton")
-from tests.kernels import test_sm90_backward, test_sm90_masks
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
+from tests.kernels import test_sm90_backward, test_sm90_masks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -54,7 +54,7 @@ class Passes:
         self.call = call = kernel_call.call(q, k)
         form = widths.of_call(*kernel_call.dims)
         self.wide, self.tile = _at_widths(launch, form, call), widths.width(*form).backward
-        columns, values = self.wide.columns
+        values = self.wide.columns[1]
         o, lse = torch.zeros_like(do), torch.zeros(do.shape[:-1] if do.dim() == 4 else do.shape[1::-1], device=DEVICE)
         saved = [x.new_zeros(*x.shape[:-1], width) for x, width in ((q, form[0]), (k, form[0]))]
         q_int8, k_int8 = (x.to(torch.int8) for x in saved)

@@ -19,12 +19,12 @@ r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key ha
 nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
 below e4m3's range. r is at least 2^-10.
 
-An INT8 dP is D_ij s_i t_j, of dO's and V's codes and their scales a token. There dS' is in units of s_i, and b is one
-number of `queries_a_scale` queries, so that a kernel has D_ij (t_j 2^-b) - delta_i 2^-b / s_i by one multiplication and
-addition. With b_i = ceil(log2 (u / s_i)) of a query, b is the least of theirs but at least the largest less
+An INT8 dP is D_ij s_i t_j, of dO's and V's codes and their scales a token. There dS' is in units of s_i, and b is
+one number of `queries_a_scale` queries, so that a kernel has D_ij (t_j 2^-b) - delta_i 2^-b / s_i by one product
+and one sum. With b_i = ceil(log2 (u / s_i)) of a query, b is the least of theirs, but at least the largest less
 `MOST_LOWERED`. A query whose b_i is larger has e less b_i - b in place of e, so that the bound on its dS' holds: P' of
-a row that has no sink can spare the octaves, dS' of one that has cannot. s_i is at least |dlse_i| / (127 R), so that no
-query's u / s_i is far above the others'.
+a row that has no sink can spare the octaves, dS' of one that has cannot. s_i is at least |dlse_i| / (127 R), so that
+no query's u / s_i is far above the others'.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def accumulate(
                     p_fp8 = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     if INT8_DP:
-                        dp = dp_of_codes(dp, rows, v_scale, BLOCK_Q, S_LAYOUT)
+                        dp = dp_of_codes(dp, memory.delta.index(stage), 0, v_scale, BLOCK_Q, S_LAYOUT)
                     ds_fp8 = ds_operand(p, dp, whole, keep_key, key_mask, sparse, KIND, part == 0, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_smem.index(slot * CONSUMERS + CONSUMER), result(ds_fp8, S_LAYOUT))
@@ -302,7 +302,7 @@ def backward_kernel(
 
     Of `row_values_kernel`: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
     parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. Where dP is INT8, of
-    `int8_dp`: v_desc and do_desc, codes; rows_desc, PLANES; delta_desc, None. dq_desc: (heads * D,
+    `int8_dp`: v_desc and do_desc, codes; rows_desc and delta_desc, two of PLANES at a time. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
     a piece. dk_desc, dv_desc: dk and dv as rows. tensors, heads_k to upper, KIND: `arguments`; where blocks of keys
@@ -342,9 +342,8 @@ def backward_kernel(
     v, do = buffers(v_desc, CONSUMERS * VALUE_PIECES), buffers(do_desc, STAGES * VALUE_PIECES)
     q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
     do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
-    scales, delta, ones, out = buffers(scales_desc, STAGES), None, None, None
-    if delta_desc is not None:
-        delta = buffers(delta_desc, STAGES)
+    scales, delta, ones, out = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES), None, None
+    if tensors.v_scale is None:
         ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     elif not (WIDTH.backward.persistent and not IN_ORDER and tensors.work_splits is None):
         out = buffers(dk_desc, CONSUMERS)

@@ -265,7 +265,7 @@ def accumulate(
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 if INT8_DP:  # read before the stage is free
-                    dp = dp_of_codes(dp, rows, v_scale, BLOCK_Q, S_LAYOUT)
+                    dp = dp_of_codes(dp, rows, 2, v_scale, BLOCK_Q, S_LAYOUT)
                 mbarrier.arrive(empty.index(OF_DO * Q_STAGES + stage), count=1)
                 ds_fp8 = ds_operand(p, dp, whole, keep_key, key_mask, sparse, KIND, part == 0, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
@@ -339,10 +339,11 @@ def accumulate(
     if tensors.work_splits is not None:
         dk, is_mine = sum_of_splits(dk, tensors.work_splits, work_tile, 0, CONSUMER, WIDTH, PIECE)
     if is_mine:
-        # over this warpgroup's V
+        # over this warpgroup's V, of whose codes there are half as many bytes
+        TILES: gl.constexpr = PARTS // 2 if INT8_DP else PARTS
         store_gradient(
             scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
-            as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, PARTS // 2 if INT8_DP else PARTS), work_tile, work_tile.first + CONSUMER * ROWS,
+            as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, TILES), work_tile, work_tile.first + CONSUMER * ROWS,
             sizes, KIND.RAGGED, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
@@ -357,9 +358,9 @@ def key_query_kernel(
 ):  # fmt: skip
     """dK of 128 keys of one key head, and what they add to dQ; arguments as `backward_kernel`'s.
 
-    rows_desc: three planes, the third -delta, and zeros, or `int8_dp.PLANES`. dq_desc: (heads * padded queries, D) FP16. dk_desc: 64
-    channels at a time. heads_at_once: of so many heads every one gets its first program before any gets its second,
-    whether blocks add to dQ in order or not.
+    rows_desc: three planes, the third -delta, and zeros, or `int8_dp.PLANES`. dq_desc: (heads * padded queries, D)
+    FP16. dk_desc: 64 channels at a time. heads_at_once: of so many heads every one gets its first program before any
+    gets its second, whether blocks add to dQ in order or not.
     """
     VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries

@@ -94,8 +94,8 @@ def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def _sixteen_bit_operands(
-    call: Call, saved: Saved, v: Tensor, do: Tensor, dlse: Tensor | None, v_maxima: Tensor, largest: Tensor, dq: Tensor,
-    tile: widths.BackwardTile,
+    call: Call, saved: Saved, v: Tensor, do: Tensor, dlse: Tensor | None, v_maxima: Tensor, largest: Tensor,
+    dq: Tensor, tile: widths.BackwardTile,
 ) -> tuple[Tensor, Tensor, RowValues]:  # fmt: skip
     """V and the scaled dO as TMA reads them, and row values, where dP is 16 bit."""
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
@@ -143,6 +143,10 @@ def backward(
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
+    planes = vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q, 2 * block_q)
+    delta = planes
+    if v_scale is None:
+        delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
     grid = -(-keys.grid(span) // tiles_per_cta)
     programs = grid * keys.batch * keys.heads if work_splits is None else len(work_splits.programs)
     launch(
@@ -154,11 +158,9 @@ def backward(
         operands.do.blocks(block_q, piece),
         transposed(values.q_t, head_dim, piece, block_q),
         transposed(values.do_t, call.value_dim, piece, block_q),
-        vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q),
+        planes,
         vectors(values.scales, SCALES.value, SCALES_APART),
-        None
-        if v_scale is not None
-        else matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
+        delta,
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),

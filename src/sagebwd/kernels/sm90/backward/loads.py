@@ -17,7 +17,8 @@ Operand = tma.tensor_descriptor | gl.shared_memory_descriptor
 class Loaded(NamedTuple):
     """TMA descriptors, or shared-memory buffers, of the operands; None if a kernel does not read one.
 
-    delta: additional channels of dO; None where dO and V are INT8. scales: of the e4m3 copies q_t and do_t.
+    delta: additional channels of dO; where dO and V are INT8, the last two planes of `int8_dp.PLANES`. scales: of the
+    e4m3 copies q_t and do_t.
     """
 
     q: Operand
@@ -52,6 +53,12 @@ def buffers(desc, COUNT: gl.constexpr):
 def bytes_of(memory):
     """Of an element."""
     return memory.dtype.primitive_bitwidth // 8
+
+
+@gluon.constexpr_function
+def bytes_of_tile(memory):
+    """Of one of the tiles of `buffers`."""
+    return memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
 
 
 @gluon.jit
@@ -126,10 +133,10 @@ def load_queries(
             row = row_q + head * row_q_h + first
             load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
             load_tile(descriptors.rows, [z * blocks_q + padded, 0], ready, memory.rows.index(stage))
-            if memory.delta is None:
-                mbarrier.expect(do_ready, BLOCK_Q * VALUE_DIM)
+            mbarrier.expect(do_ready, BLOCK_Q * VALUE_DIM * bytes_of(memory.do) + bytes_of_tile(memory.delta))
+            if bytes_of(memory.do) == 1:
+                load_tile(descriptors.delta, [z * blocks_q + padded, 2 * BLOCK_Q], do_ready, memory.delta.index(stage))
             else:
-                mbarrier.expect(do_ready, BLOCK_Q * (VALUE_DIM + memory.delta.shape[2]) * 2)
                 token = (z * blocks_q + padded) * BLOCK_Q
                 load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
             row = row_do + head * row_do_h + first

@@ -150,14 +150,15 @@ def dp_codes(v_smem, consumer, do_smem, stage, acc_init, OPAQUE: gl.constexpr):
 
 
 @gluon.jit
-def dp_of_codes(dp, rows, v_scale, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
+def dp_of_codes(dp, rows, FIRST: gl.constexpr, v_scale, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
     """dP^T - delta of codes' products, in units of dO's scales: one multiplication and addition an element.
 
-    rows: of them the last two of `int8_dp.PLANES`.
+    rows: the last two of `int8_dp.PLANES` from number FIRST on.
     """
-    scale = gl.expand_dims(v_scale, 1) * plane(rows, 3 * BLOCK_Q, 1, LAYOUT)
+    scale = gl.expand_dims(v_scale, 1) * plane(rows, (FIRST + 1) * BLOCK_Q, 1, LAYOUT)
     scale, codes = gl.broadcast(scale, dp.to(gl.float32))
-    return gl.fma(codes, scale, gl.broadcast(plane(rows, 2, BLOCK_Q, LAYOUT), codes)[0])  # D (t 2^-b) - delta 2^-b / s
+    delta, _ = gl.broadcast(plane(rows, FIRST, BLOCK_Q, LAYOUT), codes)
+    return gl.fma(codes, scale, delta)  # D (t 2^-b) - delta 2^-b / s
 
 
 @gluon.jit

@@ -36,7 +36,6 @@ from sagebwd.kernels.common.tile import (
     load_rows,
     padded_block,
     psi_scale,
-    sequence,
     to_int8,
     whose,
 )
