@@ -123,9 +123,9 @@ class Variant(Emulator):
                 s = s + getattr(self, a)[..., rows, :] @ getattr(self, b)[..., keys, :].mT * self.scale
         return s
 
-    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor) -> DpOperands:
+    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None) -> DpOperands:
         if self.dp_steps is None:
-            return super()._dp_operands(do, o, lse)
+            return super()._dp_operands(do, o, lse, dlse)
         do, o = self._group_heads(do), self._group_heads(o)
         center = o.mean((2, 3), keepdim=True) if "mean of O" in self.dp_steps else torch.zeros_like(self.v[..., :1, :])
         turned = rotated if "rotation" in self.dp_steps else torch.clone

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sagebwd.auto.model import FULL, MASK
 from sagebwd.masks.mask import Mask
-from sagebwd.recipe import FP8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class Call(NamedTuple):
     mask: Mask | None = None
     lists: Lists | BlockLists | None = None  # of the mask, made for a family: the portable kernels', or Hopper's
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
+    value_rotation: tuple[int, ...] = ()  # of value's, where dP's operands are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
 
     @classmethod
@@ -155,6 +156,7 @@ class Call(NamedTuple):
         return cls(
             recipe, scale, q.dtype, q.device, *dims, queries, keys, key_mask, is_causal, window_left,
             window_right, deterministic, mask, rotation=sizes(dims[0]) if recipe.rotate else (),
+            value_rotation=sizes(dims[1]) if recipe.rotate and recipe.dp == INT8 else (),
         )  # fmt: skip
 
     @property

@@ -99,7 +99,7 @@ ROWS = (
     Row(
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
         {
-            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
+            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT, INT8),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS,

@@ -29,7 +29,7 @@ from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
-from sagebwd.reference.float8 import Float8Operands
+from sagebwd.reference.float8 import Float8Operands, least_do
 from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
 from sagebwd.reference.rotation import rotated
 
@@ -195,16 +195,19 @@ class Emulator:
         v_smooth, v_mean = smooth(v, self.valid)
         return (v_smooth, v_mean) if self.recipe.smooth_v else (v, torch.zeros_like(v_mean))
 
-    def _float8(self, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Float8Operands:
-        """Operands of the e4m3 products; all but K's are padded as ``do`` is."""
+    def _v_channels(self) -> Tensor:
+        """psi's scale of each of V's channels, (B, H, 1, 1, D)."""
+        return quantize_tokens(self._smooth_v()[0], "sequence", self.recipe.block_k)[1][..., :1, :]
+
+    def _float8(self, do: Tensor, lse: Tensor, dlse: Tensor | None, do_scale: Tensor | None) -> Float8Operands:
+        """Operands of the e4m3 products; all but K's are padded as ``do`` is. do_scale: where dP is INT8."""
         row_max = torch.full_like(lse, -math.inf)
         for rows, keys in self._chunks():
             if keys.start < keys.stop:
                 row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
-        _, v_scale = quantize_tokens(self._smooth_v()[0], "sequence", self.recipe.block_k)
         x = self.operands
-        q_codes = self.turned(x.q_codes)
-        return Float8Operands.of(row_max, lse, do, dlse, v_scale[..., :1, :], q_codes, x.q_scale, x.k_codes, x.k_scale)
+        codes = self.turned(x.q_codes), x.q_scale, x.k_codes, x.k_scale
+        return Float8Operands.of(row_max, lse, do, dlse, self._v_channels(), *codes, do_scale)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, Dv) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
@@ -263,17 +266,19 @@ class Emulator:
         name, the query and key range and the value of P, dP and dS of each chunk.
         """
         recipe, x = self.recipe, self.operands
-        dp_operands = self._dp_operands(do, o, lse)
-        delta = dp_operands.delta
         if dlse is not None:
             dlse = dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
+        dp_operands = self._dp_operands(do, o, lse, dlse)
+        delta = dp_operands.delta
+        if dlse is not None:
             delta = delta - dlse
             dlse = pad_tokens(dlse, recipe.block_q)
         lse = _finite(lse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1))
         do, delta, lse = (pad_tokens(t, recipe.block_q) for t in (self._group_heads(do), delta, lse))
         fp8 = None
         if FP8 in (recipe.dv, recipe.dq, recipe.dk) and self.tokens_k:
-            fp8 = self._float8(do, lse, dlse)
+            do_scale = dp_operands.do_scale
+            fp8 = self._float8(do, lse, dlse, do_scale if do_scale.dim() else None)
         do_codes, do_scale = quantize_tokens(do, recipe.do_scale, recipe.block_q)
         dq, dk, dv = torch.zeros_like(x.q_smooth), torch.zeros_like(x.k_exact), torch.zeros_like(self.v)
         for rows, keys in self._chunks():
@@ -328,8 +333,8 @@ class Emulator:
         operands = self._dp_operands(do, o, lse)
         return (operands.delta + operands.shared[..., : self.tokens_q, :]).flatten(1, 2).squeeze(-1)
 
-    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor) -> DpOperands:
-        """Of do, o and lse as `backward` takes them."""
+    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None) -> DpOperands:
+        """Of do, o and lse as `backward` takes them; dlse (B, H, G, N, 1)."""
         recipe = self.recipe
         do, o = self._group_heads(do), self._group_heads(o)
         if recipe.dp != INT8:
@@ -340,7 +345,11 @@ class Emulator:
         seen = (lse != -math.inf).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
         count = seen.sum((2, 3), keepdim=True).clamp(min=1)
         center = torch.where(seen, o, 0).sum((2, 3), keepdim=True) / count
-        do_codes, do_scale = quantize_tokens(self.turned(do), "token", recipe.block_q)
+        turned = self.turned(do)
+        if dlse is not None and FP8 in (recipe.dq, recipe.dk) and self.tokens_k:
+            turned = torch.cat([turned, least_do(dlse, self._v_channels())], -1)
+        do_codes, do_scale = quantize_tokens(turned, "token", recipe.block_q)
+        do_codes = do_codes[..., : do.shape[-1]]
         v_codes, v_scale = quantize_tokens(self.turned(self.v - center), "token", recipe.block_k)
         coded = do_codes * do_scale
         delta = (coded * self.turned(o - center)).sum(-1, keepdim=True)

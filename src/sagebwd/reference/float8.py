@@ -18,6 +18,13 @@ rounding takes from both operands on average.
 r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
 nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
 below e4m3's range. r is at least 2^-10.
+
+An INT8 dP is D_ij s_i t_j, of dO's and V's codes and their scales a token. There dS' is in units of s_i, and b is
+one number of `queries_a_scale` queries, so that a kernel has D_ij (t_j 2^-b) - delta_i 2^-b / s_i by one product
+and one sum. With b_i = ceil(log2 (u / s_i)) of a query, b is the least of theirs, but at least the largest less
+`MOST_LOWERED`. A query whose b_i is larger has e less b_i - b in place of e, so that the bound on its dS' holds: P' of
+a row that has no sink can spare the octaves, dS' of one that has cannot. s_i is at least |dlse_i| / (127 R), so that
+no query's u / s_i is far above the others'.
 """
 
 from __future__ import annotations
@@ -32,6 +39,9 @@ from sagebwd.reference.quantize import pad_tokens
 
 E4M3_MAX = 448.0
 LEAST_REST = 2.0**-10
+# Octaves that P' of a query gives up at most, if dP is INT8.
+MOST_LOWERED = 4
+LEAST_B = -125
 # Rounding to e4m3 makes numbers smaller on average: above a power of two steps are twice as wide as below it, so more
 # is rounded down to it than up. <x, e4m3(x)> is .9993 <x, x> for normal, log-normal, Laplacian and Student's x alike.
 RESTORED = 0.9993**-2
@@ -63,6 +73,18 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True).to(x.dtype)
 
 
+def value_norm(v_scale: Tensor) -> Tensor:
+    """R, (..., 1): the norm of V's largest magnitudes by channel, of psi's scales of these (..., D)."""
+    # psi gives a channel without range the scale 1, which says nothing of V
+    norm = _norm(torch.where(v_scale == 1, 0, v_scale))
+    return 127 * torch.where(norm == 0, v_scale.shape[-1] ** 0.5, norm)
+
+
+def least_do(dlse: Tensor, v_scale: Tensor) -> Tensor:
+    """|dlse| / R of dlse (..., N, 1): a magnitude that the scale of an INT8 dO has room for."""
+    return dlse.abs() / value_norm(v_scale)
+
+
 def queries_a_scale(head_dim: int) -> int:
     """How many queries of a head share the g of dO' and that of Q': those of one product of dV and dK.
 
@@ -77,12 +99,21 @@ def _by_block(x: Tensor, size: int) -> Tensor:
     return (codes * scale).flatten(-3, -2)[..., : x.shape[-2], :]
 
 
+def _b_of_block(b: Tensor, counts: Tensor, size: int) -> Tensor:
+    """One b for each ``size`` queries, from those b_i (..., N, 1) that count; at every query."""
+    blocks, counts = (pad_tokens(x, size).unflatten(-2, (-1, size)) for x in (b, counts))
+    largest = torch.where(counts, blocks, LEAST_B).amax(-2, keepdim=True)
+    least = torch.where(counts, blocks, largest).amin(-2, keepdim=True)
+    chosen = torch.maximum(least, largest - MOST_LOWERED).clamp(min=LEAST_B)
+    return chosen.expand_as(blocks).flatten(-3, -2)[..., : b.shape[-2], :]
+
+
 @dataclass(frozen=True)
 class Float8Operands:
     """The operands of dV, dK and dQ that do not depend on the block, (B, H, G, tokens, D), and their scales."""
 
     shift: Tensor  # e log(2), (B, H, G, N, 1)
-    inverse_bound: Tensor  # 2^-b, (B, H, G, N, 1)
+    inverse_bound: Tensor  # 2^-b, (B, H, G, N, 1), over s_i if dP is INT8
     do: Tensor  # times 2^-g RESTORED
     q: Tensor  # times 2^-g RESTORED
     k: Tensor
@@ -100,31 +131,38 @@ class Float8Operands:
         q_scale: Tensor,
         k_codes: Tensor,
         k_scale: Tensor,
+        do_scale: Tensor | None = None,
     ) -> Float8Operands:
         """Operands of one call.
 
         Args: row_max (-inf where a query sees no key), lse and dlse (B, H, G, N, 1); do (B, H, G, N, D); v_scale
-        (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .).
+        (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .);
+        do_scale (B, H, G, N, 1), dO's scale a token if dP is INT8.
         """
         seen = row_max != -math.inf
         e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
-        # psi gives a channel without range the scale 1, which says nothing of V
-        norm = _norm(torch.where(v_scale == 1, 0, v_scale))
-        norm = 127 * torch.where(norm == 0, v_scale.shape[-1] ** 0.5, norm)
         rest = torch.expm1(torch.where(seen, lse - row_max, 1)).clamp(LEAST_REST, 1)
-        bound = norm * _norm(do) * rest
+        bound = value_norm(v_scale) * _norm(do) * rest
         if dlse is not None:
             bound = bound + dlse.abs()
-        mantissa, b = torch.frexp(bound.clamp(min=2.0**-125))  # of 0 too: its Q' must not be the largest
+        size = queries_a_scale(max(q_codes.shape[-1], do.shape[-1]))
+        unit = torch.ones_like(bound)
+        if do_scale is not None:
+            unit = torch.where(do_scale == 0, 1, do_scale)  # beyond the last query
+        mantissa, b = torch.frexp((bound / unit).clamp(min=2.0**LEAST_B))  # of 0 too: its Q' must not be the largest
         b = torch.where(mantissa == 0.5, b - 1, b)
+        if do_scale is not None:
+            counts = seen & bound.isfinite() & (bound > 0)
+            of_block = _b_of_block(b, counts, size)
+            e = e - torch.where(counts, (b - of_block).clamp(min=0), 0)
+            b = of_block
         exponent = torch.nan_to_num(e).to(b.dtype)
         weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
-        spread = weight * _power(b, bound) + bound * 0
-        size = queries_a_scale(max(q_codes.shape[-1], do.shape[-1]))
+        spread = weight * (_power(b, bound) * unit) + bound * 0
         do = _by_block(do * weight, size)
         q = _by_block(q_codes * (q_scale * spread), size)
         k, dq_scale = _normalised(k_codes * k_scale)
-        return cls(e * math.log(2), _power(-b, bound), do, q, k, dq_scale * spread)
+        return cls(e * math.log(2), _power(-b, bound) / unit, do, q, k, dq_scale * spread)
 
     def dv(self, probability: Tensor, rows: slice) -> Tensor:
         """P^T dO of a chunk of queries; probability, 2^e P."""

@@ -169,7 +169,7 @@ def whole_row(pieces, TURNED: tl.constexpr):
 
 @triton.jit
 def turned_codes(pieces, signs, TURNED: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr):
-    """codes R in FP32, of INT8, by pieces; signs: what `store_signs` wrote."""
+    """codes R in FP32, of INT8 or of 16 bits, by pieces; signs: what `store_signs` wrote."""
     columns = tl.arange(0, piece_width(COLUMNS, 0))
     low = _sums_of_codes(pieces[0], signs, columns, PITCH)
     if COLUMNS <= PIECE:
@@ -188,7 +188,12 @@ def turned_codes(pieces, signs, TURNED: tl.constexpr, COLUMNS: tl.constexpr, PIT
 @triton.jit
 def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
     # by columns, as INT8 products read their second operand: R is symmetric
-    return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * PITCH), out_dtype=tl.int32)
+    if codes.dtype == tl.int8:
+        return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * PITCH), out_dtype=tl.int32)
+    else:
+        return dot_16bit(
+            codes, tl.load(signs + columns[:, None] * PITCH + columns[None, :]).to(tl.float32).to(codes.dtype)
+        )
 
 
 @triton.jit

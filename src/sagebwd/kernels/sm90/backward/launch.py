@@ -19,11 +19,13 @@ from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_tiles_per_cta
 from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
-from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, launch_row_values
+from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
+from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_keys
 from sagebwd.masks.work_splits import MOST
+from sagebwd.recipe import INT8
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32
@@ -91,6 +93,21 @@ def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | Non
     )  # fmt: skip
 
 
+def _sixteen_bit_operands(
+    call: Call, saved: Saved, v: Tensor, do: Tensor, dlse: Tensor | None, v_maxima: Tensor, largest: Tensor,
+    dq: Tensor, tile: widths.BackwardTile,
+) -> tuple[Tensor, Tensor, RowValues]:  # fmt: skip
+    """V and the scaled dO as TMA reads them, and row values, where dP is 16 bit."""
+    signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
+    # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
+    by_head, do_scaled = (
+        (empty_by_head(v), empty_by_head(do)) if any(call.lacking) else (None, dq[..., : call.value_dim])
+    )
+    launch_channel_maxima(v, call.keys, call.key_mask, v_maxima, signs, call.turned, by_head)
+    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
+    return v if by_head is None else by_head, do_scaled, values
+
+
 def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,18 +121,16 @@ def backward(
     tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, dq_semaphore, v_maxima, work_splits = _zeros(call, block_q, v)
-    signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
-    # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
-    by_head, do_scaled = (
-        (empty_by_head(v), empty_by_head(do)) if any(call.lacking) else (None, dq[..., : call.value_dim])
-    )
-    launch_channel_maxima(v, keys, call.key_mask, v_maxima, signs, call.turned, by_head)
-    values = launch_row_values(call, saved, v_maxima, signs, do, dlse, largest, do_scaled, tile)
-    operands = Operands.of(call, q_int8, k_int8, v if by_head is None else by_head, do_scaled)
+    v_scale = None
+    if call.recipe.dp == INT8:
+        v_read, v_scale, do_read, values = launch_int8_operands(call, saved, v, do, dlse, v_maxima, largest, tile)
+    else:
+        v_read, do_read, values = _sixteen_bit_operands(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
+    operands = Operands.of(call, q_int8, k_int8, v_read, do_read)
     tensors = Tensors(
         k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits,
+        gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits, v_scale,
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
     tiles_per_cta, heads_at_once = 1, 1
@@ -128,6 +143,10 @@ def backward(
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
+    planes = vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q, 2 * block_q)
+    delta = planes
+    if v_scale is None:
+        delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
     grid = -(-keys.grid(span) // tiles_per_cta)
     programs = grid * keys.batch * keys.heads if work_splits is None else len(work_splits.programs)
     launch(
@@ -139,9 +158,9 @@ def backward(
         operands.do.blocks(block_q, piece),
         transposed(values.q_t, head_dim, piece, block_q),
         transposed(values.do_t, call.value_dim, piece, block_q),
-        vectors(values.planes, 2 * block_q),
+        planes,
         vectors(values.scales, SCALES.value, SCALES_APART),
-        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
+        delta,
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),

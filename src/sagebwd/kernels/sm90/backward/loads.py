@@ -17,7 +17,8 @@ Operand = tma.tensor_descriptor | gl.shared_memory_descriptor
 class Loaded(NamedTuple):
     """TMA descriptors, or shared-memory buffers, of the operands; None if a kernel does not read one.
 
-    delta: additional channels of dO. scales: of the e4m3 copies q_t and do_t.
+    delta: additional channels of dO; where dO and V are INT8, the last two planes of `int8_dp.PLANES`. scales: of the
+    e4m3 copies q_t and do_t.
     """
 
     q: Operand
@@ -48,6 +49,18 @@ def buffers(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
 
 
+@gluon.constexpr_function
+def bytes_of(memory):
+    """Of an element."""
+    return memory.dtype.primitive_bitwidth // 8
+
+
+@gluon.constexpr_function
+def bytes_of_tile(memory):
+    """Of one of the tiles of `buffers`."""
+    return memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
+
+
 @gluon.jit
 def ring_barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
     """Barriers of a ring: PARTS full barriers a stage, one for each load, and one empty barrier, for all readers."""
@@ -73,7 +86,7 @@ def load_keys(descriptors, memory, full, origin_k, origin_v, first_k, WIDTH: gl.
     row_v, column_v = origin_v
     PIECES: gl.constexpr = memory.k.shape[0] // CONSUMERS
     VALUE_PIECES: gl.constexpr = memory.v.shape[0] // CONSUMERS
-    mbarrier.expect(full, CONSUMERS * ROWS * (WIDTH.head_dim + WIDTH.value_dim * 2))
+    mbarrier.expect(full, CONSUMERS * ROWS * (WIDTH.head_dim + WIDTH.value_dim * bytes_of(memory.v)))
     for consumer in gl.static_range(CONSUMERS):
         first = first_k + consumer * ROWS
         load_pieces(descriptors.k, row_k + first, column_k, full, memory.k, consumer, PIECES)
@@ -120,9 +133,12 @@ def load_queries(
             row = row_q + head * row_q_h + first
             load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
             load_tile(descriptors.rows, [z * blocks_q + padded, 0], ready, memory.rows.index(stage))
-            mbarrier.expect(do_ready, BLOCK_Q * (VALUE_DIM + memory.delta.shape[2]) * 2)
-            token = (z * blocks_q + padded) * BLOCK_Q
-            load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
+            mbarrier.expect(do_ready, BLOCK_Q * VALUE_DIM * bytes_of(memory.do) + bytes_of_tile(memory.delta))
+            if bytes_of(memory.do) == 1:
+                load_tile(descriptors.delta, [z * blocks_q + padded, 2 * BLOCK_Q], do_ready, memory.delta.index(stage))
+            else:
+                token = (z * blocks_q + padded) * BLOCK_Q
+                load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
             row = row_do + head * row_do_h + first
             load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, stage, VALUE_PIECES)
             mbarrier.expect(copies_ready, BLOCK_Q * (HEAD_DIM + VALUE_DIM) + memory.scales.shape[2] * 4)

@@ -287,6 +287,32 @@ class RowValues(NamedTuple):
     dq_sums: Tensor
 
 
+class Cleared(NamedTuple):
+    """Zeros that dQ is added to, int32, of which each program of a pass writes its share; see `row_values_kernel`."""
+
+    zeros: Tensor
+    share: int
+    programs: int
+    grid: int  # blocks a head
+
+    @classmethod
+    def of(cls, call: Call, block: int, device: torch.device) -> Cleared:
+        """For programs of each block of every head's queries, and keys."""
+        queries, keys = call.queries, call.keys
+        grid = max(queries.grid(block), keys.grid(block))
+        programs = max(grid * (queries.batch * queries.heads + keys.batch * keys.heads), 1)
+        # of two a word
+        words = queries.heads_in_all * call.head_dim * queries.blocks(block) * block // 2
+        share = max(-(-words // (16 * programs)) * 16, CLEARED.value)
+        return cls(torch.empty(share * programs, dtype=torch.int32, device=device), share, programs, grid)
+
+    def sums(self, call: Call, tile: BackwardTile) -> Tensor:
+        """dQ's FP16 sums (`RowValues`)."""
+        rows, columns = call.queries.heads_in_all * call.head_dim, call.queries.blocks(tile.queries) * tile.queries
+        sums = self.zeros.view(torch.float16)[: rows * columns]
+        return sums.view(-1, call.head_dim) if tile.dq_in_rows else sums.view(rows, columns)
+
+
 def launch_row_values(
     call: Call, saved: Saved, v_maxima: Tensor, signs: Tensor | None, do: Tensor, dlse: Tensor | None,
     largest: Tensor, do_scaled: Tensor, tile: BackwardTile,
@@ -297,14 +323,7 @@ def launch_row_values(
     """
     queries, keys, block = call.queries, call.keys, tile.queries
     o, q, k = saved.o, saved.q_int8, saved.k_int8
-    programs = queries.batch * queries.heads
-    grid = max(queries.grid(block), keys.grid(block))
-    # each program clears its share, of two a word
-    clearing = max(grid * (programs + keys.batch * keys.heads), 1)
-    rows, columns = queries.heads_in_all * call.head_dim, queries.blocks(block) * block
-    share = max(-(-rows * columns // (2 * 16 * clearing)) * 16, CLEARED.value)
-    zeros = torch.empty(share * clearing, dtype=torch.int32, device=do.device)
-    sums = zeros.view(torch.float16)[: rows * columns]
+    clear = Cleared.of(call, block, do.device)
     parts = (
         None if tile.split_dkdv else queries.padded(block, block * DELTA_PARTS.value, dtype=do.dtype, device=do.device)
     )
@@ -315,11 +334,11 @@ def launch_row_values(
         queries.per_token(do.device),
         queries.padded(block, block * call.value_dim, dtype=torch.float8_e4m3fn, device=do.device),
         queries.padded(block, block * call.head_dim, dtype=torch.float8_e4m3fn, device=do.device),
-        sums.view(-1, call.head_dim) if tile.dq_in_rows else sums.view(rows, columns),
+        clear.sums(call, tile),
     )
     launch(
         row_values_kernel,
-        (clearing,),
+        (clear.programs,),
         Strided.of(do, queries),
         Strided.of(o, queries),
         saved.lse,
@@ -341,17 +360,17 @@ def launch_row_values(
         out.do_t,
         out.q_t,
         largest,
-        zeros,
-        share,
+        clear.zeros,
+        clear.share,
         queries.heads,
         keys.heads,
-        programs,
+        queries.batch * queries.heads,
         queries.tokens,
         keys.tokens,
         queries.total,
         keys.total,
         queries.blocks(block),
-        grid,
+        clear.grid,
         value_dim=call.value_dim,
         values=call.columns[1],
         BLOCK_V=padded_head_dim(call.value_dim),

@@ -299,7 +299,7 @@ def channel_maxima_kernel(
         tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
 
 
-def _chunks(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tuple[int, int]:
+def chunks_of(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tuple[int, int]:
     """Tokens of a chunk and chunks of the longest sequence."""
     chunk = max(least, triton.next_power_of_2(-(-packing.tokens // most)))
     return chunk, packing.grid(chunk)
@@ -315,7 +315,7 @@ def launch_channel_maxima(
     channels.
     """
     head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
-    chunk, chunks = _chunks(keys)
+    chunk, chunks = chunks_of(keys)
     launch(
         channel_maxima_kernel,
         (chunks * all_heads,),
@@ -347,7 +347,7 @@ def launch_quantize_k(
     )
     k_sampled = k_sampled and key_mask is None
     most = MOST_SAMPLED_CHUNKS if k_sampled else MOST_CHUNKS
-    chunk, chunks = _chunks(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
+    chunk, chunks = chunks_of(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
     all_heads = keys.batch * keys.heads
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     turned_sums = torch.empty_like(sums) if turned else None

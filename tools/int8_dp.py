@@ -1,0 +1,103 @@
+"""dP in INT8 on a GPU of compute capability 9.0: `python -m tools.int8_dp errors`, and `times`.
+
+``errors`` holds Hopper's kernels under `mixed(dp=int8)` to the recipe's emulator (`sagebwd.reference.conformance`),
+over forms of masks, lengths and widths, and prints what breaks the rule, or the distance of dQ, dK and dV from the
+emulator in FP32. ``times`` prints forward + backward, and backward alone, of both recipes, everything included:
+medians of interleaved rounds, batch x tokens = 16384, heads = 2048 / head_dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+
+from sagebwd.cli.timer import time_interleaved
+from sagebwd.reference.metrics import relative_l2
+from tests.kernels.calls import KernelCall
+from tools.beside import Case, runs_of
+
+RECIPES = ("mixed", "mixed(dp=int8)")
+TOKENS = 16384
+WIDTHS = ("128", "64", "256", "192/128", "96", "192")
+FORMS = {
+    "causal, grouped, dlse": KernelCall(
+        heads=4, kv_heads=2, tokens_q=333, tokens_k=333, is_causal=True, with_dlse=True
+    ),
+    "full, odd lengths": KernelCall(tokens_q=301, tokens_k=517, batch=2),
+    "whole blocks": KernelCall(tokens_q=512, tokens_k=512, heads=4, kv_heads=4, is_causal=True),
+    "window": KernelCall(tokens_q=700, tokens_k=700, window=(100, 0)),
+    "hidden keys": KernelCall(tokens_q=300, tokens_k=600, batch=2, masked=True),
+    "packed": KernelCall(lengths_q=[5, 300, 70], lengths_k=[5, 280, 129], heads=4, kv_heads=2, is_causal=True),
+    "sink": KernelCall(tokens_q=640, tokens_k=640, sink=12.0, is_causal=True),
+    "FP16": KernelCall(tokens_q=200, tokens_k=200, dtype=torch.float16),
+    "documents": KernelCall(mask="document", tokens_q=700, tokens_k=700, heads=4, kv_heads=2),
+    "deterministic": KernelCall(tokens_q=700, tokens_k=700, is_causal=True, deterministic=True),
+}
+
+
+def of_width(text: str) -> tuple[int, int]:
+    """head_dim and value's, of "128" or "192/128"."""
+    head_dim, _, value_dim = text.partition("/")
+    return int(head_dim), int(value_dim or head_dim)
+
+
+def errors(widths: Iterable[str]) -> int:
+    """Print a line a form and width; how many break the rule."""
+    broken = 0
+    for width in widths:
+        head_dim, value_dim = of_width(width)
+        for name, form in FORMS.items():
+            call = dataclasses.replace(form, recipe=RECIPES[1], head_dim=head_dim, value_dim=value_dim, device="cuda")
+            inputs = call.inputs()
+            try:
+                found, said = call.run("hopper", inputs), "ok"
+                wanted = call.run("reference", inputs)
+                distances = " / ".join(f"{relative_l2(found[x], wanted[x]):.4f}" for x in ("dq", "dk", "dv"))
+                call.check_outputs(inputs, found, ("o", "lse", "dq", "dk", "dv"))
+            except (AssertionError, RuntimeError, NotImplementedError) as error:
+                broken, said = broken + 1, f"BROKEN {str(error)[:300]}"
+                distances = distances if isinstance(error, AssertionError) else ""
+            print(f"{width:8} {name:24} {distances:26} {said}", flush=True)
+    return broken
+
+
+def times(widths: Iterable[str], lengths: Iterable[int], rounds: int) -> None:
+    """Print a line a width, mask and length: milliseconds of `mixed`, and how many times as fast the other is."""
+    for width in widths:
+        head_dim, value_dim = of_width(width)
+        heads = 2048 // head_dim
+        for is_causal in (True, False):
+            for tokens in lengths:
+                case = Case(head_dim, TOKENS // tokens, heads, heads, tokens, value_dim, is_causal)
+                runs = {}
+                for recipe in RECIPES:
+                    made = runs_of(case, recipe, "cuda")
+                    runs |= {f"{recipe} {way}": made[way] for way in ("both", "backward")}
+                found = {name: ms for name, (ms, _) in time_interleaved(runs, "cuda", rounds).items()}
+                cells = []
+                for way in ("both", "backward"):
+                    before, after = (found[f"{recipe} {way}"] for recipe in RECIPES)
+                    cells.append(f"{way} {before:.3f} -> {after:.3f} ms, {before / after:.3f}")
+                print(f"{width:8} {'causal' if is_causal else 'full':6} {tokens:6}  {'; '.join(cells)}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("errors", "times"))
+    parser.add_argument("--width", action="append", help="head_dim, or head_dim/value's; all of them if not given")
+    parser.add_argument("--tokens", type=int, action="append", help="of a sequence; 8192 and 16384 if not given")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args(arguments)
+    widths = given.width or WIDTHS
+    if given.what == "errors":
+        return min(errors(widths), 1)
+    times(widths, given.tokens or (8192, TOKENS), given.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
