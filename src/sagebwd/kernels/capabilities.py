@@ -79,7 +79,7 @@ ROWS = (
         widths.of_call, _HOPPER_WIDTHS, extra=True,
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1), **_TILES},
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES},
         _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
