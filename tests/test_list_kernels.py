@@ -77,16 +77,16 @@ def test_lists_of_queries_are_torchs(name):
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
 def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
-    """With the first key apart and without, of tiles that fit the stored ones and of others."""
+    """With first keys apart and without, of tiles that fit the stored ones and of others."""
     if len(name) % 2:
         monkeypatch.setattr(list_kernels, "CHUNK", 2)
     mask, key_mask, tokens, band, *_ = case(name)
-    for first_apart, tile in ((False, (64, 128)), (True, (128, 32))):
-        expected = lists.lists_of(mask.blocks, mask.tiles, key_mask, tokens, tile, band, by_key, first_apart)
-        first = lists.first_of(key_mask).to(DEVICE) if first_apart else None
+    for first_keys, tile in ((0, (64, 128)), (1, (128, 32)), (16, (64, 32))):
+        expected = lists.lists_of(mask.blocks, mask.tiles, key_mask, tokens, tile, band, by_key, first_keys)
+        last = lists.last_of(key_mask, first_keys).to(DEVICE) if first_keys else None
         tiles = None if mask.tiles is None else mask.tiles.to(DEVICE)
         blocks, keys = on_device(mask.blocks, key_mask)
-        found = list_kernels.lists_of(blocks, tiles, keys, first, tokens, tile, band, by_key)
+        found = list_kernels.lists_of(blocks, tiles, keys, last, tokens, tile, band, by_key)
         assert torch.equal(found.cpu(), expected)
 
 

@@ -55,6 +55,7 @@ class KernelCall:
     window: tuple[int, int] = (-1, -1)
     masked: bool = False
     padding: bool = False  # what `masked` hides are the last keys, of each batch element more than of the one before
+    every: int = 1  # `masked` hides all but each so-many-th key
     mask: str = ""  # of `tests.masks.KINDS`; `masked` beside it is a mask of keys too
     with_dlse: bool = False
     lengths_q: list[int] = field(default_factory=list)
@@ -65,6 +66,7 @@ class KernelCall:
     deterministic: bool = False
     unaligned: tuple[str, ...] = ()
     sink: float = 0  # logits that the first key of each sequence, or the first that counts, stands above the rest
+    place: int = 0  # of the sink, behind that first key
     do_size: float = 1  # of do's elements
 
     @property
@@ -103,11 +105,11 @@ class KernelCall:
 
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
         if self.lengths_q:
-            starts = [sum(self.lengths_k[:n]) for n, length in enumerate(self.lengths_k) if length]
+            starts = [sum(self.lengths_k[:n]) + self.place for n, length in enumerate(self.lengths_k) if length]
             packed = (x.float().cpu().transpose(0, 1)[None] for x in (q, k, v))
             found = (x[0].transpose(0, 1) for x in with_sinks(*packed, self.sink, starts, generator))
         else:
-            first = int(self.settings()[0][0].int().argmax()) if self.masked else 0
+            first = int(self.settings()[0][0].nonzero()[self.place]) if self.masked else self.place
             found = with_sinks(*(x.float().cpu() for x in (q, k, v)), self.sink, (first,), generator)
         return tuple(x.bfloat16().to(self.dtype).to(self.device) for x in found)
 
@@ -121,6 +123,8 @@ class KernelCall:
             if self.padding:
                 kept = self.tokens_k * torch.arange(self.batch, 0, -1) // (self.batch + 1)
                 mask = torch.arange(self.tokens_k) < kept[:, None]
+            if self.every > 1:
+                mask = mask & (torch.arange(self.tokens_k) % self.every == 1)
             mask = mask.to(self.device)
         drawn = self.mask_of()
         if drawn is not None:

@@ -68,6 +68,24 @@ def test_token_on(arch, head_dim):
         assert 1000 * row["spills_in_loops"] <= allowed * row["instructions_in_loops"], row
 
 
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "mask"),
+    [
+        *((89, 64, "causal"), (80, 64, "padded-causal")),
+        *(slow(arch, head_dim, "causal") for arch in (80, 90, 120) for head_dim in (64, 128)),
+        *(slow(arch, 64, mask) for arch in (80, 90) for mask in ("packed-causal", "bias-matrix", "document")),
+    ],
+)
+def test_several_first_keys_on(arch, head_dim, mask):
+    """One more INT8 product and one in 16 bit, before the loops."""
+    rows = launches(arch, head_dim, "token(first_keys=16)", mask)
+    (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
+    assert (row["int8_products"], row["float_products"]) == (PRODUCTS["forward_kernel"][0] + 1, 1), row
+    assert row["shared_bytes"] <= SHARED_BYTES[arch], row
+    whole = row["loops"][0]
+    assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
+
+
 @pytest.mark.parametrize(("arch", "head_dim", "mask"), [(80, 64, "document"), slow(90, 64, "bias-matrix")])
 def test_masks_on(arch, head_dim, mask):
     rows = launches(arch, head_dim, "token", mask)

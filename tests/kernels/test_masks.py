@@ -41,6 +41,33 @@ CALLS = {
     "full-bias": KernelCall(mask="bias-all", recipe="full", heads=1),
     "smooth-q-bias": KernelCall(mask="bias-all", recipe="token(smooth_q=True)", heads=1),
     "first-key-int8": KernelCall(mask="bias-all", recipe="token(first_keys=0)", heads=1),
+    "first-16-bool-gqa": KernelCall(mask="bool-all", recipe="token(first_keys=16)", batch=2, sink=12, place=5),
+    "first-16-bias-key-mask": KernelCall(
+        mask="bias-matrix", recipe="token(first_keys=16)", heads=1, tokens_q=130, is_causal=True, masked=True, every=4
+    ),
+    "first-16-bias-columns-of-few-keys": KernelCall(
+        mask="bias-columns", recipe="token(first_keys=16)", heads=1, tokens_k=9
+    ),
+    "first-16-bias-rows": KernelCall(mask="bias-rows", recipe="token(first_keys=16)", heads=1, tokens_k=40),
+    "first-16-bias-fp16": KernelCall(
+        mask="bias-all", recipe="token(first_keys=16, smooth_q=True)", dtype=torch.float16, heads=1
+    ),
+    "first-16-document": KernelCall(
+        mask="document", recipe="token(first_keys=16)", tokens_q=270, tokens_k=270, heads=1
+    ),
+    "first-16-tiles-far-apart": KernelCall(
+        mask="prefix",
+        recipe="token(first_keys=16, block_k=32)",
+        batch=2,
+        tokens_q=70,
+        tokens_k=300,
+        heads=1,
+        masked=True,
+        every=9,
+    ),
+    "first-16-sinks-heads": KernelCall(
+        mask="sinks", recipe="token(first_keys=16)", tokens_q=140, tokens_k=140, sink=12, place=2
+    ),
     "16bit-o": KernelCall(mask="bool-all", recipe="token(o=16bit)", heads=1),
     "16bit-gradients": KernelCall(mask="bias-all", recipe="token(dv=16bit, dq=16bit, dk=16bit)", heads=1),
     "blocks-32-128": KernelCall(mask="bool-all", recipe="token(block_q=32, block_k=128)", heads=1),

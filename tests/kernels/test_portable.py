@@ -58,6 +58,37 @@ CALLS = {
     "first-key-int8": KernelCall(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
     "first-key-16bit-s-mask": KernelCall(recipe="token(s=16bit)", batch=2, masked=True, is_causal=True),
     "first-key-sequence-scale-packed": KernelCall(recipe="token(v_scale=sequence)", **PACKED, is_causal=True),
+    "first-16-window": KernelCall(
+        recipe="token(first_keys=16)", sink=12, place=9, tokens_q=150, tokens_k=150, window=(60, 5)
+    ),
+    "first-16-of-7-keys": KernelCall(recipe="token(first_keys=16)", tokens_k=7),
+    "first-16-packed": KernelCall(recipe="token(first_keys=16)", sink=12, place=3, **PACKED, is_causal=True),
+    "first-16-packed-window": KernelCall(recipe="token(first_keys=16)", **PACKED, window=(33, 5), with_dlse=True),
+    "first-16-mask": KernelCall(recipe="token(first_keys=16)", sink=12, place=5, batch=2, masked=True, kv_heads=2),
+    "first-16-mask-of-few-keys": KernelCall(recipe="token(first_keys=16)", batch=2, masked=True, tokens_k=20),
+    "first-16-mask-far-apart": KernelCall(
+        recipe="token(first_keys=16, block_k=32)", batch=2, masked=True, every=9, tokens_k=300, is_causal=True
+    ),
+    "first-16-paper-mask-far-apart": KernelCall(
+        recipe="paper(first_keys=16)", masked=True, every=9, sink=12, place=12, tokens_q=130, tokens_k=300
+    ),
+    "first-16-fp16": KernelCall(
+        recipe="token(first_keys=16)", dtype=torch.float16, sink=12, place=15, tokens_q=130, is_causal=True
+    ),
+    "first-16-16bit-s-mask": KernelCall(recipe="token(first_keys=16, s=16bit)", batch=2, masked=True, is_causal=True),
+    "first-16-sequence-scale-packed": KernelCall(
+        recipe="token(first_keys=16, v_scale=sequence)", **PACKED, is_causal=True
+    ),
+    "first-16-smooth-q": KernelCall(recipe="token(first_keys=16, smooth_q=True)", is_causal=True),
+    "first-16-smooth-q-16bit-s-mask": KernelCall(
+        recipe="token(first_keys=16, smooth_q=True, s=16bit)", masked=True, every=4
+    ),
+    "first-16-no-smoothing": KernelCall(
+        recipe="token(first_keys=16, smooth_k=False, smooth_v=False, p_levels=127)", masked=True
+    ),
+    "first-16-head-dim-72-packed": KernelCall(recipe="token(first_keys=16)", head_dim=72, **PACKED),
+    "first-16-head-dim-128": KernelCall(recipe="token(first_keys=16)", head_dim=128, is_causal=True),
+    "first-16-head-dim-256": KernelCall(recipe="token(first_keys=16)", head_dim=256, tokens_k=70),
     "full": KernelCall(recipe="full", window=(30, 5)),
     "full-mask": KernelCall(recipe="full", masked=True),
     "fp16": KernelCall(dtype=torch.float16, is_causal=True),
@@ -112,7 +143,7 @@ UNALIGNED = [
 QUICK = {
     "gqa-ragged", "key-mask-causal", "packed-causal-window", "packed-paper", "sink-mask", "paper-first-key-window",
     "full-mask", "head-dim-72-packed", "smooth-q-full-packed", "sampled-mean-packed", "plain-mask",
-    "rotate-smooth-q-packed",
+    "rotate-smooth-q-packed", "first-16-mask-far-apart",
 }  # fmt: skip
 QUICK_UNALIGNED = [(name, TENSORS) for name in ("key-mask", "packed-causal-window")]
 
@@ -126,6 +157,12 @@ def unless_quick(quick, *values):
 @pytest.mark.parametrize("name", CALLS)
 def test_is_the_recipe(name):
     dataclasses.replace(CALLS[name], device=DEVICE).check("triton")
+
+
+@pytest.mark.parametrize("place", [1, 5, 15, 40])
+def test_is_the_recipe_beside_a_sink_elsewhere(place):
+    shape = {"heads": 4, "kv_heads": 2, "tokens_q": 150, "tokens_k": 150, "is_causal": True, "device": DEVICE}
+    KernelCall(recipe="token(first_keys=16)", sink=12, place=place, **shape).check("triton")
 
 
 @pytest.mark.parametrize("call", [
@@ -196,11 +233,11 @@ def test_first_rows(masked, group):
         mask[0, :70] = False
     packing = Packing.of(v, None, 0)
     _, mean, scale, found = launch_statistics(
-        v, v, packing, mask, smooth_k=False, smooth_v=True, v_scale=group == "sequence", first_key=True
+        v, v, packing, mask, smooth_k=False, smooth_v=True, v_scale=group == "sequence", first_keys=1
     )  # fmt: skip
     first = mask.int().argmax(-1) if masked else torch.zeros(2, dtype=torch.int64, device=DEVICE)
     assert (found is None) == (not masked)
-    assert found is None or found.tolist() == first.tolist()
+    assert found is None or found[:, 0].tolist() == first.tolist()
     values = launch_quantize(
         v, packing, group, 128, mean, mask, sequence_scale=scale, codes=True, first_row=True, first_key=found
     )
@@ -210,6 +247,21 @@ def test_first_rows(masked, group):
             row /= scale[batch]
             assert torch.equal(values.codes[batch, :, key], row.round().to(torch.int8))
         torch.testing.assert_close(values.first_row[batch], row, rtol=1e-6, atol=0)
+
+
+def test_first_keys_that_a_mask_leaves():
+    """Several blocks of the mask, one batch element with fewer keys and one with none; then the number of keys."""
+    tokens = 2500
+    x = torch.randn(4, 1, tokens, 32, dtype=torch.bfloat16, device=DEVICE)
+    mask = torch.zeros(4, tokens, dtype=torch.bool, device=DEVICE)
+    mask[0] = True
+    mask[1, 5::200] = True
+    mask[2, 1020:1050:2] = True
+    *_, found = launch_statistics(
+        x, x, Packing.of(x, None, 0), mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=16
+    )
+    expected = [(keep.nonzero().flatten().tolist() + 16 * [tokens])[:16] for keep in mask]
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slice", "step"])

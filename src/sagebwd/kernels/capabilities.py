@@ -90,7 +90,7 @@ ROWS = (
         f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1), **_TILES},
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES},
         _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(

@@ -42,15 +42,15 @@ def of_keys(
 
 
 def lists_of(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, first: Tensor | None, tokens: tuple[int, int],
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
     tile: tuple[int, int], band: Band, by_key: bool,
 ) -> Tensor:  # fmt: skip
-    """The lists of `sagebwd.masks.lists.lists_of`; first, (B,), the first key that counts, where it is apart."""
-    return program().run(_lists, blocks, tiles, key_mask, first, tokens, tile, band, by_key)[0]
+    """The lists of `sagebwd.masks.lists.lists_of`; last (B,), of the first keys that are apart."""
+    return program().run(_lists, blocks, tiles, key_mask, last, tokens, tile, band, by_key)[0]
 
 
 def _lists(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, first: Tensor | None, tokens: tuple[int, int],
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
     tile: tuple[int, int], band: Band, by_key: bool,
 ) -> tuple[Tensor]:  # fmt: skip
     batch, heads, sizes = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
@@ -58,7 +58,7 @@ def _lists(
     length = 2 + count * (1 if tiles is None else 2)
     lists = torch.empty(batch, heads, of_lists, length, dtype=torch.int32, device=blocks.device)
     stored = (tiles, *(_strides(tiles, 4) if tiles is not None else (0,) * 4))
-    given = *_seen(blocks, key_mask, tokens, band), first, *stored, lists, heads, length
+    given = *_seen(blocks, key_mask, tokens, band), last, *stored, lists, heads, length
     options = {"BY_KEY": by_key, "TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
     program().launch(_lists_kernel, (batch * heads * of_lists,), *given, **options)
     return (lists,)
@@ -187,7 +187,7 @@ def _place_of(order, number, in_part, whole, part_before, whole_before):
 @triton.jit
 def _lists_kernel(
     blocks, stride_batch, stride_head, stride_row, stride_column, key_mask, stride_keys, stride_key, tokens_q,
-    tokens_k, lower, upper, first_keys, tiles, tile_batch, tile_head, tile_row, tile_column, lists, heads, length,
+    tokens_k, lower, upper, last_keys, tiles, tile_batch, tile_head, tile_row, tile_column, lists, heads, length,
     BY_KEY: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Lists of tiles of queries, or by key of keys: whole blocks, those in part, the rest, and then their tiles."""
@@ -202,8 +202,8 @@ def _lists_kernel(
     blocks += batch * stride_batch + head * stride_head
     key_mask += batch * stride_keys
     apart = -1
-    if first_keys is not None:
-        apart = tl.load(first_keys + batch) // TILE_K
+    if last_keys is not None:
+        apart = tl.load(last_keys + batch) // TILE_K
     at = lists + number.to(tl.int64) * length
     whole, in_part = 0, 0
     for first in range(0, count, CHUNK):

@@ -25,7 +25,7 @@ class Listed(NamedTuple):
     rows: int
     is_tiled: bool
     is_even: bool  # no tile reaches beyond the last token
-    first: Tensor | None = None  # (B, H or 1, N), elements of the first key that counts, where it is apart
+    first: Tensor | None = None  # (B, H or 1, N, count), elements of the first keys that count, where they are apart
 
 
 class Lists(NamedTuple):
@@ -37,22 +37,23 @@ class Lists(NamedTuple):
 
 def listed(
     mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], by_key: bool,
-    first_apart: bool,
+    first_keys: int,
 ) -> Listed:  # fmt: skip
     """A mask for a kernel of these tiles; arguments as of `lists_of`."""
-    settings = tokens, tile, band, by_key, first_apart
+    settings = tokens, tile, band, by_key, first_keys
     batch = len(key_mask)
     lists = mask.made(("lists", batch, *settings), lambda: lists_of(mask.blocks, mask.tiles, key_mask, *settings))
     even = all(n % size == 0 for n, size in zip(tokens, tile))
     first = None
-    if first_apart:
-        first = mask.made(("first", batch, tokens[0]), lambda: _first_elements(mask, key_mask, tokens[0]))
+    if first_keys:
+        of_first = "first", batch, tokens[0], first_keys
+        first = mask.made(of_first, lambda: _first_elements(mask, key_mask, tokens[0], first_keys))
     return Listed(mask.elements, lists, tile[by_key], mask.tiles is not None, even, first)
 
 
 def lists_of(
     blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
-    by_key: bool = False, first_apart: bool = False,
+    by_key: bool = False, first_keys: int = 0,
 ) -> Tensor:  # fmt: skip
     """Lists of every tile[0] queries, or by_key of every tile[1] keys; arguments as of `order_of`.
 
@@ -63,9 +64,9 @@ def lists_of(
     if blocks.is_cuda:
         from sagebwd.masks import list_kernels
 
-        first = first_of(key_mask) if first_apart else None
-        return list_kernels.lists_of(blocks, tiles, key_mask, first, tokens, tile, band, by_key)
-    order = order_of(blocks, key_mask, tokens, tile, band, first_apart)
+        last = last_of(key_mask, first_keys) if first_keys else None
+        return list_kernels.lists_of(blocks, tiles, key_mask, last, tokens, tile, band, by_key)
+    order = order_of(blocks, key_mask, tokens, tile, band, first_keys)
     if tiles is not None:
         q, k = (torch.arange(n, device=blocks.device) * size // TILE for n, size in zip(order.shape[2:], tile))
         tiles = tiles[:, :, q[:, None], k]
@@ -80,12 +81,13 @@ def lists_of(
 
 def order_of(
     blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
-    first_apart: bool = False,
+    first_keys: int = 0,
 ) -> Tensor:  # fmt: skip
     """How much of each tile of queries and keys is seen: 2 where all of it is, 1 in part, 0 nothing.
 
     Args: blocks of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile, queries and
-    keys; first_apart, whether the first key that counts is left out, whose tile is then in part.
+    keys; first_keys, how many of the first keys that count are left out, fewer than a tile has. The last one's tile is
+    then in part; another's is already, as it has keys that do not count.
 
     Returns: (B or 1, H or 1, tiles of queries, tiles of keys) int32.
     """
@@ -102,27 +104,36 @@ def order_of(
     visible, whole = visible & counts.any(-1), whole & counts.all(-1)
     if tokens[0] % tile[0]:
         whole = whole & (q + tile[0] <= tokens[0])[:, None]
-    if first_apart:
-        whole = whole & (first_of(key_mask)[:, None, None, None] // tile[1] != k // tile[1])
+    if first_keys:
+        whole = whole & (last_of(key_mask, first_keys)[:, None, None, None] // tile[1] != k // tile[1])
     return visible.int() + (whole & visible).int()
 
 
-def first_of(key_mask: Tensor) -> Tensor:
-    """The first key that counts, (B,) int64; 0 where none does."""
-    return key_mask.view(torch.uint8).argmax(-1)
+def first_of(key_mask: Tensor, count: int) -> Tensor:
+    """The first keys that count, (B, count) int64; the last key in place of those that are not there, for one 0."""
+    if count == 1:
+        return key_mask.view(torch.uint8).argmax(-1, keepdim=True)
+    nth = torch.arange(1, count + 1, device=key_mask.device).expand(len(key_mask), -1).contiguous()
+    return torch.searchsorted(key_mask.cumsum(-1), nth).clamp(max=key_mask.shape[1] - 1)
 
 
-def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int) -> Tensor:
+def last_of(key_mask: Tensor, count: int) -> Tensor:
+    """The last of the first keys that count, (B,)."""
+    return first_of(key_mask, count)[:, -1].contiguous()
+
+
+def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int, count: int) -> Tensor:
+    """(B, H or 1, N, count): those of every query and the first keys that count."""
     batch, heads = len(key_mask), (mask.elements if mask.tiles is None else mask.tiles).shape[1]
-    first, rows = first_of(key_mask), torch.arange(tokens_q, device=key_mask.device)
+    first, rows = first_of(key_mask, count)[:, None, None], torch.arange(tokens_q, device=key_mask.device)
     if mask.tiles is not None:
         tiles = mask.tiles.expand(batch, -1, -1, -1)[:, :, rows // TILE]
-        tiles = tiles.gather(3, (first // TILE)[:, None, None, None].expand(-1, heads, tokens_q, 1))[..., 0]
-        return mask.elements[tiles.long(), rows % TILE, (first % TILE)[:, None, None]]
+        tiles = tiles.gather(3, (first // TILE).expand(-1, heads, tokens_q, -1))
+        return mask.elements[tiles.long(), rows[:, None] % TILE, first % TILE].contiguous()
     elements = mask.elements.expand(batch, -1, tokens_q, -1)
     if elements.shape[3] == 1:
-        return elements[..., 0].contiguous()
-    return elements.gather(3, first[:, None, None, None].expand(-1, heads, tokens_q, 1))[..., 0]
+        return elements.expand(-1, -1, -1, count).contiguous()
+    return elements.gather(3, first.expand(-1, heads, tokens_q, -1))
 
 
 def _coarse(blocks: Tensor, tile: tuple[int, int], padding: int) -> Tensor:

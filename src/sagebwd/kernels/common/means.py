@@ -39,7 +39,7 @@ def _chunk(
     partial,
     planes,
     key_mask,
-    first_key,
+    first_keys,
     cu_seqlens,
     heads,
     tokens,
@@ -47,6 +47,7 @@ def _chunk(
     head_dim: tl.constexpr,
     EXTREMES: tl.constexpr,
     SAMPLED: tl.constexpr,
+    FIRST: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -56,7 +57,7 @@ def _chunk(
 
     SAMPLED: of a sample of the tokens, where there is no mask.
 
-    first_key (batch,): the first that key_mask leaves, or the sequence's length; written if not None.
+    first_keys (batch, FIRST): the first that key_mask leaves, then the sequence's length; written if not None.
     """
     chunk, batch_head = block_and_head(chunks)
     batch = batch_head // heads
@@ -72,10 +73,18 @@ def _chunk(
         for first in range(0, length, 1024):
             at = first + tl.arange(0, 1024)
             counts = tl.load(key_mask + at, mask=at < length, other=0) != 0
+            if first_keys is not None and FIRST > 1:  # noqa: SIM102, settled at compile time
+                if count < FIRST:
+                    nth = count + tl.cumsum(counts.to(tl.int32), 0) - 1
+                    tl.store(first_keys + batch * FIRST + nth, at, mask=counts & (nth < FIRST))
             count += tl.sum(counts.to(tl.int32))
             found = tl.minimum(found, tl.min(tl.where(counts, at, length)))
-        if first_key is not None:
-            tl.store(first_key + batch, found)  # the same from every program
+        if first_keys is not None:  # the same from every program
+            if FIRST == 1:
+                tl.store(first_keys + batch, found)
+            else:
+                nth = tl.arange(0, FIRST)
+                tl.store(first_keys + batch * FIRST + nth, length + 0 * nth, mask=nth >= count)
     # rows are reduced once, at the end: a reduction in the loop would cross warps every time
     sums = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
@@ -115,7 +124,7 @@ def statistics_kernel(
     partial,
     planes,
     key_mask,
-    first_key,
+    first_keys,
     cu_seqlens,
     heads,
     tokens,
@@ -123,6 +132,7 @@ def statistics_kernel(
     head_dim: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_SAMPLED: tl.constexpr,
+    FIRST: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,13 +144,13 @@ def statistics_kernel(
     """
     if tl.program_id(1) == 0:
         _chunk(
-            k, partial, planes, key_mask, first_key, cu_seqlens, heads, tokens, chunks, head_dim, False, K_SAMPLED,
-            VARLEN, CHUNK, BLOCK, BLOCK_D,
+            k, partial, planes, key_mask, first_keys, cu_seqlens, heads, tokens, chunks, head_dim, False, K_SAMPLED,
+            FIRST, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         _chunk(
             v, partial + 3 * planes, planes, key_mask, None, cu_seqlens, heads, tokens, chunks, head_dim, V_SCALE,
-            False, VARLEN, CHUNK, BLOCK, BLOCK_D,
+            False, 0, VARLEN, CHUNK, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
@@ -202,24 +212,25 @@ def launch_statistics(
     smooth_k: bool,
     smooth_v: bool,
     v_scale: bool,
-    first_key: bool,
+    first_keys: int,
     k_sampled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None.
 
     k_sampled: K's mean is that of a sample, where there is no mask.
 
-    And where there is a mask, if asked for, the first key that it leaves or the number of keys, (B,) int32; else None.
+    And where there is a mask, if asked for, the first keys that it leaves, then the number of keys, (B, first_keys)
+    int32; else None. first_keys: 0, 1 or a power of two.
     """
     head_dim, device = k.shape[-1], k.device
     heads = packing.batch * packing.heads
     shape = 2, packing.batch, packing.heads, head_dim
-    first_key = first_key and key_mask is not None
-    if not (smooth_k or smooth_v or v_scale or first_key):
+    first_keys = first_keys if key_mask is not None else 0
+    if not (smooth_k or smooth_v or v_scale or first_keys):
         return *zeros(shape, torch.float32, device), None, None
     mean = torch.empty(shape, dtype=torch.float32, device=device)
     scale = torch.empty_like(mean[1]) if v_scale else None
-    first = torch.empty(packing.batch, dtype=torch.int32, device=device) if first_key else None
+    first = torch.empty(packing.batch, first_keys, dtype=torch.int32, device=device) if first_keys else None
     chunks = max(1, -(-packing.tokens // CHUNK))
     planes = chunks * heads * head_dim
     partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)
@@ -240,6 +251,7 @@ def launch_statistics(
         head_dim=head_dim,
         V_SCALE=v_scale,
         K_SAMPLED=k_sampled,
+        FIRST=first_keys,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
         BLOCK=max(8, 1024 // block_d),

@@ -1,6 +1,7 @@
 """Forward: online softmax over key blocks, P quantised relative to its own block's row maximum.
 
-If the recipe keeps the first key apart, a row's state begins with it, in FP32, and the loop masks it.
+If the recipe keeps first keys apart, a row's state begins with them, one in FP32, several with P V in 16 bit, and the
+loop masks them.
 
 A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
 hand scores out (`tile.interleave`).
@@ -46,8 +47,10 @@ from sagebwd.kernels.portable.blocks import (
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_score, value_of
+from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
+from sagebwd.kernels.portable.softmax import probabilities, scores
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import FP8, INT8
@@ -64,36 +67,6 @@ class Values(NamedTuple):
     sum: Tensor | None  # 128 times the codes' column sums, where P has 254 levels
     mean: Tensor | None  # taken off V
     unit: tl.constexpr = ONE
-
-
-@triton.jit
-def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
-    """S = Q K^T in base 2, without Q's scale if INT8; k_scale: of the sequence."""
-    if q_tile.dtype == tl.int8:
-        s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)  # S = Q K^T
-        if not K_TOKEN:
-            s = s * (tl.load(k_scale + first_k) * scale_2)
-        elif MASKED:
-            s = s * (tl.load(k_scale + first_k + keys, mask=keys < left, other=0) * scale_2)[None, :]
-        else:
-            s = s * (tl.load(k_scale + first_k + keys) * scale_2)[None, :]
-        return s
-    else:
-        return dot_16bit(q_tile, k_tile.T) * scale_2  # S = Q K^T
-
-
-@triton.jit
-def probabilities(s, row_scale):
-    """P = exp2(S - block_max), and block_max, each row's in this block; row_scale: Q's, where S lacks it, or None."""
-    # Q's scale is positive and the same along the row
-    block_max = tl.max(s, 1)
-    if row_scale is not None:
-        block_max = tl.where(block_max == float("-inf"), block_max, block_max * row_scale)
-        offset = tl.where(block_max == float("-inf"), 0.0, block_max)
-        return exp2(s * row_scale[:, None] - offset[:, None]), block_max  # P = exp2(S - block_max)
-    else:
-        offset = tl.where(block_max == float("-inf"), 0.0, block_max)
-        return exp2(s - offset[:, None]), block_max  # P = exp2(S - block_max)
 
 
 @triton.jit
@@ -140,6 +113,7 @@ def forward_kernel(
     k_scale,
     smooth_q,
     first_key,
+    first_keys,
     o,
     lse,
     row_max,
@@ -173,7 +147,7 @@ def forward_kernel(
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
-    written where not None. first_key: `FirstKey`. smooth_q, mask: `SmoothQ` and
+    written where not None. first_key: `FirstKey`. first_keys: `FirstKeys`. smooth_q, mask: `SmoothQ` and
     `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
@@ -248,6 +222,13 @@ def forward_kernel(
         m = tl.where(seen, score, m)
         l = tl.where(seen, 1.0, l)
         acc = tl.where(seen[:, None], value[None, :], acc)
+    if first_keys.at is not None:
+        last = last_of(first_keys, work_tile.batch)
+        n_range = cut_first_block(n_range)
+        m, l, acc = first_products(
+            first_keys, q_tile, row_scale, k_at, pitch_of(k), k_scale, smooth_q, exact, shift, mu, v, work_tile, owner,
+            first_q + rows, inside, bounds, mask, columns, scale_2, head_dim, V_SCALE, BLOCK_D,
+        )  # fmt: skip
     for masked in tl.static_range(2):
         count, listed = steps_of(n_range, lists, masked)
         for i in tl.range(0, count):
@@ -272,6 +253,11 @@ def forward_kernel(
                 missing_scale = None
             if masked:
                 keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, first, key_mask)
+                if first_keys.at is not None:
+                    if first_keys.number is None:  # of most registers the compiler knows the outcome
+                        keep = keep & ((keys >= first_keys.COUNT) | (first_k > 0))[None, :]
+                    else:
+                        keep = keep & (first_k + keys > last)[None, :]
                 if mask is not None:
                     element = load_elements(
                         mask, elements, listed + i, first_q, first_k, rows[:, None], keys[None, :],
@@ -334,6 +320,7 @@ def launch_forward(
     k_scale: Tensor | None,
     smooth_q: SmoothQ | None,
     first_key: FirstKey,
+    first_keys: FirstKeys,
     o: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Write o; lse and, where gradients are FP8, row maxima. The operands as `forward_kernel` takes them."""
@@ -361,6 +348,7 @@ def launch_forward(
             k_scale,
             smooth_q,
             first_key,
+            first_keys,
             Strided.of(o, queries),
             lse,
             row_max,

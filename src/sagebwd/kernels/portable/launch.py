@@ -15,6 +15,7 @@ from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
 from sagebwd.kernels.portable.first_key import FirstKey
+from sagebwd.kernels.portable.first_keys import FirstKeys
 from sagebwd.kernels.portable.forward import Values, launch_forward
 from sagebwd.kernels.portable.smooth_q import SmoothQ
 from sagebwd.recipe import INT8
@@ -31,11 +32,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
-    first_apart = o_int8 and recipe.first_keys == 1
+    apart = recipe.first_keys if o_int8 else 0
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
-    k_mean, v_mean, v_scale, first_key = launch_statistics(
+    k_mean, v_mean, v_scale, number = launch_statistics(
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", first_key=first_apart, k_sampled=recipe.k_mean == "sample",
+        v_scale=o_int8 and recipe.v_scale == "sequence", first_keys=apart, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
@@ -58,7 +59,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
             transposed=o_int8, column_sum=o_int8 and recipe.p_levels == 254,
-            smoothed=v_smoothed, first_row=first_apart, first_key=first_key,
+            smoothed=v_smoothed, first_row=apart == 1, first_key=number if apart == 1 else None,
         )  # fmt: skip
 
     o = empty_like_rows(q)
@@ -66,6 +67,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     v_strides = (0, 0, 0) if o_int8 else keys.strides(v_operand)
     v_group_scale = v_pass.block_scale if v_scale is None else v_scale
     k_operand = k_pass.codes if s_int8 else k_pass.smoothed if k_smoothed else k
+    listed = None if call.lists is None else call.lists.by_query
     lse, row_max = launch_forward(
         call,
         q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
@@ -74,7 +76,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         q_pass.token_scale,
         k_pass.token_scale,
         SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
-        FirstKey.of(k_operand, v_pass.first_row, first_key, None if call.lists is None else call.lists.by_query),
+        FirstKey.of(k_operand, v_pass.first_row, number, listed),
+        FirstKeys.of(v, keys, number, listed, apart),
         o,
     )
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None

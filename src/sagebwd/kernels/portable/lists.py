@@ -19,7 +19,7 @@ from sagebwd.recipe import INT8
 
 def of_forward(call: Call) -> Lists:
     """For the forward of a call with a mask."""
-    return Lists(_listed(call, "forward", call.recipe.o == INT8 and call.recipe.first_keys == 1))
+    return Lists(_listed(call, "forward", call.recipe.first_keys if call.recipe.o == INT8 else 0))
 
 
 def of_backward(call: Call) -> Lists:
@@ -27,11 +27,11 @@ def of_backward(call: Call) -> Lists:
     return Lists(_listed(call, "dq"), _listed(call, "dkdv_given" if shares_maxima(call) else "dkdv"))
 
 
-def _listed(call: Call, kernel: str, first_apart: bool = False) -> Listed:
+def _listed(call: Call, kernel: str, first_keys: int = 0) -> Listed:
     tokens = call.queries.tokens, call.keys.tokens
     tile, by_key = list_tile(kernel, call.head_dim, call.recipe, device.capability(call.device))
     band = Band.of(call.is_causal, call.window_left, call.window_right)
-    found = listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_apart)
+    found = listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_keys)
     # kernels go by the tile's number: how many there are is no part of a call's specification
     return found._replace(elements=found.elements[:1]) if found.is_tiled else found
 
