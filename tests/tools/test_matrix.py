@@ -26,6 +26,7 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
 WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512)}
 VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
+APART = ("token(first_keys=16)", torch.bfloat16)
 
 
 def rows_of(size: str) -> list[forms.Cell]:
@@ -49,7 +50,7 @@ def test_every_width_has_every_form_in_full():
     assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic)
     assert all(found == set(FORMS) for found in automatic.values())
     for width in (8, 17, 64, 72, 80, 128, 256):
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, APART):
             assert met(rows, *variant)[width, width] == set(FORMS), (width, variant)
     portable = met(rows, "token", torch.bfloat16)
     assert {dims: found == set(FORMS) for dims, found in portable.items()} == dict.fromkeys(automatic, True)
@@ -90,6 +91,8 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
     assert set().union(*turns[256, 8]) == set(FORMS)
     assert all(found != set(FORMS) for found in turns[256, 8])
     assert len(classes[256, 8]) == 8
+    for dims in sizes.MOST_USED:
+        assert met(rows, *APART)[dims] == {"causal", "packed-causal", "padding"}
     once = {
         dims
         for recipe in ("paper", "full")

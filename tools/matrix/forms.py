@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sagebwd import RECIPES, dispatch, read_block_mask
+from sagebwd import Recipe, dispatch, read_block_mask
 from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
@@ -121,7 +121,7 @@ class Cell(Case):
             return True
         if self.recipe == AUTO or impl == "reference":
             return False
-        recipe = RECIPES[self.recipe]
+        recipe = Recipe.parse(self.recipe)
         if FP8 not in (recipe.dv, recipe.dq, recipe.dk) and impl != "hopper":
             return False
         return not dispatch.is_hopper(torch.device(device))

@@ -25,6 +25,9 @@ VARIED = (
 KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), ("token", "float16"))
+APART = ("token(first_keys=16)", "bfloat16")
+"""Another forward than `token`'s; few rows of it fit the cover."""
+MOST_USED = ((64, 64), (128, 128))
 FEW_FORMS = ("causal", "packed-causal", "padding")
 THIRDS = (
     (
@@ -81,6 +84,8 @@ def _cover() -> Iterator[Cell]:
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
+    for dims in MOST_USED:
+        yield from _rows(dims, FEW_FORMS, *APART)
     for dims in EVERY:
         yield from _rows(dims, FORMS if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
     for number, dims in enumerate(widths.FORMS):
@@ -93,5 +98,7 @@ def _every() -> Iterator[Cell]:
             yield from _rows(dims, FORMS, recipe, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
+        if dims in KINDS:
+            yield from _rows(dims, FORMS, *APART)
     for dims in widths.FORMS:
         yield from _rows(dims, FORMS, AUTO, "float16")
