@@ -209,13 +209,30 @@ CALLS |= {
 CHANGES = {"": {}, "deterministic-": {"deterministic": True}, "plain-": {"recipe": "mixed(dp=int8, rotate=False)"}}
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [*widths.FORMS, (80, 40)])
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("change", CHANGES)
+# Every call at 128, some at every width, and some of these changed
+CASES = [
+    *(("", name, (128, 128)) for name in CALLS),
+    *(
+        ("", name, dims)
+        for name in ("gqa-ragged", "packed-causal-window", "padded", "sink")
+        for dims in [*widths.FORMS, (80, 40)]
+        if dims != (128, 128)
+    ),
+    *(
+        (change, name, dims)
+        for change in ("deterministic-", "plain-")
+        for name in ("gqa-ragged", "packed-ungrouped-causal")
+        for dims in widths.FORMS
+    ),
+]
+
+
 class TestIsTheRecipe:
     pytestmark = on_hopper
 
-    def test_is_the_recipe(self, change, name, head_dim, value_dim):
+    @pytest.mark.parametrize(("change", "name", "dims"), CASES)
+    def test_is_the_recipe(self, change, name, dims):
+        head_dim, value_dim = dims
         shape = {"head_dim": head_dim, "value_dim": value_dim, "device": "cuda", "recipe": RECIPE}
         dataclasses.replace(CALLS[name], **(shape | CHANGES[change])).check("hopper")
 
