@@ -20,7 +20,3 @@ def low_precision(device):
 
 def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
