@@ -171,3 +171,13 @@ def test_a_sum_of_one_sign_comes_out_too_small():
     assert slopes[0] < 0.985 < 0.995 < slopes[1]
     promoted = float(line(1024, 0, 2.0, 0.0, promote=128).split("|")[5])
     assert slopes[0] + 0.01 < promoted
+
+
+def test_means_over_windows_are_those_of_all():
+    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
+    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
+        found = trained_gradients.average(found, count, {"slope": slope, "error": error})
+        seen = slopes[:count]
+        assert found["slope"] == pytest.approx(statistics.mean(seen))
+        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
+    assert found["error"] == pytest.approx(statistics.mean(errors))

@@ -222,3 +222,17 @@ def test_the_commit_is_what_the_environment_says(monkeypatch, tmp_path):
         ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()
     assert results.commit() == (found or None)
+
+
+def test_no_repeat_no_noise(folders):
+    (token,) = gaps(folders[2:])
+    assert (token.mean, token.noise) == (pytest.approx(0.06), None)
+    (token,) = gaps(folders[2:], noise_of=[folders[0], folders[2]])
+    assert (token.mean, token.noise) == pytest.approx((0.06, 0.03))
+
+
+def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
+    folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
+    (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
+    assert "not counted: 1, the kernels of a9c0339" in printed([at], table_by_step)
+    assert (at.gap.gaps, at.gap.mean, list(at.gap.objections.values())) == ((), None, [1])
