@@ -6,6 +6,7 @@ import re
 import pytest
 
 from sagebwd.auto.fit import fitted
+from sagebwd.auto.model import FORWARD, TRAINING
 from tools import fit_auto
 
 
@@ -49,6 +50,30 @@ def test_the_page_has_what_is_held_out(rows):
         said, *printed = map(float, cells.split(" | "))
         assert said == count
         assert printed == pytest.approx(wanted, abs=0.0011), part
+
+
+def test_a_score_counts_what_is_lost():
+    score = fit_auto.Score()
+    for chosen, other in ((1.0, 2.0), (1.02, 1.0), (2.0, 1.0)):
+        score.add(chosen, other)
+    assert score.cells() == ["3", "0.667", f"{2.04 ** (1 / 3):.3f}", "2.000"]
+    assert fit_auto.Score().cells()[0] == "0"
+
+
+def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
+    (path,) = (path for path in fit_auto.files_of_model() if "attention_h100" in path.name)
+    facts, found = fit_auto.rows_of(path)
+    raw = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert 0 < len(found) < len(raw)
+    assert {row["direction"] for row in found} == {FORWARD, TRAINING}
+    assert {row["recipe"] for row in found} == {"mixed"}
+    assert facts["gpu"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_other_files_are_refused():
+    path = fit_auto.RESULTS / "auto_h200_2026-11-26_3f70cad.json"
+    with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json or attention_\*.json"):
+        fit_auto.rows_of(path)
 
 
 def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):
