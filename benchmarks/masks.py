@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.correctness import Outcome, emulated, gate, wrong_tensors
 from benchmarks.mask_cases import DENSE, PACKED, PEERS, Attention, Case, attentions
+from benchmarks.timer import from_rest
 from sagebwd import dispatch
 from sagebwd.auto import model
 from sagebwd.call import Ask
@@ -102,7 +103,7 @@ def measure_case(
     tell(f"{case}", 0.0)
     inputs, mask_mod = case.shape.inputs(device, torch.bfloat16), case.mask_mod(device)
     block_mask = case.block_mask(mask_mod, device)
-    _, block_mask_ms = _timed(lambda: case.block_mask(mask_mod, device), device)
+    _, block_mask_ms, _ = from_rest(lambda: case.block_mask(mask_mod, device), device)
     mask, sinks = of_tensor(case.dense(mask_mod, device)), case.sinks(device)
     beside = None if sinks is None else sinks.detach()
     exact = emulated(case.shape, Recipe.named("full"), inputs, torch.float64, mask, sinks=beside)
@@ -212,22 +213,12 @@ def _impl(case: Case, name: str, impl: str | None, inputs: Inputs) -> str | None
         return None
 
 
-def _timed(run: Callable[[], object], device: str) -> tuple[object, float]:
-    """What a run gives, and ms from its start to the device's end."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
-    start = time.perf_counter()
-    outcome = run()
-    wait()
-    return outcome, (time.perf_counter() - start) * 1e3
-
-
 def _new_mask_ms(attention: Attention, inputs: Inputs, block_mask: BlockMask, direction: str, device: str) -> float:
     """What a call costs more under a BlockMask that it has not seen than under the same one again."""
     more = []
     for _ in range(NEW_MASKS):
         run = _run(attention, inputs, block_mask.to(device), direction)  # another object that shows the same
-        first, again = (_timed(run, device)[1] for _ in range(2))
+        first, again = (from_rest(run, device)[1] for _ in range(2))
         more.append(first - again)
     return max(0.0, statistics.median(more))
 

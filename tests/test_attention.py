@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from sagebwd import Recipe, explain, read_mask, sage_attention, sage_attention_varlen, switches
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import current as current_switches
+from tests.attention_case import leaves, outcome
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding
@@ -18,15 +19,9 @@ pytestmark = pytest.mark.rounding
 FULL = {"recipe": "full", "impl": "reference"}
 
 
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
 def call(*inputs, do, recipe="token", **arguments):
     """Output and gradients."""
-    inputs = leaves(*inputs)
-    out = sage_attention(*inputs, recipe=recipe, **arguments)
-    return (out, *torch.autograd.grad(out, inputs, do))
+    return outcome(sage_attention, inputs, do, recipe=recipe, **arguments)
 
 
 @pytest.mark.parametrize("recipe", ["full", "token", "paper"])
@@ -35,9 +30,7 @@ def call(*inputs, do, recipe="token", **arguments):
 def test_gradients_against_sdpa(recipe, tokens, head_dim):
     q, k, v, do = draw(batch=2, heads=4, kv_heads=2, tokens=tokens[0], kv_tokens=tokens[1], head_dim=head_dim)
     actual = call(q, k, v, do=do, is_causal=True, enable_gqa=True, recipe=recipe)
-    inputs = leaves(q, k, v)
-    expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    expected = (expected, *torch.autograd.grad(expected, inputs, do))
+    expected = outcome(F.scaled_dot_product_attention, (q, k, v), do, is_causal=True, enable_gqa=True)
     limit = {"full": 1e-5, "token": 0.04, "paper": 0.12}[recipe]
     for a, e in zip(actual, expected):
         assert a.shape == e.shape
@@ -105,10 +98,7 @@ def test_two_halves_merge_by_their_lse(recipe):
     lse = torch.stack([part[1] for part in parts]).logsumexp(0)
     out = sum(o * torch.exp(part_lse - lse)[..., None] for o, part_lse in parts)
     merged = (out, *torch.autograd.grad(out, inputs, do))
-    whole_inputs = leaves(q, k, v)
-    whole = F.scaled_dot_product_attention(*whole_inputs)
-    whole = (whole, *torch.autograd.grad(whole, whole_inputs, do))
-    for a, e in zip(merged, whole):
+    for a, e in zip(merged, outcome(F.scaled_dot_product_attention, (q, k, v), do)):
         assert relative_l2(a, e) < {"full": 1e-10, "token": 0.1, "paper": 0.25}[recipe]
 
 
@@ -174,9 +164,9 @@ def test_packed_neighbours_do_not_matter():
     offsets = torch.tensor([0, 37, 100], dtype=torch.int32)
     results = []
     for factor in (1.0, 100.0):
-        inputs = [torch.cat((factor * x[:37], x[37:])).requires_grad_() for x in (q, k, v)]
-        out = sage_attention_varlen(*inputs, offsets, offsets, 63, 63, is_causal=True)
-        results.append((out, *torch.autograd.grad(out, inputs, do)))
+        inputs = [torch.cat((factor * x[:37], x[37:])) for x in (q, k, v)]
+        packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 63, "max_seqlen_k": 63}
+        results.append(outcome(sage_attention_varlen, inputs, do, **packing, is_causal=True))
     for a, b in zip(*results):
         assert torch.equal(a[37:], b[37:])
 
@@ -184,9 +174,7 @@ def test_packed_neighbours_do_not_matter():
 def test_rows_that_see_nothing_are_zero():
     q, k, v, do = draw(tokens=20, kv_tokens=10)
     for arguments in ({"window": (2, 0)}, {"attn_mask": torch.zeros(1, 1, 1, 10, dtype=torch.bool)}):
-        inputs = leaves(q, k, v)
-        out, lse = sage_attention(*inputs, return_lse=True, **arguments)
-        dq, dk, dv = torch.autograd.grad(out, inputs, do)
+        out, lse, dq, dk, dv = outcome(sage_attention, (q, k, v), do, return_lse=True, **arguments)
         empty = slice(12, None) if "window" in arguments else slice(None)
         assert out[:, :, empty].abs().max() == 0
         assert (lse[:, :, empty] == -math.inf).all()
@@ -389,9 +377,7 @@ def test_values_of_another_head_dim(recipe, dims):
     q, k, _, _ = draw(batch=1, heads=4, kv_heads=2, tokens=70, head_dim=dims[0])
     _, _, v, do = draw(batch=1, heads=4, kv_heads=2, tokens=70, head_dim=dims[1])
     actual = call(q, k, v, do=do, is_causal=True, enable_gqa=True, recipe=recipe)
-    inputs = leaves(q, k, v)
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    expected = (out, *torch.autograd.grad(out, inputs, do))
+    expected = outcome(F.scaled_dot_product_attention, (q, k, v), do, is_causal=True, enable_gqa=True)
     for a, e in zip(actual, expected):
         assert a.shape == e.shape
         assert relative_l2(a, e) < {"full": 1e-5, "paper": 0.12}.get(recipe, 0.06)

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from sagebwd import read_block_mask, sage_attention
 from sagebwd.masks.mask import shown
+from tests.attention_case import outcome, softmax_attention
 from tests.inputs import draw
 from tests.masks import KINDS, MODS
 from tests.masks import dense as dense_of
@@ -20,38 +21,6 @@ def inputs(shape=SHAPE, kv_heads=2, dtype=torch.float64):
     return [x.requires_grad_() for x in (q, k, v)], do
 
 
-def exact(leaves, mask, is_causal=False, window=None):
-    """By torch, with a band as part of the mask; (output, lse), of queries that see no key 0 and -inf."""
-    q, k, v = leaves
-    k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
-    tokens_q, tokens_k = q.shape[-2], k.shape[-2]
-    distance = torch.arange(tokens_k) - torch.arange(tokens_q)[:, None]
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    visible = shown(mask).expand(s.shape)
-    if not mask.dtype.is_floating_point:
-        mask = torch.zeros((), dtype=q.dtype)
-    if is_causal:
-        visible = visible & (distance <= 0)
-    if window is not None:
-        visible = visible & (distance >= -window[0]) & (distance <= window[1])
-    s = torch.where(visible, s + torch.where(visible, mask.to(q.dtype), 0), -torch.inf)
-    lse = s.logsumexp(-1)
-    return torch.where(visible, (s - lse.nan_to_num(neginf=0)[..., None]).exp(), 0) @ v, lse
-
-
-def agree(leaves, do, expected, **arguments):
-    (o, lse), (exact_o, exact_lse) = sage_attention(*leaves, **arguments, return_lse=True), expected
-    torch.testing.assert_close(o, exact_o)
-    torch.testing.assert_close(lse, exact_lse)
-    weight = torch.where(exact_lse.isfinite(), 1.0, 0.0)
-    found, right = (
-        torch.autograd.grad((x * do).sum() + (torch.where(y.isfinite(), y, 0) * weight).sum(), leaves)
-        for x, y in ((o, lse), (exact_o, exact_lse))
-    )
-    for a, e in zip(found, right):
-        torch.testing.assert_close(a, e)
-
-
 def arguments_of(mask):
     return {"attn_mask": mask} if isinstance(mask, torch.Tensor) else {"block_mask": mask}
 
@@ -62,8 +31,11 @@ def test_full_precision_is_torchs(kind, band):
     leaves, do = inputs()
     mask = draw_mask(kind, SHAPE, torch.float64, 3)
     tensor = mask if isinstance(mask, torch.Tensor) else dense_of(kind, SHAPE)
-    expected = exact(leaves, tensor, **band)
-    agree(leaves, do, expected, **arguments_of(mask), **band, enable_gqa=True, recipe="full")
+    dlse = softmax_attention(*leaves, tensor, **band)[1].isfinite().to(do.dtype)
+    expected = outcome(softmax_attention, leaves, do, dlse, mask=tensor, **band)
+    options = {"enable_gqa": True, "recipe": "full", "return_lse": True}
+    found = outcome(sage_attention, leaves, do, dlse, **arguments_of(mask), **band, **options)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["bool-all", "bias-heads", "bool-matrix"])
@@ -71,11 +43,9 @@ def test_is_scaled_dot_product_attention(kind):
     leaves, do = inputs()
     mask = draw_mask(kind, SHAPE, torch.float64, 3)
     mask = mask if mask.dtype == torch.bool else mask.clamp(min=-1e4)
-    expected = F.scaled_dot_product_attention(*leaves, mask, enable_gqa=True)
-    found = sage_attention(*leaves, mask, enable_gqa=True, recipe="full")
+    expected = outcome(F.scaled_dot_product_attention, leaves, do, attn_mask=mask, enable_gqa=True)
+    found = outcome(sage_attention, leaves, do, attn_mask=mask, enable_gqa=True, recipe="full")
     torch.testing.assert_close(found, expected)
-    for a, e in zip(torch.autograd.grad(found, leaves, do), torch.autograd.grad(expected, leaves, do)):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize(("before", "mask_before"), [
@@ -94,12 +64,12 @@ def test_any_number_of_dimensions(before, mask_before):
 @pytest.mark.parametrize("kind", MODS)
 def test_a_block_mask_is_its_dense_mask(kind, recipe):
     leaves, do = inputs(dtype=torch.float32)
-    outcomes = []
-    for arguments in ({"block_mask": draw_mask(kind, SHAPE, torch.float32, 0)}, {"attn_mask": dense_of(kind, SHAPE)}):
-        o = sage_attention(*leaves, **arguments, enable_gqa=True, recipe=recipe)
-        outcomes.append([o, *torch.autograd.grad(o, leaves, do)])
-    for a, e in zip(*outcomes):
-        assert torch.equal(a, e)
+    block_mask, dense = draw_mask(kind, SHAPE, torch.float32, 0), dense_of(kind, SHAPE)
+    found, expected = (
+        outcome(sage_attention, leaves, do, **mask, enable_gqa=True, recipe=recipe)
+        for mask in ({"block_mask": block_mask}, {"attn_mask": dense})
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -136,14 +106,10 @@ def test_hidden_queries_and_keys(kind, recipe, impl):
         visible &= torch.ones(60, 60, dtype=torch.bool)
         mask = create_block_mask(lambda b, h, i, j: visible[0, 0][i, j], None, None, 60, 60, device="cpu")
     spoilt = [x.detach().masked_fill(~visible.any(2).any(1)[:, None, :, None], torch.nan) for x in (k, v)]
-    outcomes = []
-    for keys in ((k, v), spoilt):
-        leaves = [x.detach().requires_grad_() for x in (q, *keys)]
-        o, lse = sage_attention(*leaves, **arguments_of(mask), recipe=recipe, impl=impl, return_lse=True)
-        outcomes.append([o, lse, *torch.autograd.grad(o, leaves, do)])
-    for a, e in zip(*outcomes):
-        assert torch.equal(a, e)
-    o, lse, dq, dk, dv = outcomes[0]
+    options = arguments_of(mask) | {"recipe": recipe, "impl": impl, "return_lse": True}
+    found, of_spoilt = (outcome(sage_attention, (q, *keys), do, **options) for keys in ((k, v), spoilt))
+    assert all(map(torch.equal, found, of_spoilt))
+    o, lse, dq, dk, dv = found
     blind, unseen = ~visible.any(3), ~visible.any(2)
     assert blind.any()
     assert unseen.any()
@@ -183,12 +149,9 @@ def test_compiles_without_a_break(kind):
     def attend(q, k, v, **arguments):
         return torch.tanh(sage_attention(1.5 * q, k, v, enable_gqa=True, recipe="token", **arguments))
 
-    outcomes = []
-    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-        o = function(*leaves, **arguments)
-        outcomes.append([o, *torch.autograd.grad(o, leaves, do)])
-    for a, e in zip(*outcomes):
-        assert torch.equal(a, e)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = (outcome(function, leaves, do, **arguments) for function in (compiled, attend))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_block_mask_under_compile_says_what_to_do():

@@ -21,6 +21,7 @@ from benchmarks.baselines import available
 from benchmarks.shapes import Shape
 from sagebwd import sage_attention
 from sagebwd.reference.metrics import cosine, relative_l2
+from tests.attention_case import outcome
 from tests.inputs import KINDS, draw
 
 pytestmark = pytest.mark.rounding
@@ -132,21 +133,15 @@ def compare(q, k, v, do, recipe, impl="reference", is_causal=True, first=0):
     return against_fp64(attention, q, k, v, do, is_causal, first)
 
 
-def outcome(attention, q, k, v, do):
-    """o and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = attention(*leaves)
-    return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-
 def exact_outcome(q, k, v, do, is_causal):
     """The same of attention in FP64."""
-    return outcome(partial(F.scaled_dot_product_attention, is_causal=is_causal), *(x.double() for x in (q, k, v, do)))
+    tensors = [x.double() for x in (q, k, v)]
+    return outcome(F.scaled_dot_product_attention, tensors, do.double(), is_causal=is_causal)
 
 
 def against_fp64(attention, q, k, v, do, is_causal, first=0):
     """The same of any attention."""
-    pairs = zip(TENSORS, outcome(attention, q, k, v, do), exact_outcome(q, k, v, do, is_causal))
+    pairs = zip(TENSORS, outcome(attention, (q, k, v), do), exact_outcome(q, k, v, do, is_causal))
     cut = {name: (a[..., first:, :], e[..., first:, :]) for name, a, e in pairs}
     return {name: (cosine(*pair), relative_l2(*pair)) for name, pair in cut.items()}
 
@@ -202,7 +197,7 @@ def test_kernels_at_16k_tokens(head_dim, is_causal):
         exact = exact_outcome(*inputs, is_causal)
         for recipe in recipes:
             emulated, actual = (
-                outcome(partial(sage_attention, is_causal=is_causal, recipe=recipe, impl=impl), *inputs)
+                outcome(partial(sage_attention, is_causal=is_causal, recipe=recipe, impl=impl), inputs[:3], inputs[3])
                 for impl in ("reference", None)
             )
             for name, *of_tensor in zip(TENSORS, emulated, actual, exact):
@@ -217,7 +212,7 @@ def slopes(recipe, impl, tokens, head_dim, is_causal, device="cpu", dtype=torch.
     """By gradient, <actual, exact> / <exact, exact> of kind "coherent": under 1 where sums lose what they add."""
     inputs = [x.to(device) for x in draw("coherent", tokens=tokens, head_dim=head_dim, dtype=dtype)]
     attention = partial(sage_attention, is_causal=is_causal, recipe=recipe, impl=impl)
-    pairs = zip(TENSORS, outcome(attention, *inputs), exact_outcome(*inputs, is_causal))
+    pairs = zip(TENSORS, outcome(attention, inputs[:3], inputs[3]), exact_outcome(*inputs, is_causal))
     return {
         name: ((actual.double() * exact).sum() / exact.square().sum()).item()
         for name, actual, exact in pairs

@@ -20,9 +20,10 @@ from sagebwd.masks.band import Band
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
+from tests.attention_case import outcome
 from tests.diagnostics.test_trace import random_call
 from tests.inputs import draw
-from tests.test_sinks import FORMS, TOKENS, exact, inputs, results
+from tests.test_sinks import FORMS, TOKENS, exact, inputs
 
 # every product exact in FP64 but dP's
 ALONE = "full(dp=int8, rotate=True)"
@@ -45,8 +46,8 @@ def test_without_rounding_it_is_attention(monkeypatch, form, rotate):
     """Grouped heads, windows, padding, masks with queries that see nothing, sinks and a gradient of lse."""
     monkeypatch.setattr(emulator, "quantize_tokens", lambda x, *_: (x, torch.ones_like(x[..., :1])))
     leaves, *given = inputs()
-    found = results(attend(f"full(dp=int8, rotate={rotate})", **FORMS[form]), leaves, *given)
-    for a, e in zip(found, results(lambda *x: exact(*x, **FORMS[form]), leaves, *given)):
+    found = outcome(attend(f"full(dp=int8, rotate={rotate})", **FORMS[form]), leaves, *given)
+    for a, e in zip(found, outcome(lambda *x: exact(*x, **FORMS[form]), leaves, *given)):
         assert_close(a, e, atol=1e-10, rtol=1e-9)
 
 
@@ -78,7 +79,7 @@ def test_what_every_value_shares_is_gone(form, recipe):
         options["attn_mask"] = KEPT[:, None, None]
         v = v.detach().masked_fill(~KEPT[:, None, :, None], math.nan).requires_grad_()
     more = v.detach() + torch.tensor([100.0, -7.0])[:, None, None]  # another of each head
-    before, after = (results(attend(recipe, **options), [q, k, x], do, dlse)[2:4] for x in (v, more.requires_grad_()))
+    before, after = (outcome(attend(recipe, **options), [q, k, x], do, dlse)[2:4] for x in (v, more.requires_grad_()))
     assert all(x.isfinite().all() for x in (*before, *after))
     for a, b in zip(after, before):
         assert relative_l2(a, b) < (1e-8 if recipe == ALONE else 0.1)
@@ -121,9 +122,8 @@ def test_sixteen_bit_inputs_are_as_good(recipe, dtype):
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
 
     def gradients(recipe, dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        o = sage_attention(*leaves, is_causal=True, enable_gqa=True, recipe=recipe)
-        return torch.autograd.grad(o, leaves, do.to(dtype))
+        tensors, options = [x.to(dtype) for x in (q, k, v)], {"is_causal": True, "enable_gqa": True, "recipe": recipe}
+        return outcome(sage_attention, tensors, do.to(dtype), **options)[1:]
 
     wanted = gradients("full", torch.float64)
     with_it, without = (gradients(text, dtype) for text in (f"{recipe}(dp=int8)", recipe))

@@ -7,18 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from sagebwd import Recipe, ops, sage_attention, sage_attention_varlen
+from tests.attention_case import leaves
 from tests.inputs import draw
 from tests.masks import draw as draw_mask
 from tests.masks import read
 
 OFFSETS = torch.tensor([0, 30, 70], dtype=torch.int32)
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 def dense(recipe="token", dtype=torch.float32, requires_grad=True):
@@ -171,38 +167,6 @@ def test_compile_checks_arguments():
     compiled = torch.compile(attention, backend="aot_eager")
     with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
         compiled(*(torch.zeros(1, 1, 4, 8) for _ in range(3)))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    recomputed = gradients(lambda *x: checkpoint(block, *x, use_reentrant=use_reentrant))
-    for a, e in zip(recomputed, gradients(block)):
-        assert torch.equal(a, e)
-
-
-def test_a_graph_used_twice():
-    inputs = leaves(*dense(requires_grad=False)[:3])
-    loss = block(*inputs)
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    second = torch.autograd.grad(loss, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-def test_second_derivatives_raise():
-    inputs = leaves(*dense(requires_grad=False)[:3])
-    (dq,) = torch.autograd.grad(block(*inputs), inputs[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="create_graph=True"):
-        torch.autograd.grad(dq.sum(), inputs)
-
-
-def test_some_inputs_without_gradients():
-    q, k, v = dense(requires_grad=False)[:3]
-    q.requires_grad_()
-    attend(q, k, v).sum().backward()
-    assert q.grad.abs().sum() > 0
-    assert k.grad is None
-    with torch.no_grad():
-        assert attend(q, k, v).grad_fn is None
 
 
 def test_nothing_of_size_queries_times_keys_is_kept():

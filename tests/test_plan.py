@@ -31,6 +31,7 @@ from sagebwd.reference.metrics import relative_l2
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import launchers, program
+from tests.attention_case import leaves as leaves_of
 
 SHAPE = 2, 3, 8, 4
 STEP = 0.5
@@ -136,10 +137,6 @@ def draw(count: int = 4, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> list[
     generator = torch.Generator().manual_seed(seed)
     codes = [STEP * torch.randint(-9, 10, shape, generator=generator) for _ in range(2)]
     return [*codes, *(torch.randn(shape, generator=generator) for _ in range(2))][:count]
-
-
-def leaves_of(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in tensors]
 
 
 def attend(q, k, v, **arguments):

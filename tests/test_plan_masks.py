@@ -34,7 +34,9 @@ from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import device, program
-from tests.test_plan import DEVICE, SHAPE, Kernel, draw, leaves_of
+from tests.attention_case import leaves as leaves_of
+from tests.attention_case import outcome
+from tests.test_plan import DEVICE, SHAPE, Kernel, draw
 
 BATCH, HEADS, TOKENS, WIDTH = SHAPE
 LENGTH = 96
@@ -83,19 +85,11 @@ def inputs(seed: int, batch: int = 2, dtype: torch.dtype = torch.float32, device
     return [torch.randn(batch, 2, LENGTH, 16, generator=generator).to(device, dtype) for _ in range(4)]
 
 
-def results(attention: Callable[..., Tensor], given: list[Tensor], **arguments) -> tuple[Tensor, ...]:
-    """Output and gradients."""
-    *leaves, do = given
-    leaves = leaves_of(*leaves)
-    o = attention(*leaves, **arguments)
-    return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-
 def assert_sdpa(mask: Tensor, seed: int = 0, batch: int = 2, **arguments) -> None:
     """That a call gives what torch's own attention gives under a mask."""
     given = inputs(seed, batch)
-    expected = results(F.scaled_dot_product_attention, given, attn_mask=mask)
-    found = results(sage_attention, given, recipe="full", **arguments)
+    expected = outcome(F.scaled_dot_product_attention, given[:3], given[3], attn_mask=mask)
+    found = outcome(sage_attention, given[:3], given[3], recipe="full", **arguments)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -193,8 +187,10 @@ def test_kernels_see_what_is_written_without_a_version(form):
     for seed in range(2):
         mask.data.copy_(made.contents(seed))
         given = inputs(seed, dtype=torch.bfloat16, device=DEVICE)
-        expected = results(F.scaled_dot_product_attention, [x.float() for x in given], attn_mask=mask)
-        found = results(sage_attention, given, recipe="full", impl="triton", **arguments)
+        expected = outcome(
+            F.scaled_dot_product_attention, [x.float() for x in given[:3]], given[3].float(), attn_mask=mask
+        )
+        found = outcome(sage_attention, given[:3], given[3], recipe="full", impl="triton", **arguments)
         assert max(relative_l2(x, e) for x, e in zip(found, expected, strict=True)) < 0.02
 
 

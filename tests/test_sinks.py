@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sagebwd import explain, sage_attention, sage_attention_varlen
 from sagebwd.reference.metrics import relative_l2
+from tests.attention_case import outcome, softmax_attention
 from tests.inputs import draw
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 4, 2, 45, 16
@@ -33,27 +34,9 @@ def inputs(dtype=torch.float64, sinks_dtype=None, kind="mean-and-outliers") -> t
     return [x.requires_grad_() for x in (q, k, v, sinks)], do, dlse
 
 
-def exact(q, k, v, sinks, attn_mask=None, is_causal=False, window=(-1, -1)) -> tuple[Tensor, Tensor]:
+def exact(q, k, v, sinks, attn_mask=None, **band) -> tuple[Tensor, Tensor]:
     """o and lse by a softmax over the scores with one more column."""
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = q @ k.mT * HEAD_DIM**-0.5
-    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
-    right = 0 if is_causal else window[1]
-    hidden = (distance > right) & (right >= 0) | (distance < -window[0]) & (window[0] >= 0)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = hidden | ~attn_mask
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    scores = scores.masked_fill(hidden, -math.inf)
-    scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
-
-
-def results(function, leaves, do, dlse) -> tuple[Tensor, ...]:
-    """o, lse and the gradients of leaves."""
-    o, lse = function(*leaves)
-    loss = (o * do.to(o.dtype)).sum() + (lse * dlse.to(lse.dtype)).sum()
-    return o, lse, *torch.autograd.grad(loss, leaves)
+    return softmax_attention(q, k, v, attn_mask, sinks=sinks, **band)
 
 
 def attend(q, k, v, sinks, recipe="full", **options):
@@ -64,8 +47,8 @@ def attend(q, k, v, sinks, recipe="full", **options):
 @pytest.mark.parametrize("form", FORMS)
 def test_is_attention_beside_one_more_key(form, recipe):
     leaves, *given = inputs()
-    found = results(lambda *x: attend(*x, recipe, **FORMS[form]), leaves, *given)
-    wanted = results(lambda *x: exact(*x, **FORMS[form]), leaves, *given)
+    found = outcome(lambda *x: attend(*x, recipe, **FORMS[form]), leaves, *given)
+    wanted = outcome(lambda *x: exact(*x, **FORMS[form]), leaves, *given)
     for a, e in zip(found, wanted):
         torch.testing.assert_close(a, e, atol=1e-10, rtol=1e-9)
 
@@ -74,11 +57,11 @@ def test_is_attention_beside_one_more_key(form, recipe):
 def test_recipes_are_as_accurate_beside_sinks(recipe):
     """As without, that is: a sink quantises nothing, and its gradient is no worse than the others."""
     leaves, *given = inputs(kind="normal")
-    found = results(lambda *x: attend(*x, recipe, is_causal=True), leaves, *given)
-    wanted = results(lambda *x: exact(*x, is_causal=True), leaves, *given)
+    found = outcome(lambda *x: attend(*x, recipe, is_causal=True), leaves, *given)
+    wanted = outcome(lambda *x: exact(*x, is_causal=True), leaves, *given)
     without = [torch.full_like(leaves[3], -math.inf).requires_grad_()]
-    plain = results(lambda *x: attend(*x, recipe, is_causal=True), leaves[:3] + without, *given)
-    exact_plain = results(lambda *x: exact(*x, is_causal=True), leaves[:3] + without, *given)
+    plain = outcome(lambda *x: attend(*x, recipe, is_causal=True), leaves[:3] + without, *given)
+    exact_plain = outcome(lambda *x: exact(*x, is_causal=True), leaves[:3] + without, *given)
     errors = [relative_l2(a, e) for a, e in zip(found, wanted)]
     usual = [relative_l2(a, e) for a, e in zip(plain[:5], exact_plain)]
     assert all(error < 1.5 * by for error, by in zip(errors, usual)), (errors, usual)
@@ -89,8 +72,8 @@ def test_a_sink_of_minus_infinity_is_none():
     leaves, do, dlse = inputs(torch.float32)
     with torch.no_grad():
         leaves[3].fill_(-math.inf)
-    with_sinks = results(lambda *x: attend(*x, "token"), leaves, do, dlse)
-    without = results(lambda *x: attend(*x, None, "token"), leaves[:3], do, dlse)
+    with_sinks = outcome(lambda *x: attend(*x, "token"), leaves, do, dlse)
+    without = outcome(lambda *x: attend(*x, None, "token"), leaves[:3], do, dlse)
     for a, e in zip(with_sinks, without):
         assert torch.equal(a, e)
     assert torch.equal(with_sinks[-1], torch.zeros(HEADS))
@@ -102,7 +85,7 @@ def test_sinks_far_from_all_scores(sink, recipe):
     leaves, do, dlse = inputs(torch.float32, kind="normal")
     with torch.no_grad():
         leaves[3].fill_(sink)
-    o, lse, *gradients = results(lambda *x: attend(*x, recipe, is_causal=True), leaves, do, dlse)
+    o, lse, *gradients = outcome(lambda *x: attend(*x, recipe, is_causal=True), leaves, do, dlse)
     assert all(x.isfinite().all() for x in gradients)
     if sink > 0:
         assert o.abs().max() < 1e-20
@@ -115,12 +98,12 @@ def test_queries_that_see_no_key_give_all_weight_to_the_sink():
     leaves, do, dlse = inputs()
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
     hidden[:5] = False
-    o, lse, *gradients = results(lambda *x: attend(*x, "token", attn_mask=hidden), leaves, do, dlse)
+    o, lse, *gradients = outcome(lambda *x: attend(*x, "token", attn_mask=hidden), leaves, do, dlse)
     assert (o[:, :, :5] == 0).all()
     torch.testing.assert_close(lse[:, :, :5], leaves[3].detach()[:, None].expand_as(lse[:, :, :5]))
     assert all(x.isfinite().all() for x in gradients)
     assert (gradients[0][:, :, :5] == 0).all()
-    alone = results(lambda *x: attend(*x, "token", attn_mask=hidden), leaves, torch.zeros_like(do), dlse * (lse < -9))
+    alone = outcome(lambda *x: attend(*x, "token", attn_mask=hidden), leaves, torch.zeros_like(do), dlse * (lse < -9))
     assert all((x == 0).all() for x in alone[2:])
 
 
@@ -147,8 +130,8 @@ def test_packed_sequences_are_dense_ones(recipe):
         )
         return o.unflatten(0, (BATCH, TOKENS)).transpose(1, 2), lse.unflatten(1, (BATCH, TOKENS)).transpose(0, 1)
 
-    found = results(packed, leaves, do, dlse)
-    for a, e in zip(found, results(lambda *x: attend(*x, recipe, is_causal=True), leaves, do, dlse)):
+    found = outcome(packed, leaves, do, dlse)
+    for a, e in zip(found, outcome(lambda *x: attend(*x, recipe, is_causal=True), leaves, do, dlse)):
         torch.testing.assert_close(a, e, atol=1e-10, rtol=1e-9)
 
 
@@ -156,10 +139,10 @@ def test_packed_sequences_are_dense_ones(recipe):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_of_sinks_are_their_own(dtype, sinks_dtype):
     leaves, do, dlse = inputs(dtype, sinks_dtype, "normal")
-    found = results(lambda *x: attend(*x, is_causal=True), leaves, do, dlse)
+    found = outcome(lambda *x: attend(*x, is_causal=True), leaves, do, dlse)
     assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype, sinks_dtype]
     doubles = [x.detach().double().requires_grad_() for x in leaves]
-    for a, e in zip(found, results(lambda *x: exact(*x, is_causal=True), doubles, do.double(), dlse.double())):
+    for a, e in zip(found, outcome(lambda *x: exact(*x, is_causal=True), doubles, do.double(), dlse.double())):
         assert relative_l2(a, e) < 0.01
 
 
@@ -183,7 +166,7 @@ def test_compiles_whole():
         return attend(*leaves, "token", is_causal=True)
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for a, e in zip(results(compiled, leaves, *given), results(attention, leaves, *given)):
+    for a, e in zip(outcome(compiled, leaves, *given), outcome(attention, leaves, *given)):
         torch.testing.assert_close(a, e)
 
 
@@ -203,7 +186,7 @@ def test_sinks_alone_may_need_a_gradient():
     frozen = [x.detach() for x in leaves[:3]]
     o, lse = attend(*frozen, leaves[3])
     (alone,) = torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves[3])
-    torch.testing.assert_close(alone, results(lambda *x: attend(*x), leaves, do, dlse)[-1])
+    torch.testing.assert_close(alone, outcome(lambda *x: attend(*x), leaves, do, dlse)[-1])
     leaves[3] = leaves[3].detach()  # and need none, beside the others
     o, _ = attend(*leaves)
     torch.autograd.grad(o.sum(), leaves[:3])

@@ -10,14 +10,15 @@ compiled, in ``--processes`` at once. `python -m benchmarks attention` compares 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -117,23 +118,12 @@ def runs_of(case: Case, recipe: str, device: str) -> dict[str, Callable[[], obje
     }
 
 
-def milliseconds(run: Callable[[], object], device: str, ms: float) -> float:
-    """The least of three means, each over about so many milliseconds."""
-
-    def wait() -> float:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def mean(count: int) -> float:
-        begun = wait()
-        for _ in range(count):
-            run()
-        return (wait() - begun) * 1e3 / count
-
-    mean(2)
-    count = max(1, round(ms / mean(2)))
-    return min(mean(count) for _ in range(3))
+def timer() -> ModuleType:
+    """This checkout's, whichever tree is timed."""
+    spec = importlib.util.spec_from_file_location("timer", ROOT / "src" / "sagebwd" / "cli" / "timer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def measure(names: list[str], recipe: str, device: str, ms: float) -> dict[str, dict[str, float]]:
@@ -144,7 +134,7 @@ def measure(names: list[str], recipe: str, device: str, ms: float) -> dict[str, 
         if not ms:
             runs["both"]()
             continue
-        found[name] = {way: milliseconds(run, device, ms) for way, run in runs.items()}
+        found[name] = {way: took for way, (took, _) in timer().time_interleaved(runs, device, 3, ms).items()}
         runs.clear()
     return found
 
@@ -178,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", action="append", choices=tuple(CASES), help="repeat for several [default: all]")
     parser.add_argument("--recipe", default="mixed")
     parser.add_argument("--turns", type=int, default=2, help="of each tree")
-    parser.add_argument("--ms", type=float, default=40.0, help="that a call is timed in a turn, three times")
+    parser.add_argument("--ms", type=float, default=40.0, help="of a call in each of three rounds of a turn")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every turn")

@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
 FORMS = (
@@ -227,7 +227,7 @@ class Unstarted:
         return lambda *args: None
 
 
-def launches(arch: str, kernel_call: KernelCall, until: str = "cubin") -> list[dict]:
+def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
     Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`,
@@ -277,7 +277,7 @@ def rows(
     causal, count = form not in ("full", "packed", "padded") and form in FORMS, int(tokens)
     lengths = [count - count // 3, count // 3] if form.startswith("packed") else []
     head_dim, _, value_dim = head_dim.partition("/")
-    shape = KernelCall(
+    shape = AttentionCase(
         recipe=recipe, head_dim=int(head_dim), value_dim=int(value_dim or head_dim), heads=4,
         kv_heads=2 if form in ("causal", "packed-grouped") else 4, tokens_q=count, tokens_k=count, lengths_q=lengths,
         lengths_k=lengths, is_causal=causal, window=(64, 0) if form == "window" else (-1, -1),

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
+from benchmarks.timer import from_rest
 from sagebwd import dispatch, read_block_mask, sage_attention
 from sagebwd.call import Call
+from sagebwd.cli.timer import time_interleaved
 from sagebwd.recipe import Recipe
 
 HOPPER = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
@@ -69,6 +71,7 @@ RUNTIME = (
     "CuteDSLRT_TVMFFISetRaisedCudaError",
 )
 BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 256, 128
+ROUNDS, ROUND_MS = 12, 8.0
 T = TypeVar("T")
 
 
@@ -114,19 +117,9 @@ def take_runtime(folder: Path) -> None:
     ffi.DEVICE_TYPES["cpu"] = ffi.DEVICE_TYPES["cuda"]
 
 
-def microseconds(call: Callable[[], object], rounds: int = 12, calls: int = 60) -> float:
-    """The least of some rounds' means, once everything is compiled; a GPU begins each with nothing to do."""
-    call()
-    call()
-    means = []
-    for _ in range(rounds):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        means.append((time.perf_counter() - start) / calls)
-    return min(means) * 1e6
+def microseconds(calls: dict[str, Callable[[], object]], device: str, rounds: int, ms: float) -> dict[str, float]:
+    """What each call costs the host, the median of rounds of so many ms."""
+    return {name: 1e3 * host_ms for name, (_, host_ms) in time_interleaved(calls, device, rounds, ms).items()}
 
 
 def pretend() -> None:
@@ -152,13 +145,11 @@ def measure_torch() -> dict[str, float]:
         return F.scaled_dot_product_attention(*leaves, is_causal=True)
 
     out = attend()
-    return {
-        "scaled_dot_product_attention": microseconds(attend),
-        "autograd": microseconds(lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)),
-    }
+    backward = partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
+    return microseconds({"scaled_dot_product_attention": attend, "autograd": backward}, "cuda", ROUNDS, ROUND_MS)
 
 
-def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu") -> dict[str, float]:
+def measure(recipe: str, rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
     """Microseconds by what is called; on a CPU a driver is taken already."""
     if device == "cpu":
         pretend()
@@ -173,17 +164,17 @@ def measure(recipe: str, rounds: int = 12, calls: int = 60, device: str = "cpu")
         return sage_attention(*inputs, is_causal=True, recipe=recipe)
 
     out = attend(*leaves)
-    calls_by_name = {
+    calls = {
         "forward": lambda: dispatch.forward(choice, call, q, k, v),
         "sage_attention": lambda: attend(*leaves),
         "without gradients": lambda: attend(q, k, v),
         "backward": lambda: dispatch.backward(choice, call, saved, do, None, None, None, v),
         "autograd": lambda: torch.autograd.grad(out, leaves, do, retain_graph=True),
     }
-    return {name: microseconds(call, rounds, calls) for name, call in calls_by_name.items()}
+    return microseconds(calls, device, rounds, ms)
 
 
-def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dict[str, float]:
+def measure_masks(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
     """Microseconds of `sage_attention` and of its backward by what masks it, on the portable kernels."""
     if device == "cpu":
         pretend()
@@ -203,14 +194,12 @@ def measure_masks(rounds: int = 12, calls: int = 60, device: str = "cpu") -> dic
         "BlockMask": {"block_mask": blocks},
         "BlockMask, read": {"block_mask": read_block_mask(blocks)},
     }
-    found = {}
+    calls = {}
     for name, mask in masks.items():
         attend = partial(sage_attention, *leaves, is_causal=True, recipe="token", impl="triton", **mask)
         backward = partial(torch.autograd.grad, inputs=leaves, grad_outputs=do, retain_graph=True)
-        out = attend()
-        found[name] = microseconds(attend, rounds, calls)
-        found[f"{name}, autograd"] = microseconds(partial(backward, out), rounds, calls)
-    return found
+        calls |= {name: attend, f"{name}, autograd": partial(backward, attend())}
+    return microseconds(calls, device, rounds, ms)
 
 
 def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
@@ -227,30 +216,24 @@ def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
             leaves, mask_mod = [x.requires_grad_() for x in leaves], case.mask_mod(device)
             block_mask, dense = case.block_mask(mask_mod, device), case.dense(mask_mod, device)
             attend = partial(sage_attention, *leaves, enable_gqa=True, recipe=recipe, impl=impl)
-            times = {}
+            times = defaultdict(list)
+
+            def run(name: str, call: Callable[[], T], times: dict[str, list[float]] = times) -> T:
+                outcome, ms, _ = from_rest(call, device)
+                times[name].append(ms)
+                return outcome
+
             for _ in range(3 + rounds):  # the first three compile, record and warm up
-                _timed(times, "create_block_mask", partial(case.block_mask, mask_mod, device))
+                run("create_block_mask", partial(case.block_mask, mask_mod, device))
                 # other objects that show the same
                 for name, mask in (
                     ("BlockMask", {"block_mask": block_mask.to(device)}),
                     ("boolean", {"attn_mask": dense.clone()}),
                 ):
                     for turn in ("new", "again"):
-                        out = _timed(times, f"{name} {turn}", partial(attend, **mask))
-                        backward = partial(torch.autograd.grad, out, leaves, do)
-                        _timed(times, f"{name} {turn}, autograd", backward)
-            found |= {f"{kind} {tokens} {name}": 1e6 * statistics.median(x[3:]) for name, x in times.items()}
-    return found
-
-
-def _timed(times: dict[str, list[float]], name: str, call: Callable[[], T]) -> T:
-    """What a call gives, and under its name the seconds from a device at rest to one at rest again."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    start = time.perf_counter()
-    found = call()
-    wait()
-    times.setdefault(name, []).append(time.perf_counter() - start)
+                        out = run(f"{name} {turn}", partial(attend, **mask))
+                        run(f"{name} {turn}, autograd", partial(torch.autograd.grad, out, leaves, do))
+            found |= {f"{kind} {tokens} {name}": 1e3 * statistics.median(x[3:]) for name, x in times.items()}
     return found
 
 

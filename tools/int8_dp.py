@@ -16,25 +16,25 @@ import torch
 
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.reference.metrics import relative_l2
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 from tools.beside import Case, runs_of
 
 RECIPES = ("mixed", "mixed(dp=int8)")
 TOKENS = 16384
 WIDTHS = ("128", "64", "256", "192/128", "96", "192")
 FORMS = {
-    "causal, grouped, dlse": KernelCall(
+    "causal, grouped, dlse": AttentionCase(
         heads=4, kv_heads=2, tokens_q=333, tokens_k=333, is_causal=True, with_dlse=True
     ),
-    "full, odd lengths": KernelCall(tokens_q=301, tokens_k=517, batch=2),
-    "whole blocks": KernelCall(tokens_q=512, tokens_k=512, heads=4, kv_heads=4, is_causal=True),
-    "window": KernelCall(tokens_q=700, tokens_k=700, window=(100, 0)),
-    "hidden keys": KernelCall(tokens_q=300, tokens_k=600, batch=2, masked=True),
-    "packed": KernelCall(lengths_q=[5, 300, 70], lengths_k=[5, 280, 129], heads=4, kv_heads=2, is_causal=True),
-    "sink": KernelCall(tokens_q=640, tokens_k=640, sink=12.0, is_causal=True),
-    "FP16": KernelCall(tokens_q=200, tokens_k=200, dtype=torch.float16),
-    "documents": KernelCall(mask="document", tokens_q=700, tokens_k=700, heads=4, kv_heads=2),
-    "deterministic": KernelCall(tokens_q=700, tokens_k=700, is_causal=True, deterministic=True),
+    "full, odd lengths": AttentionCase(tokens_q=301, tokens_k=517, batch=2),
+    "whole blocks": AttentionCase(tokens_q=512, tokens_k=512, heads=4, kv_heads=4, is_causal=True),
+    "window": AttentionCase(tokens_q=700, tokens_k=700, window=(100, 0)),
+    "hidden keys": AttentionCase(tokens_q=300, tokens_k=600, batch=2, masked=True),
+    "packed": AttentionCase(lengths_q=[5, 300, 70], lengths_k=[5, 280, 129], heads=4, kv_heads=2, is_causal=True),
+    "sink": AttentionCase(tokens_q=640, tokens_k=640, sink=12.0, is_causal=True),
+    "FP16": AttentionCase(tokens_q=200, tokens_k=200, dtype=torch.float16),
+    "documents": AttentionCase(mask="document", tokens_q=700, tokens_k=700, heads=4, kv_heads=2),
+    "deterministic": AttentionCase(tokens_q=700, tokens_k=700, is_causal=True, deterministic=True),
 }
 
 

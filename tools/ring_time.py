@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.correctness import PEER_LIMIT, TENSORS
 from benchmarks.shapes import Shape
+from benchmarks.timer import from_rest
 from lab.training import processes
 from sagebwd import sage_attention
 from sagebwd.cli.results import environment, save
@@ -99,14 +100,10 @@ def run(attention: Attention, tensors: tuple[Tensor, ...], device: str) -> Timed
     leaves = [x.requires_grad_() for x in leaves]
     before = _reset_peak(device)
     dist.barrier()
-    _wait(device)
-    began = time.perf_counter()
-    out = attention(*leaves)
-    _wait(device)
-    middle = time.perf_counter()
-    found = Timed((out.detach(), *torch.autograd.grad(out, leaves, do)))
-    _wait(device)
-    found.ms = {"forward": (middle - began) * 1e3, "both": (time.perf_counter() - began) * 1e3}
+    out, forward, _ = from_rest(lambda: attention(*leaves), device)
+    gradients, backward, _ = from_rest(lambda: torch.autograd.grad(out, leaves, do), device)
+    found = Timed((out.detach(), *gradients))
+    found.ms = {"forward": forward, "both": forward + backward}
     found.peak_bytes = None if before is None else torch.cuda.max_memory_allocated() - before
     return found
 
@@ -248,11 +245,6 @@ def _reset_peak(device: str) -> int | None:
         return None
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _say(line: str) -> None:

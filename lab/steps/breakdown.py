@@ -21,6 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import sagebwd
+from benchmarks.timer import wait
 
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
@@ -50,18 +51,14 @@ COPY = re.compile(
 )
 
 
-def breakdown(
-    run: Callable[[], object], wait: Callable[[], object], cuda: bool
-) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Microseconds of ``run`` in each of `PARTS` but idle, in each kernel of attention and its passes, and in others.
-
-    Args: wait, returns once the device has done all; cuda, whether it is a GPU that is asked.
-    """
-    wait()
+def breakdown(run: Callable[[], object], device: torch.device) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Microseconds of ``run`` in each of `PARTS` but idle, in each kernel of attention, its passes, and in others."""
+    cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    wait(device)
     with profile(activities=activities) as profiled:
         run()
-        wait()
+        wait(device)
     events = profiled.events()
     return _of_kernels(events) if cuda else _of_operators(events)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from benchmarks.timer import wait
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training.config import Config
@@ -150,7 +151,7 @@ def _runs(runner: Runner) -> bool:
     """Apart from what clears up: an exception holds the frames' tensors."""
     try:
         runner.step(runner.tokens(0))
-        runner.wait()
+        wait(runner.device)
     except RuntimeError as error:  # the allocator's own, or of a library that finds no room beside it
         if not re.search("out of memory|ALLOC_FAILED", str(error)):
             raise

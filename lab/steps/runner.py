@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.shapes import flops
+from benchmarks.timer import from_rest, wait
 from lab.training import processes
 from lab.training.config import Config
 from lab.training.model import build, checkpoint_layers
@@ -123,14 +123,10 @@ class Runner:
 
     def milliseconds(self, run: Callable[[], object]) -> tuple[float, float]:
         """From nothing queued to nothing queued, begun by all processes together; and until ``run`` returned."""
-        self.wait()
+        wait(self.device)
         if processes.count() > 1:
             torch.distributed.barrier()
-        start = time.perf_counter()
-        run()
-        returned = time.perf_counter()
-        self.wait()
-        return (time.perf_counter() - start) * 1e3, (returned - start) * 1e3
+        return from_rest(run, self.device)[1:]
 
     def kept_bytes(self, ids: Tensor) -> int | None:
         """What a forward leaves on the GPU for its backward; None where nobody counts: on a CPU, and in
@@ -152,8 +148,3 @@ class Runner:
     def peak_bytes(self) -> int | None:
         """Of memory in use since `reset_peak`; None on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-    def wait(self) -> None:
-        """Until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -204,9 +204,7 @@ def _compilations() -> int:
 def _profile(runner: Runner) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Ms a step in each of `PARTS` but idle, in each kernel of attention, and in others."""
     ids = runner.tokens(0)
-    found = breakdown(
-        lambda: [runner.step(ids) for _ in range(PROFILED_STEPS)], runner.wait, runner.device.type == "cuda"
-    )
+    found = breakdown(lambda: [runner.step(ids) for _ in range(PROFILED_STEPS)], runner.device)
     return tuple(Counter({name: spent * 1e-3 / PROFILED_STEPS for name, spent in one.items()}) for one in found)
 
 

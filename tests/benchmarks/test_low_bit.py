@@ -7,7 +7,6 @@ import torch
 
 from benchmarks import attention as bench
 from benchmarks import cudnn_fp8, low_bit
-from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from tests.scaled import scaled
 
@@ -66,17 +65,6 @@ def test_its_rows_are_no_baseline_s(rows):
 
 
 @pytest.mark.rounding
-def test_nobody_is_asked_unless_named(rows, monkeypatch):
-    monkeypatch.setattr(cudnn_fp8, "frontend", lambda: pytest.fail("not asked for"))
-    found = rows(names=())
-    assert {row.recipe for row in found} == {"mixed", "bf16"}
-    assert {row.errors for row in found} == {None}
-    assert low_bit.comparisons(found) == []
-    low_bit.check(())
-    assert low_bit.facts(()) == {}
-
-
-@pytest.mark.rounding
 def test_it_is_compared_with_each_recipe(rows):
     found = rows(names=("cudnn-fp8", "cudnn-fp8-e4m3"), ms=3.0, recipes=("mixed", "token"))
     lines = low_bit.comparisons(found)
@@ -103,14 +91,6 @@ def test_nothing_is_compared_with_one_that_is_wrong(rows):
 
 
 @pytest.mark.rounding
-def test_shapes_are_compared_by_the_geometric_mean_and_the_largest_error(rows):
-    found = rows(ms=4.0) + rows(ms=1.0, shape=Shape(128, 2, 1, 1, 32, False), o=1.1)
-    (line,) = low_bit.comparisons(found)
-    assert "fwd 1.00x, bwd 1.00x, fwd+bwd 1.00x" in line
-    assert "cudnn-fp8's: o 0.1" in line
-
-
-@pytest.mark.rounding
 def test_a_shape_that_it_refuses_is_named(monkeypatch):
     def timed(runs, device, rounds, tell=None):
         return dict.fromkeys(runs, (1.0, 0.0))
@@ -121,23 +101,3 @@ def test_a_shape_that_it_refuses_is_named(monkeypatch):
     assert {row.recipe for row in found} == {"mixed", "bf16"}
     reason = "does not run: NotImplementedError: head_dim=64: cuDNN's FP8 backward on Hopper takes 128"
     assert all(row.peer_gates == {"cudnn-fp8": reason} for row in found)
-
-
-def test_names(monkeypatch):
-    asked = []
-    monkeypatch.setattr(cudnn_fp8, "frontend", lambda: asked.append(1))
-    low_bit.check(low_bit.PEERS)
-    assert len(asked) == 2
-    with pytest.raises(ValueError, match="peer='fa5' is not known; accepted: cudnn-fp8, cudnn-fp8-e4m3"):
-        low_bit.check(["fa5"])
-    with pytest.raises(ValueError, match="takes no packed sequences"):
-        low_bit.attentions(Packed.of(128, 1, 1, (8, 9)), ["cudnn-fp8"])
-
-
-def test_each_name_has_its_type_of_gradients(monkeypatch):
-    monkeypatch.setattr(cudnn_fp8, "attention", lambda *x, **settings: settings)
-    found = {name: run(1, 2, 3) for name, run in low_bit.attentions(SHAPE, low_bit.PEERS).items()}
-    assert found == {
-        "cudnn-fp8": {"is_causal": True, "gradients": torch.float8_e5m2},
-        "cudnn-fp8-e4m3": {"is_causal": True, "gradients": torch.float8_e4m3fn},
-    }

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,15 +29,6 @@ def case_of(kind, tokens=256):
 
 def shown(case):
     return case.dense(case.mask_mod("cpu"), "cpu")[0, 0]
-
-
-def test_the_standard_masks():
-    assert cases.Case.of("documents", 128).bounds()[-1] == sum(cases.LENGTHS) == cases.TOKENS
-    assert cases.Case.of("chunks", 128).bounds() == list(range(0, 16385, 2048))
-    with pytest.raises(ValueError, match=r"mask='tree' is not known; accepted: documents, chunks"):
-        case_of("tree")
-    with pytest.raises(ValueError, match="fast"):
-        cases.check_name("packed fast")
 
 
 @pytest.mark.parametrize("kind", ["documents", "chunks"])
@@ -242,18 +232,3 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "some masks FAILED the correctness gate" in err
     (row, _) = json.loads(path.read_text())["rows"]
     assert (row["gate"], row["ms"]) == ("FAILED", None)
-
-
-def test_no_mask_is_begun_that_would_end_too_late(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-
-    def measure_case(case, *_):
-        clock.now += 10
-        return [case]
-
-    monkeypatch.setattr(bench, "measure_case", measure_case)
-    chosen, told = [replace(case_of("window"), kind=kind) for kind in cases.MASKS], []
-    rows = list(bench.measure(chosen, ["token"], "cpu", seconds=35, tell=told.append))
-    assert [row.kind for (row,) in rows] == ["documents", "chunks", "prefix"]
-    assert told[-1].startswith("no time for 2 of 5, from window")

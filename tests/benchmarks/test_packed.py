@@ -10,9 +10,8 @@ import torch
 from benchmarks import attention as bench
 from benchmarks import baselines
 from benchmarks.correctness import emulated, gate, wrong_tensors
-from benchmarks.packed import Packed, packed_shapes
-from benchmarks.plot import plot_attention
-from benchmarks.shapes import WIDTHS, Shape, flops, on_grid
+from benchmarks.packed import Packed
+from benchmarks.shapes import flops
 from sagebwd import Recipe, sage_attention_varlen
 from sagebwd.cli import results
 from tests.scaled import scaled
@@ -38,23 +37,6 @@ def wrong_in(sequence, attention, shape=SHAPE, **factors):
         return torch.where(inside, other, right)  # what is wrong of a gradient comes through these rows alone
 
     return wrong
-
-
-def test_the_shapes_of_packed_documents():
-    shapes = packed_shapes()
-    assert [str(shape) for shape in shapes if shape.head_dim == 64] == [
-        "D64 H32 packed 16 x 2048 causal", "D64 H32 packed 8 x 2048 causal", "D64 H32 packed 10 of 333 to 8192 causal",
-        "D64 H32/8 packed 10 of 333 to 8192 causal",
-    ]  # fmt: skip
-    assert [shape.tokens for shape in shapes] == 2 * [32768, 16384, 32768, 32768]
-    assert {(shape.head_dim, shape.heads, shape.kv_heads) for shape in shapes if shape.head_dim == 128} == {
-        (128, 16, 16), (128, 16, 4),
-    }  # fmt: skip
-    for shape in packed_shapes(WIDTHS):
-        assert shape.heads % shape.kv_heads == 0
-        assert (shape.batch, shape.is_causal, sum(shape.lengths)) == (1, True, shape.tokens)
-    with pytest.raises(ValueError, match="head_dim=100 is not of the grid"):
-        packed_shapes(["100"])
 
 
 def test_tensors_and_operations():
@@ -136,16 +118,6 @@ def test_shapes_of_as_many_tokens_are_told_apart():
     assert cost == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
 
 
-def test_packed_rows_are_not_of_the_grid(tmp_path):
-    row = {"heads": 32, "kv_heads": 32, "head_dim": 64, "lengths": [2048] * 8}
-    assert not on_grid(row)
-    assert on_grid(row | {"lengths": None})
-    rows = bench.measure_shape(Packed.of(64, 32, 32, (8, 9)), ["token"], ["reference"], "cpu", rounds=1)
-    path = results.save(rows, results.environment("cpu", commit="abc"), tmp_path, "packed")
-    with pytest.raises(ValueError, match="no measurement of the standard grid"):
-        plot_attention(path)
-
-
 def test_what_the_peers_of_a_gpu_are_called_with(monkeypatch):
     """Of FlashAttention-4 and of torch the arguments that their own signatures name."""
     seen = {}
@@ -171,10 +143,3 @@ def test_what_the_peers_of_a_gpu_are_called_with(monkeypatch):
     assert [x.tolist() for x in seen["call"][3:5]] == 2 * [[0, 37, 137, 142, 206]]
     assert seen["call"][5:] == (100, 100)
     assert seen["settings"] == {"scale": 0.25, "window_size": (-1, 0), "enable_gqa": True}
-
-
-def test_a_dense_shape_is_one_sequence():
-    shape = Shape(16, 2, 2, 3, 2000, True)
-    assert shape.sequences() == [slice(None)]
-    assert shape.short() == Shape(16, 2, 2, 1, 1024, True)
-    assert SHAPE.short() is SHAPE

@@ -60,6 +60,7 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     assert "self-test PASS" in out
     assert "recipe auto, which is full here," in out
     assert "No kernel runs here: recipe auto runs torch's own attention, and a named one the reference" in out
+    assert "right and slow" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from sagebwd import sage_attention
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
+from tests.attention_case import outcome
 from tests.inputs import draw
 from tests.lab.training.runs import begin, finish
 
@@ -28,22 +29,16 @@ RATIO = 1.75
 FULL = 1e-12
 
 
-def run(attention, tensors, do):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = attention(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
-
-
 def check(group, kind, is_causal, recipe, value_dim=32):
     dtype = torch.float64 if recipe == "full" else torch.float32
     q, k, v, do = draw(kind, tokens=96, kv_heads=1, head_dim=32, dtype=dtype)
     tensors, do = [q, k, v[..., :value_dim]], do[..., :value_dim]
     options = {"is_causal": is_causal, "enable_gqa": True}
-    exact = run(lambda *x: F.scaled_dot_product_attention(*x, **options), [x.double() for x in tensors], do.double())
+    exact = outcome(F.scaled_dot_product_attention, [x.double() for x in tensors], do.double(), **options)
     options |= {"recipe": recipe, "impl": "reference"}
-    single = run(lambda *x: sage_attention(*x, **options), tensors, do)
+    single = outcome(sage_attention, tensors, do, **options)
     parts, part_do = [shard(x, 2, group) for x in tensors], shard(do, 2, group)
-    ring = run(lambda *x: ring_attention(*x, group=group, **options), parts, part_do)
+    ring = outcome(lambda *x: ring_attention(*x, group=group, **options), parts, part_do)
     for name, r, s, e in zip(TENSORS, ring, single, exact):
         s, e = shard(s, 2, group), shard(e, 2, group)
         case = f"rank {dist.get_rank()} of {dist.get_world_size(group)}, {kind}, causal {is_causal}, {recipe}: {name}"
@@ -58,8 +53,8 @@ def check_computed_again(group):
     """Activation checkpointing runs the ring in backward too, on all processes in the same order."""
     *tensors, do = (shard(x, 2, group) for x in draw(tokens=32, head_dim=8))
     ring = partial(ring_attention, is_causal=True, recipe="token", impl="reference", group=group)
-    again = run(lambda *x: checkpoint(ring, *x, use_reentrant=False), tensors, do)
-    assert all(map(torch.equal, again, run(ring, tensors, do)))
+    again = outcome(lambda *x: checkpoint(ring, *x, use_reentrant=False), tensors, do)
+    assert all(map(torch.equal, again, outcome(ring, tensors, do)))
 
 
 def refusals(group):

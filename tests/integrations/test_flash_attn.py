@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import math
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from sagebwd.integrations.flash_attn import (
 from sagebwd.integrations.flash_attn_padding import index_first_axis, pad_input, unpad_input
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import current, switches
+from tests.attention_case import softmax_attention
 
 pytestmark = pytest.mark.rounding
 
@@ -58,17 +58,13 @@ def drawn(batch=2, tokens=7, kv_tokens=7, heads=4, kv_heads=2, head_dim=8, dtype
 
 def exact(q, k, v, causal, window, scale):
     """o and lse with a mask that is spelt out: the last query meets the last key."""
-    tokens, kv_tokens, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    place = torch.arange(tokens)[:, None] + kv_tokens - tokens
-    keys, (left, right) = torch.arange(kv_tokens), window
-    visible = (keys <= place) if causal else torch.ones(tokens, kv_tokens, dtype=torch.bool)
+    place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    keys, (left, right) = torch.arange(k.shape[1]), window
+    visible = (keys <= place) | (not causal)
     visible = visible & (keys >= place - left) if left >= 0 else visible
     visible = visible & (keys <= place + right) if right >= 0 else visible
-    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    weights = s.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num()
-    lse = s.masked_fill(~visible, -math.inf).logsumexp(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+    o, lse = softmax_attention(*(x.transpose(1, 2) for x in (q, k, v)), visible, scale=scale)
+    return o.transpose(1, 2), lse
 
 
 def outcome(function, tensors, do):
@@ -316,6 +312,7 @@ MODEL = """
 from sagebwd.integrations import flash_attn
 flash_attn.install("token", "reference")
 import torch
+from tests.attention_case import softmax_attention
 import transformers.utils.import_utils as checks
 checks.is_torch_cuda_available = lambda: True  # it offers flash_attention_2 beside a GPU alone
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 from sagebwd import read_block_mask, sage_attention
 from sagebwd.integrations.flex_attention import OPTIONS, flex_attention
 from sagebwd.reference.metrics import relative_l2
+from tests.attention_case import softmax_attention
 from tests.inputs import draw
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -43,14 +44,6 @@ def inputs(tokens: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[
             dtype=dtype,
         )
     )  # fmt: skip
-
-
-def exact(q, k, v, visible: Tensor | None, scale: float = HEAD_DIM**-0.5) -> tuple[Tensor, Tensor]:
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    scores = scores if visible is None else scores.masked_fill(~visible, -math.inf)
-    lse = scores.logsumexp(-1)
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None]) @ v, lse
 
 
 def torchs_own(*arguments, **options):
@@ -85,7 +78,7 @@ def test_gradients_are_those_of_a_softmax(name, tokens):
     o, aux = flex_attention(
         *leaves, None, mask_of(name, tokens), None, True, recipe="full", return_aux=AuxRequest(lse=True)
     )
-    wanted, lse = exact(*leaves, mask_of(name, tokens, create_mask))
+    wanted, lse = softmax_attention(*leaves, mask_of(name, tokens, create_mask))
     seen = lse != -math.inf
     assert aux.max_scores is None
     torch.testing.assert_close(aux.lse, lse)
@@ -110,7 +103,7 @@ def test_keys_of_one_batch_serve_all():
     q, k, v, do = inputs((70, 70), torch.float64)
     k, v, mask = k[:1].requires_grad_(), v[:1].requires_grad_(), mask_of("prefix", (70, 70))
     found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, recipe="full")
-    wanted = exact(q, k, v, mask_of("prefix", (70, 70), create_mask))[0]
+    wanted = softmax_attention(q, k, v, mask_of("prefix", (70, 70), create_mask))[0]
     torch.testing.assert_close(found, torchs_own(q, k, v, block_mask=mask, enable_gqa=True))
     for a, e in zip(torch.autograd.grad(found, (k, v), do), torch.autograd.grad(wanted, (k, v), do)):
         torch.testing.assert_close(a, e)
@@ -124,7 +117,7 @@ def test_without_a_mask():
     assert torch.equal(flex_attention(q, k, v, **options), sage_attention(q, k, v, **options))
     o, aux = flex_attention(q, k, v, enable_gqa=True, recipe="full", return_aux=AuxRequest())
     assert aux == (None, None)
-    torch.testing.assert_close(o, exact(q, k, v, None)[0])
+    torch.testing.assert_close(o, softmax_attention(q, k, v, None)[0])
 
 
 def test_recipes_are_taken():

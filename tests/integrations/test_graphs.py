@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sagebwd import read_block_mask, sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.switches import switches
+from tests.attention_case import outcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BATCH, TOKENS, HEADS, HEAD_DIM, WIDTH = 2, 256, 4, 64, 256
@@ -53,9 +54,7 @@ def check_captured(run: Callable[..., tuple[Tensor, ...]]) -> None:
 @pytest.mark.parametrize("recipe", recipes())
 def test_forward_and_backward_in_a_cuda_graph(recipe):
     def run(q, k, v, do):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = sage_attention(*leaves, is_causal=True, recipe=recipe)
-        return o.detach(), *torch.autograd.grad(o, leaves, do)
+        return outcome(sage_attention, (q, k, v), do, is_causal=True, recipe=recipe)
 
     with switches(deterministic=True):
         check_captured(run)
@@ -83,9 +82,7 @@ def test_masks_and_sinks_in_a_cuda_graph(form):
     }[form]
 
     def run(q, k, v, do):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = sage_attention(*leaves, is_causal=True, recipe="token", **masks)
-        return o.detach(), *torch.autograd.grad(o, leaves, do)
+        return outcome(sage_attention, (q, k, v), do, is_causal=True, recipe="token", **masks)
 
     check_captured(run)
 

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from sagebwd.kernels.portable import tune
 from sagebwd.kernels.runtime import device
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 from tools.cross_compile import Unstarted, binder
 
 
@@ -51,7 +51,7 @@ def first_seen(arch: str, head_dim: int, recipe: str, layout: str, lengths: list
         new.clear()
         timed.clear()
         packed = [length, 40] if layout == "packed" else []
-        call = KernelCall(
+        call = AttentionCase(
             recipe=recipe, batch=2, heads=4, kv_heads=2, tokens_q=length, tokens_k=length, head_dim=head_dim,
             is_causal=True, lengths_q=packed, lengths_k=packed,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 from tests.kernels.test_masks import CALLS as MASKED
 from tests.kernels.test_portable import CALLS as PORTABLE
 from tests.kernels.test_sm90_backward import CALLS as OF_HOPPER
@@ -115,7 +115,7 @@ def assert_same(first: list, again: list, given: list[tuple[Tensor, Tensor]]) ->
     return made
 
 
-def run(impl: str, call: KernelCall, notes: Notes) -> list[tuple[list, list, tuple]]:
+def run(impl: str, call: AttentionCase, notes: Notes) -> list[tuple[list, list, tuple]]:
     """What each direction launched, was given and gave back."""
     q, k, v, do, dlse = inputs = call.inputs()
     asked = call.call(q, k)

@@ -12,7 +12,7 @@ from sagebwd.reference.emulator import Emulator, _sequences
 from sagebwd.reference.float8 import RESTORED
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
@@ -28,25 +28,27 @@ RECIPE = "mixed(dp=int8)"
 LOG2_E = 1.4426950408889634
 
 PASSES = {
-    "128": KernelCall(head_dim=128),
-    "64, grouped, dlse": KernelCall(heads=6, kv_heads=2, batch=2, tokens_q=150, with_dlse=True, is_causal=True),
-    "96, FP16": KernelCall(head_dim=96, dtype=torch.float16),
-    "192/128": KernelCall(head_dim=192, value_dim=128, tokens_q=30, tokens_k=30),
-    "192": KernelCall(head_dim=192, tokens_q=30, tokens_k=30),
-    "256": KernelCall(head_dim=256, tokens_q=30, tokens_k=30),
-    "80/40, filled up": KernelCall(head_dim=80, value_dim=40),
-    "queries without a key": KernelCall(tokens_q=200, tokens_k=70, window=(60, 0)),
-    "hidden keys": KernelCall(batch=2, masked=True, tokens_k=300),
-    "sink": KernelCall(tokens_q=300, tokens_k=300, sink=12.0, is_causal=True),
-    "packed": KernelCall(lengths_q=[5, 0, 150, 64], lengths_k=[5, 7, 100, 129], heads=4, kv_heads=2, with_dlse=True),
-    "not rotated": KernelCall(recipe="mixed(dp=int8, rotate=False)"),
+    "128": AttentionCase(head_dim=128),
+    "64, grouped, dlse": AttentionCase(heads=6, kv_heads=2, batch=2, tokens_q=150, with_dlse=True, is_causal=True),
+    "96, FP16": AttentionCase(head_dim=96, dtype=torch.float16),
+    "192/128": AttentionCase(head_dim=192, value_dim=128, tokens_q=30, tokens_k=30),
+    "192": AttentionCase(head_dim=192, tokens_q=30, tokens_k=30),
+    "256": AttentionCase(head_dim=256, tokens_q=30, tokens_k=30),
+    "80/40, filled up": AttentionCase(head_dim=80, value_dim=40),
+    "queries without a key": AttentionCase(tokens_q=200, tokens_k=70, window=(60, 0)),
+    "hidden keys": AttentionCase(batch=2, masked=True, tokens_k=300),
+    "sink": AttentionCase(tokens_q=300, tokens_k=300, sink=12.0, is_causal=True),
+    "packed": AttentionCase(
+        lengths_q=[5, 0, 150, 64], lengths_k=[5, 7, 100, 129], heads=4, kv_heads=2, with_dlse=True
+    ),
+    "not rotated": AttentionCase(recipe="mixed(dp=int8, rotate=False)"),
 }
 
 
 class Passes:
     """A call's passes, and the emulator of each sequence, dense calls being one of all."""
 
-    def __init__(self, kernel_call: KernelCall) -> None:
+    def __init__(self, kernel_call: AttentionCase) -> None:
         if "dp=" not in kernel_call.recipe:
             kernel_call = dataclasses.replace(kernel_call, recipe=RECIPE)
         kernel_call = dataclasses.replace(kernel_call, device=DEVICE)
@@ -202,9 +204,9 @@ MASKS = ("bool-all-gqa", "document", "bias-matrix-causal-key-mask")
 CALLS = {name: test_sm90_backward.CALLS[name] for name in FORMS}
 CALLS |= {name: test_sm90_masks.CALLS[name] for name in MASKS}
 CALLS |= {
-    "dlse": KernelCall(tokens_q=333, tokens_k=400, heads=4, kv_heads=2, is_causal=True, with_dlse=True),
-    "long": KernelCall(tokens_q=1500, tokens_k=1500, is_causal=True),
-    "tiny": KernelCall(tokens_q=70, tokens_k=70, is_causal=True, do_size=2.0**-100),
+    "dlse": AttentionCase(tokens_q=333, tokens_k=400, heads=4, kv_heads=2, is_causal=True, with_dlse=True),
+    "long": AttentionCase(tokens_q=1500, tokens_k=1500, is_causal=True),
+    "tiny": AttentionCase(tokens_q=70, tokens_k=70, is_causal=True, do_size=2.0**-100),
 }
 CHANGES = {"": {}, "deterministic-": {"deterministic": True}, "plain-": {"recipe": "mixed(dp=int8, rotate=False)"}}
 

@@ -5,6 +5,7 @@ import torch
 
 from sagebwd import sage_attention
 from sagebwd.switches import switches
+from tests.attention_case import outcome
 
 pytest.importorskip("triton")
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -23,10 +24,8 @@ def project(head_dim: int, tokens: int = TOKENS) -> list[torch.Tensor]:
 
 
 def results(tensors, attend=sage_attention, **settings):
-    *leaves, do = [x.detach() for x in tensors]
-    leaves = [x.requires_grad_() for x in leaves]
-    o = attend(*leaves, is_causal=True, enable_gqa=True, **settings)
-    return o.detach(), *torch.autograd.grad(o, leaves, do)
+    *inputs, do = tensors
+    return outcome(attend, inputs, do, is_causal=True, enable_gqa=True, **settings)
 
 
 def by_token(x: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from sagebwd import dispatch, sage_attention
 from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
 from sagebwd.reference.rotation import rotated
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.kernels.mma_sync import compile as nvrtc
@@ -143,22 +143,22 @@ def test_gradients_from_sums(in_registers, recipe, on):
 
 
 CALLS = {
-    "full": KernelCall(tokens_q=256, tokens_k=384, head_dim=128),
-    "causal-grouped": KernelCall(tokens_q=333, tokens_k=333, heads=4, kv_heads=2, head_dim=128, is_causal=True),
-    "window": KernelCall(tokens_q=500, tokens_k=450, head_dim=128, window=(70, 20)),
-    "packed": KernelCall(lengths_q=[100, 0, 257, 3], lengths_k=[90, 4, 300, 3], head_dim=128, with_dlse=True),
-    "packed-causal": KernelCall(lengths_q=[130, 64, 1], lengths_k=[130, 64, 1], head_dim=128, is_causal=True),
-    "padding": KernelCall(batch=3, tokens_q=200, tokens_k=260, head_dim=128, masked=True, padding=True),
-    "holes": KernelCall(batch=2, tokens_q=200, tokens_k=260, head_dim=128, masked=True),
-    "sink": KernelCall(tokens_q=300, tokens_k=300, head_dim=128, sink=12),
-    "narrow": KernelCall(tokens_q=150, tokens_k=150, head_dim=80, value_dim=72, is_causal=True),
-    "fp16": KernelCall(tokens_q=150, tokens_k=170, head_dim=128, dtype=torch.float16, is_causal=True),
-    "64": KernelCall(tokens_q=333, tokens_k=300, head_dim=64, heads=4, kv_heads=2),
-    "64-causal": KernelCall(tokens_q=333, tokens_k=333, head_dim=64, is_causal=True, dtype=torch.float16),
-    "mask": KernelCall(tokens_q=140, tokens_k=140, head_dim=128, mask="documents"),
-    "deterministic": KernelCall(tokens_q=200, tokens_k=200, head_dim=128, deterministic=True),
-    "no-first": KernelCall(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
-    "one-token": KernelCall(tokens_q=1, tokens_k=1, head_dim=128),
+    "full": AttentionCase(tokens_q=256, tokens_k=384, head_dim=128),
+    "causal-grouped": AttentionCase(tokens_q=333, tokens_k=333, heads=4, kv_heads=2, head_dim=128, is_causal=True),
+    "window": AttentionCase(tokens_q=500, tokens_k=450, head_dim=128, window=(70, 20)),
+    "packed": AttentionCase(lengths_q=[100, 0, 257, 3], lengths_k=[90, 4, 300, 3], head_dim=128, with_dlse=True),
+    "packed-causal": AttentionCase(lengths_q=[130, 64, 1], lengths_k=[130, 64, 1], head_dim=128, is_causal=True),
+    "padding": AttentionCase(batch=3, tokens_q=200, tokens_k=260, head_dim=128, masked=True, padding=True),
+    "holes": AttentionCase(batch=2, tokens_q=200, tokens_k=260, head_dim=128, masked=True),
+    "sink": AttentionCase(tokens_q=300, tokens_k=300, head_dim=128, sink=12),
+    "narrow": AttentionCase(tokens_q=150, tokens_k=150, head_dim=80, value_dim=72, is_causal=True),
+    "fp16": AttentionCase(tokens_q=150, tokens_k=170, head_dim=128, dtype=torch.float16, is_causal=True),
+    "64": AttentionCase(tokens_q=333, tokens_k=300, head_dim=64, heads=4, kv_heads=2),
+    "64-causal": AttentionCase(tokens_q=333, tokens_k=333, head_dim=64, is_causal=True, dtype=torch.float16),
+    "mask": AttentionCase(tokens_q=140, tokens_k=140, head_dim=128, mask="documents"),
+    "deterministic": AttentionCase(tokens_q=200, tokens_k=200, head_dim=128, deterministic=True),
+    "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
+    "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
 }
 
 
@@ -188,7 +188,9 @@ def test_nan_goes_out(which, on):
 
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
 def test_strides_of_a_projection_and_odd_addresses(on):
-    KernelCall(tokens_q=130, tokens_k=130, head_dim=128, device=on).check_addresses("mma_sync", ("q", "k", "v", "do"))
+    AttentionCase(tokens_q=130, tokens_k=130, head_dim=128, device=on).check_addresses(
+        "mma_sync", ("q", "k", "v", "do")
+    )
 
 
 @needs_nvrtc

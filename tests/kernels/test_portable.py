@@ -9,7 +9,7 @@ import torch
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated
-from tests.kernels.calls import TENSORS, KernelCall
+from tests.attention_case import TENSORS, AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.cache import PLANS
@@ -25,111 +25,113 @@ pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 
 PACKED = {"lengths_q": [1, 17, 0, 70], "lengths_k": [40, 17, 5, 65]}
 CALLS = {
-    "gqa-ragged": KernelCall(batch=2, heads=4, kv_heads=2),
-    "one-token": KernelCall(tokens_q=1, tokens_k=1),
-    "17-causal": KernelCall(tokens_q=17, tokens_k=17, is_causal=True),
-    "63-more-keys-causal": KernelCall(tokens_q=63, tokens_k=129, is_causal=True),
-    "fewer-keys-causal": KernelCall(tokens_q=130, tokens_k=65, is_causal=True),
-    "window": KernelCall(tokens_q=150, tokens_k=150, window=(30, 5)),
-    "window-left-causal": KernelCall(tokens_q=150, tokens_k=150, window=(7, -1), is_causal=True),
-    "window-beyond-keys": KernelCall(tokens_q=200, tokens_k=40, window=(10, 0)),
-    "key-mask": KernelCall(batch=2, masked=True, with_dlse=True),
-    "key-mask-causal": KernelCall(batch=2, masked=True, is_causal=True, recipe="paper"),
-    "packed": KernelCall(**PACKED),
-    "packed-causal-window": KernelCall(**PACKED, is_causal=True, window=(33, -1), with_dlse=True),
-    "packed-paper": KernelCall(**PACKED, is_causal=True, recipe="paper"),
-    "paper": KernelCall(recipe="paper", tokens_q=200, kv_heads=2),
-    "paper-causal": KernelCall(recipe="paper", tokens_q=130, is_causal=True),
-    "paper-window": KernelCall(recipe="paper", batch=2, heads=1, tokens_q=300, tokens_k=300, window=(70, 5)),
-    "paper-window-fewer-keys": KernelCall(recipe="paper", tokens_q=300, tokens_k=70, window=(90, 30)),
-    "paper-packed-window": KernelCall(
+    "gqa-ragged": AttentionCase(batch=2, heads=4, kv_heads=2),
+    "one-token": AttentionCase(tokens_q=1, tokens_k=1),
+    "17-causal": AttentionCase(tokens_q=17, tokens_k=17, is_causal=True),
+    "63-more-keys-causal": AttentionCase(tokens_q=63, tokens_k=129, is_causal=True),
+    "fewer-keys-causal": AttentionCase(tokens_q=130, tokens_k=65, is_causal=True),
+    "window": AttentionCase(tokens_q=150, tokens_k=150, window=(30, 5)),
+    "window-left-causal": AttentionCase(tokens_q=150, tokens_k=150, window=(7, -1), is_causal=True),
+    "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, window=(10, 0)),
+    "key-mask": AttentionCase(batch=2, masked=True, with_dlse=True),
+    "key-mask-causal": AttentionCase(batch=2, masked=True, is_causal=True, recipe="paper"),
+    "packed": AttentionCase(**PACKED),
+    "packed-causal-window": AttentionCase(**PACKED, is_causal=True, window=(33, -1), with_dlse=True),
+    "packed-paper": AttentionCase(**PACKED, is_causal=True, recipe="paper"),
+    "paper": AttentionCase(recipe="paper", tokens_q=200, kv_heads=2),
+    "paper-causal": AttentionCase(recipe="paper", tokens_q=130, is_causal=True),
+    "paper-window": AttentionCase(recipe="paper", batch=2, heads=1, tokens_q=300, tokens_k=300, window=(70, 5)),
+    "paper-window-fewer-keys": AttentionCase(recipe="paper", tokens_q=300, tokens_k=70, window=(90, 30)),
+    "paper-packed-window": AttentionCase(
         recipe="paper", lengths_q=[150, 0, 300], lengths_k=[210, 9, 170], window=(40, 0)
     ),
-    "paper-128-keys": KernelCall(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
-    "paper-32-keys": KernelCall(recipe="paper(block_k=32)", tokens_q=200),
-    "paper-channel-head-dim-128": KernelCall(recipe="paper(do_scale=channel)", tokens_q=200, head_dim=128),
-    "sink": KernelCall(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
-    "sink-mask": KernelCall(sink=12, masked=True),
-    "sink-packed": KernelCall(sink=12, **PACKED, is_causal=True),
-    "sink-window": KernelCall(sink=12, tokens_q=150, tokens_k=150, window=(60, 5)),
-    "sink-head-dim-256": KernelCall(sink=12, head_dim=256, is_causal=True),
-    "paper-first-key": KernelCall(recipe="paper(first_keys=1)", tokens_q=130, kv_heads=2, is_causal=True),
-    "paper-first-key-window": KernelCall(recipe="paper(first_keys=1)", tokens_q=200, window=(70, 5)),
-    "first-key-int8": KernelCall(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
-    "first-key-16bit-s-mask": KernelCall(recipe="token(s=16bit)", batch=2, masked=True, is_causal=True),
-    "first-key-sequence-scale-packed": KernelCall(recipe="token(v_scale=sequence)", **PACKED, is_causal=True),
-    "first-16-window": KernelCall(
+    "paper-128-keys": AttentionCase(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
+    "paper-32-keys": AttentionCase(recipe="paper(block_k=32)", tokens_q=200),
+    "paper-channel-head-dim-128": AttentionCase(recipe="paper(do_scale=channel)", tokens_q=200, head_dim=128),
+    "sink": AttentionCase(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
+    "sink-mask": AttentionCase(sink=12, masked=True),
+    "sink-packed": AttentionCase(sink=12, **PACKED, is_causal=True),
+    "sink-window": AttentionCase(sink=12, tokens_q=150, tokens_k=150, window=(60, 5)),
+    "sink-head-dim-256": AttentionCase(sink=12, head_dim=256, is_causal=True),
+    "paper-first-key": AttentionCase(recipe="paper(first_keys=1)", tokens_q=130, kv_heads=2, is_causal=True),
+    "paper-first-key-window": AttentionCase(recipe="paper(first_keys=1)", tokens_q=200, window=(70, 5)),
+    "first-key-int8": AttentionCase(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
+    "first-key-16bit-s-mask": AttentionCase(recipe="token(s=16bit)", batch=2, masked=True, is_causal=True),
+    "first-key-sequence-scale-packed": AttentionCase(recipe="token(v_scale=sequence)", **PACKED, is_causal=True),
+    "full": AttentionCase(recipe="full", window=(30, 5)),
+    "full-mask": AttentionCase(recipe="full", masked=True),
+    "fp16": AttentionCase(dtype=torch.float16, is_causal=True),
+    "head-dim-32": AttentionCase(head_dim=32),
+    "head-dim-96": AttentionCase(head_dim=96, is_causal=True),
+    "head-dim-72-packed": AttentionCase(head_dim=72, **PACKED),
+    "head-dim-128": AttentionCase(head_dim=128),
+    "head-dim-256": AttentionCase(head_dim=256, tokens_k=70),
+    "paper-head-dim-256": AttentionCase(recipe="paper", head_dim=256, tokens_q=140, heads=1),
+    "full-128-keys-head-dim-256": AttentionCase(recipe="full(block_k=128)", head_dim=256, heads=1),
+    "token-128-keys-head-dim-256": AttentionCase(recipe="token(block_k=128)", head_dim=256, heads=1),
+    **{f"{p}-16bit": AttentionCase(recipe=f"token({p}=16bit)", masked=True) for p in ("s", "o", "dv", "dq", "dk")},
+    "smooth-q": AttentionCase(recipe="token(smooth_q=True)", is_causal=True),
+    "smooth-q-paper-mask": AttentionCase(recipe="paper(smooth_q=True)", tokens_q=130, masked=True),
+    "smooth-q-full-packed": AttentionCase(recipe="full(smooth_q=True, smooth_k=True, smooth_v=True)", **PACKED),
+    "no-smoothing": AttentionCase(recipe="token(smooth_k=False, smooth_v=False)", masked=True),
+    "sampled-mean": AttentionCase(recipe="token(k_mean=sample)", tokens_q=130, tokens_k=700),
+    "sampled-packed": AttentionCase(recipe="token(k_mean=sample)", lengths_q=[3, 70, 65], lengths_k=[3, 600, 511]),
+    "channel-scales-of-do": AttentionCase(recipe="token(do_scale=channel)"),
+    "block-scale-of-v": AttentionCase(recipe="token(v_scale=block)", masked=True),
+    "sequence-scale-of-v": AttentionCase(recipe="token(v_scale=sequence)", masked=True),
+    "block-scales": AttentionCase(recipe="token(q_scale=block, k_scale=block)"),
+    "tile-scales": AttentionCase(recipe="token(p_scale_dv=tile, ds_scale_dq=tile, ds_scale_dk=tile)"),
+    "blocks-32-128": AttentionCase(recipe="token(block_q=32, block_k=128)"),
+    "blocks-128-32": AttentionCase(recipe="token(block_q=128, block_k=32)", is_causal=True),
+    "fp16-head-dim-96": AttentionCase(head_dim=96, dtype=torch.float16),
+    "head-dim-20-causal": AttentionCase(head_dim=20, is_causal=True),
+    "head-dim-128-causal": AttentionCase(head_dim=128, is_causal=True),
+    "plain": AttentionCase(recipe="token(rotate=False)", tokens_q=130, kv_heads=2, is_causal=True),
+    "plain-mask": AttentionCase(recipe="token(rotate=False)", batch=2, masked=True),
+    "plain-packed-head-dim-72": AttentionCase(recipe="token(rotate=False)", head_dim=72, **PACKED, is_causal=True),
+    "plain-head-dim-128": AttentionCase(recipe="token(rotate=False)", head_dim=128, is_causal=True),
+    "plain-smooth-q": AttentionCase(recipe="token(rotate=False, smooth_q=True)", masked=True),
+    "plain-smooth-q-16bit-dk": AttentionCase(recipe="token(rotate=False, smooth_q=True, dk=16bit)"),
+    "plain-no-smoothing": AttentionCase(recipe="token(rotate=False, smooth_k=False, smooth_v=False)", masked=True),
+    **{f"plain-{p}-16bit": AttentionCase(recipe=f"token(rotate=False, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
+    "rotate-paper": AttentionCase(recipe="paper(rotate=True)", tokens_q=130, is_causal=True),
+    "rotate-paper-mask": AttentionCase(recipe="paper(rotate=True)", tokens_q=130, masked=True),
+    "rotate-smooth-q-packed": AttentionCase(recipe="paper(rotate=True, smooth_q=True)", **PACKED),
+    "smooth-q-16bit-dk": AttentionCase(recipe="token(smooth_q=True, dk=16bit)"),
+    "rotate-full": AttentionCase(recipe="full(rotate=True)"),
+    "first-16-window": AttentionCase(
         recipe="token(first_keys=16)", sink=12, place=9, tokens_q=150, tokens_k=150, window=(60, 5)
     ),
-    "first-16-of-7-keys": KernelCall(recipe="token(first_keys=16)", tokens_k=7),
-    "first-16-packed": KernelCall(recipe="token(first_keys=16)", sink=12, place=3, **PACKED, is_causal=True),
-    "first-16-packed-window": KernelCall(recipe="token(first_keys=16)", **PACKED, window=(33, 5), with_dlse=True),
-    "first-16-mask": KernelCall(recipe="token(first_keys=16)", sink=12, place=5, batch=2, masked=True, kv_heads=2),
-    "first-16-mask-of-few-keys": KernelCall(recipe="token(first_keys=16)", batch=2, masked=True, tokens_k=20),
-    "first-16-mask-far-apart": KernelCall(
+    "first-16-of-7-keys": AttentionCase(recipe="token(first_keys=16)", tokens_k=7),
+    "first-16-packed": AttentionCase(recipe="token(first_keys=16)", sink=12, place=3, **PACKED, is_causal=True),
+    "first-16-packed-window": AttentionCase(recipe="token(first_keys=16)", **PACKED, window=(33, 5), with_dlse=True),
+    "first-16-mask": AttentionCase(recipe="token(first_keys=16)", sink=12, place=5, batch=2, masked=True, kv_heads=2),
+    "first-16-mask-of-few-keys": AttentionCase(recipe="token(first_keys=16)", batch=2, masked=True, tokens_k=20),
+    "first-16-mask-far-apart": AttentionCase(
         recipe="token(first_keys=16, block_k=32)", batch=2, masked=True, every=9, tokens_k=300, is_causal=True
     ),
-    "first-16-paper-mask-far-apart": KernelCall(
+    "first-16-paper-mask-far-apart": AttentionCase(
         recipe="paper(first_keys=16)", masked=True, every=9, sink=12, place=12, tokens_q=130, tokens_k=300
     ),
-    "first-16-fp16": KernelCall(
+    "first-16-fp16": AttentionCase(
         recipe="token(first_keys=16)", dtype=torch.float16, sink=12, place=15, tokens_q=130, is_causal=True
     ),
-    "first-16-16bit-s-mask": KernelCall(recipe="token(first_keys=16, s=16bit)", batch=2, masked=True, is_causal=True),
-    "first-16-sequence-scale-packed": KernelCall(
+    "first-16-16bit-s-mask": AttentionCase(
+        recipe="token(first_keys=16, s=16bit)", batch=2, masked=True, is_causal=True
+    ),
+    "first-16-sequence-scale-packed": AttentionCase(
         recipe="token(first_keys=16, v_scale=sequence)", **PACKED, is_causal=True
     ),
-    "first-16-smooth-q": KernelCall(recipe="token(first_keys=16, smooth_q=True)", is_causal=True),
-    "first-16-smooth-q-16bit-s-mask": KernelCall(
+    "first-16-smooth-q": AttentionCase(recipe="token(first_keys=16, smooth_q=True)", is_causal=True),
+    "first-16-smooth-q-16bit-s-mask": AttentionCase(
         recipe="token(first_keys=16, smooth_q=True, s=16bit)", masked=True, every=4
     ),
-    "first-16-no-smoothing": KernelCall(
+    "first-16-no-smoothing": AttentionCase(
         recipe="token(first_keys=16, smooth_k=False, smooth_v=False, p_levels=127)", masked=True
     ),
-    "first-16-head-dim-72-packed": KernelCall(recipe="token(first_keys=16)", head_dim=72, **PACKED),
-    "first-16-head-dim-128": KernelCall(recipe="token(first_keys=16)", head_dim=128, is_causal=True),
-    "first-16-head-dim-256": KernelCall(recipe="token(first_keys=16)", head_dim=256, tokens_k=70),
-    "full": KernelCall(recipe="full", window=(30, 5)),
-    "full-mask": KernelCall(recipe="full", masked=True),
-    "fp16": KernelCall(dtype=torch.float16, is_causal=True),
-    "head-dim-32": KernelCall(head_dim=32),
-    "head-dim-96": KernelCall(head_dim=96, is_causal=True),
-    "head-dim-72-packed": KernelCall(head_dim=72, **PACKED),
-    "head-dim-128": KernelCall(head_dim=128),
-    "head-dim-256": KernelCall(head_dim=256, tokens_k=70),
-    "paper-head-dim-256": KernelCall(recipe="paper", head_dim=256, tokens_q=140, heads=1),
-    "full-128-keys-head-dim-256": KernelCall(recipe="full(block_k=128)", head_dim=256, heads=1),
-    "token-128-keys-head-dim-256": KernelCall(recipe="token(block_k=128)", head_dim=256, heads=1),
-    **{f"{p}-16bit": KernelCall(recipe=f"token({p}=16bit)", masked=True) for p in ("s", "o", "dv", "dq", "dk")},
-    "smooth-q": KernelCall(recipe="token(smooth_q=True)", is_causal=True),
-    "smooth-q-paper-mask": KernelCall(recipe="paper(smooth_q=True)", tokens_q=130, masked=True),
-    "smooth-q-full-packed": KernelCall(recipe="full(smooth_q=True, smooth_k=True, smooth_v=True)", **PACKED),
-    "no-smoothing": KernelCall(recipe="token(smooth_k=False, smooth_v=False)", masked=True),
-    "sampled-mean": KernelCall(recipe="token(k_mean=sample)", tokens_q=130, tokens_k=700),
-    "sampled-mean-packed": KernelCall(recipe="token(k_mean=sample)", lengths_q=[3, 70, 65], lengths_k=[3, 600, 511]),
-    "channel-scales-of-do": KernelCall(recipe="token(do_scale=channel)"),
-    "block-scale-of-v": KernelCall(recipe="token(v_scale=block)", masked=True),
-    "sequence-scale-of-v": KernelCall(recipe="token(v_scale=sequence)", masked=True),
-    "block-scales": KernelCall(recipe="token(q_scale=block, k_scale=block)"),
-    "tile-scales": KernelCall(recipe="token(p_scale_dv=tile, ds_scale_dq=tile, ds_scale_dk=tile)"),
-    "blocks-32-128": KernelCall(recipe="token(block_q=32, block_k=128)"),
-    "blocks-128-32": KernelCall(recipe="token(block_q=128, block_k=32)", is_causal=True),
-    "fp16-head-dim-96": KernelCall(head_dim=96, dtype=torch.float16),
-    "head-dim-20-causal": KernelCall(head_dim=20, is_causal=True),
-    "head-dim-128-causal": KernelCall(head_dim=128, is_causal=True),
-    "plain": KernelCall(recipe="token(rotate=False)", tokens_q=130, kv_heads=2, is_causal=True),
-    "plain-mask": KernelCall(recipe="token(rotate=False)", batch=2, masked=True),
-    "plain-packed-head-dim-72": KernelCall(recipe="token(rotate=False)", head_dim=72, **PACKED, is_causal=True),
-    "plain-head-dim-128": KernelCall(recipe="token(rotate=False)", head_dim=128, is_causal=True),
-    "plain-smooth-q": KernelCall(recipe="token(rotate=False, smooth_q=True)", masked=True),
-    "plain-smooth-q-16bit-dk": KernelCall(recipe="token(rotate=False, smooth_q=True, dk=16bit)"),
-    "plain-no-smoothing": KernelCall(recipe="token(rotate=False, smooth_k=False, smooth_v=False)", masked=True),
-    **{f"plain-{p}-16bit": KernelCall(recipe=f"token(rotate=False, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
-    "rotate-paper": KernelCall(recipe="paper(rotate=True)", tokens_q=130, is_causal=True),
-    "rotate-paper-mask": KernelCall(recipe="paper(rotate=True)", tokens_q=130, masked=True),
-    "rotate-smooth-q-packed": KernelCall(recipe="paper(rotate=True, smooth_q=True)", **PACKED),
-    "smooth-q-16bit-dk": KernelCall(recipe="token(smooth_q=True, dk=16bit)"),
-    "rotate-full": KernelCall(recipe="full(rotate=True)"),
+    "first-16-head-dim-72-packed": AttentionCase(recipe="token(first_keys=16)", head_dim=72, **PACKED),
+    "first-16-head-dim-128": AttentionCase(recipe="token(first_keys=16)", head_dim=128, is_causal=True),
+    "first-16-head-dim-256": AttentionCase(recipe="token(first_keys=16)", head_dim=256, tokens_k=70),
 }
 
 # each tensor that a call with a mask and a packed one have, alone, and all of them
@@ -142,8 +144,8 @@ UNALIGNED = [
 # of every call's plan with the family's, and those of tensors that begin at an odd element with aligned ones'.
 QUICK = {
     "gqa-ragged", "key-mask-causal", "packed-causal-window", "packed-paper", "sink-mask", "paper-first-key-window",
-    "full-mask", "head-dim-72-packed", "smooth-q-full-packed", "sampled-mean-packed", "plain-mask",
-    "rotate-smooth-q-packed", "first-16-mask-far-apart",
+    "full-mask", "head-dim-72-packed", "smooth-q-full-packed", "sampled-packed", "plain-mask",
+    "rotate-smooth-q-packed",
 }  # fmt: skip
 QUICK_UNALIGNED = [(name, TENSORS) for name in ("key-mask", "packed-causal-window")]
 
@@ -162,14 +164,14 @@ def test_is_the_recipe(name):
 @pytest.mark.parametrize("place", [1, 5, 15, 40])
 def test_is_the_recipe_beside_a_sink_elsewhere(place):
     shape = {"heads": 4, "kv_heads": 2, "tokens_q": 150, "tokens_k": 150, "is_causal": True, "device": DEVICE}
-    KernelCall(recipe="token(first_keys=16)", sink=12, place=place, **shape).check("triton")
+    AttentionCase(recipe="token(first_keys=16)", sink=12, place=place, **shape).check("triton")
 
 
 @pytest.mark.parametrize("call", [
-    KernelCall(recipe="full", head_dim=256, is_causal=True, with_dlse=True),
-    KernelCall(recipe="full", head_dim=192, window=(40, 9), mask="bias-matrix", masked=True),
-    KernelCall(recipe="full", head_dim=200, mask="document"),
-    KernelCall(recipe="full", head_dim=256, lengths_q=[33, 1, 60], lengths_k=[70, 5, 90]),
+    AttentionCase(recipe="full", head_dim=256, is_causal=True, with_dlse=True),
+    AttentionCase(recipe="full", head_dim=192, window=(40, 9), mask="bias-matrix", masked=True),
+    AttentionCase(recipe="full", head_dim=200, mask="document"),
+    AttentionCase(recipe="full", head_dim=256, lengths_q=[33, 1, 60], lengths_k=[70, 5, 90]),
 ], ids=["causal", "bias-and-window", "tiles", "packed"])  # fmt: skip
 def test_is_the_recipe_in_the_steps_of_small_cards(call, monkeypatch):
     """Cards of 99 KB of shared memory take fewer keys at a time than the recipe's block."""
@@ -196,7 +198,7 @@ def test_calls_made_again(name):
     ("paper(rotate=True)", 64, torch.bfloat16),
 ])  # fmt: skip
 def test_codes_and_scales(recipe, head_dim, dtype):
-    call = KernelCall(
+    call = AttentionCase(
         recipe=recipe, batch=2, heads=2, kv_heads=1, head_dim=head_dim, dtype=dtype, is_causal=True, device=DEVICE
     )
     inputs, parsed = call.inputs(), call.settings()[-1]
@@ -215,7 +217,7 @@ def test_codes_and_scales(recipe, head_dim, dtype):
 @pytest.mark.parametrize("tokens", [1, 3, 200])
 def test_keys_that_are_all_alike_are_zeros(tokens):
     """The products of rotated keys and of their mean are rounded apart."""
-    call = KernelCall(tokens_k=tokens, device=DEVICE)
+    call = AttentionCase(tokens_k=tokens, device=DEVICE)
     q, k, *rest = call.inputs()
     actual = call.run("triton", (q, (k[:, :, :1] + 100).expand_as(k).contiguous(), *rest))
     assert not actual["k_int8"].any()
@@ -226,7 +228,7 @@ def test_keys_that_are_all_alike_are_zeros(tokens):
 @pytest.mark.parametrize("masked", [False, True])
 def test_first_rows(masked, group):
     """What V's pass hands to a forward of the first key: of a mask, the first that it leaves; in its scale's units."""
-    call = KernelCall(batch=2, masked=True, kv_heads=2, device=DEVICE)
+    call = AttentionCase(batch=2, masked=True, kv_heads=2, device=DEVICE)
     _, _, v, _, _ = call.inputs()
     mask = call.settings()[0] if masked else None
     if masked:
@@ -266,7 +268,7 @@ def test_first_keys_that_a_mask_leaves():
 
 @pytest.mark.parametrize("layout", ["transposed", "slice", "step"])
 def test_strides(layout):
-    call = KernelCall(device=DEVICE, tokens_k=65)
+    call = AttentionCase(device=DEVICE, tokens_k=65)
     inputs = call.inputs()
     expected = call.run("triton", inputs)
 
@@ -296,7 +298,7 @@ def test_calls_made_again_from_an_odd_element(name, names):
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_inf_are_never_silent(where, bad, recipe):
-    call = KernelCall(device=DEVICE, heads=1, tokens_q=130, recipe=recipe)
+    call = AttentionCase(device=DEVICE, heads=1, tokens_q=130, recipe=recipe)
     inputs = call.inputs()
     inputs["qkv".find(where) if where != "do" else 3][0, 0, 3, 5] = bad
     actual = call.run("triton", inputs)
@@ -313,7 +315,7 @@ def test_nan_and_inf_are_never_silent(where, bad, recipe):
 
 def test_nan_in_a_query_is_in_its_keys_gradient_where_a_tile_has_one_scale():
     # of P each key has its own, and the keys behind the query do not see it
-    call = KernelCall(
+    call = AttentionCase(
         device=DEVICE, heads=1, tokens_q=64, tokens_k=64, recipe="token(ds_scale_dk=tile)", is_causal=True
     )
     inputs = call.inputs()
@@ -324,7 +326,7 @@ def test_nan_in_a_query_is_in_its_keys_gradient_where_a_tile_has_one_scale():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
     # all scores of one sign, whatever codes it has: of -inf alone a row would be one without keys
-    call = KernelCall(device=DEVICE, recipe="token(smooth_k=False)")
+    call = AttentionCase(device=DEVICE, recipe="token(smooth_k=False)")
     q, k, *rest = call.inputs()
     q[0, 0, 3, 5] = math.inf
     actual = call.run("triton", [q, sign * k.abs(), *rest])
@@ -334,9 +336,9 @@ def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
 @pytest.mark.parametrize(
     "call",
     [
-        KernelCall(heads=4, kv_heads=2, tokens_q=170, tokens_k=140, is_causal=True, head_dim=128),
-        KernelCall(batch=2, heads=1, tokens_q=200, tokens_k=230, window=(70, 20), masked=True, with_dlse=True),
-        KernelCall(lengths_q=[1, 150, 0, 140], lengths_k=[70, 17, 5, 150], is_causal=True),
+        AttentionCase(heads=4, kv_heads=2, tokens_q=170, tokens_k=140, is_causal=True, head_dim=128),
+        AttentionCase(batch=2, heads=1, tokens_q=200, tokens_k=230, window=(70, 20), masked=True, with_dlse=True),
+        AttentionCase(lengths_q=[1, 150, 0, 140], lengths_k=[70, 17, 5, 150], is_causal=True),
     ],
     ids=["causal-gqa", "window-mask", "packed"],
 )
@@ -385,7 +387,7 @@ def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared
 
 @pytest.mark.parametrize("recipe", ["token(o=16bit)", "full"])
 def test_garbage_behind_the_mask_is_not_seen(recipe):
-    call = KernelCall(masked=True, device=DEVICE, recipe=recipe)
+    call = AttentionCase(masked=True, device=DEVICE, recipe=recipe)
     inputs = call.inputs()
     expected = call.run("triton", inputs)
     hidden = ~call.settings()[0][:, None, :, None]
@@ -396,7 +398,7 @@ def test_garbage_behind_the_mask_is_not_seen(recipe):
 
 
 def test_nothing_visible_gives_zeros():
-    call = KernelCall(lengths_q=[5, 20], lengths_k=[0, 20], device=DEVICE)
+    call = AttentionCase(lengths_q=[5, 20], lengths_k=[0, 20], device=DEVICE)
     actual = call.run("triton", call.inputs())
     assert (actual["o"][:5] == 0).all()
     assert (actual["dq"][:5] == 0).all()
@@ -404,7 +406,7 @@ def test_nothing_visible_gives_zeros():
 
 
 def test_repeats_bit_for_bit():
-    call = KernelCall(heads=4, kv_heads=1, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
+    call = AttentionCase(heads=4, kv_heads=1, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
     inputs = call.inputs()
     first, second = (call.run("triton", inputs) for _ in range(2))
     for name, tensor in first.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.recipe import Recipe
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 
 PACKED = {"lengths_q": [1, 17, 0, 70, 5], "lengths_k": [40, 17, 5, 265, 0]}
 CALLS = {
-    "causal": KernelCall(tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
-    "ragged": KernelCall(batch=2, tokens_q=65, tokens_k=330, heads=4, kv_heads=2),
-    "window-beyond-keys": KernelCall(tokens_q=200, tokens_k=40, window=(10, 0)),
-    "packed": KernelCall(**PACKED),
-    "packed-causal": KernelCall(**PACKED, is_causal=True, heads=4, kv_heads=2),
-    "key-mask": KernelCall(batch=2, tokens_q=130, tokens_k=200, masked=True, is_causal=True),
-    "sampled-mean": KernelCall(tokens_q=130, tokens_k=700),
-    "head-dim-40": KernelCall(head_dim=40, tokens_q=130, tokens_k=200, is_causal=True),
-    "head-dim-40-packed": KernelCall(head_dim=40, **PACKED),
-    "head-dim-128-fp16": KernelCall(head_dim=128, dtype=torch.float16),
+    "causal": AttentionCase(tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
+    "ragged": AttentionCase(batch=2, tokens_q=65, tokens_k=330, heads=4, kv_heads=2),
+    "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, window=(10, 0)),
+    "packed": AttentionCase(**PACKED),
+    "packed-causal": AttentionCase(**PACKED, is_causal=True, heads=4, kv_heads=2),
+    "key-mask": AttentionCase(batch=2, tokens_q=130, tokens_k=200, masked=True, is_causal=True),
+    "sampled-mean": AttentionCase(tokens_q=130, tokens_k=700),
+    "head-dim-40": AttentionCase(head_dim=40, tokens_q=130, tokens_k=200, is_causal=True),
+    "head-dim-40-packed": AttentionCase(head_dim=40, **PACKED),
+    "head-dim-128-fp16": AttentionCase(head_dim=128, dtype=torch.float16),
 }
 
 
-def forward(call: KernelCall) -> tuple[tuple[Tensor | None, ...], Call, Saved]:
+def forward(call: AttentionCase) -> tuple[tuple[Tensor | None, ...], Call, Saved]:
     inputs = call.inputs()
     asked = call.call(*inputs[:2])
     *saved, _ = driver.forward(launch, (call.head_dim,) * 2, asked, *inputs[:3])
@@ -79,7 +79,7 @@ def test_is_the_recipe(name):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_a_scale_for_the_keys_of_a_lane(rotate, masked):
-    call = KernelCall(
+    call = AttentionCase(
         recipe=f"mixed(rotate={rotate})", batch=2, tokens_k=330, head_dim=40, masked=masked, device=DEVICE
     )
     inputs, asked, saved = forward(call)
@@ -92,5 +92,5 @@ def test_a_scale_for_the_keys_of_a_lane(rotate, masked):
 
 
 def test_other_recipes_have_no_row_maxima():
-    _, _, saved = forward(KernelCall(device=DEVICE))
+    _, _, saved = forward(AttentionCase(device=DEVICE))
     assert saved.row_max is None

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.metrics import relative_l2
-from tests.test_sinks import attend, exact, inputs, results
+from tests.attention_case import outcome
+from tests.test_sinks import attend, exact, inputs
 
 pytest.importorskip("triton")
 from sagebwd.kernels import sinks as kernels
@@ -72,13 +73,13 @@ def test_kernels_are_as_accurate_as_the_emulator(form, recipe, impl):
     leaves, given = [x.detach().to(DEVICE).requires_grad_() for x in leaves], [x.to(DEVICE) for x in given]
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     plain = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in form.items()}
-    wanted = results(
+    wanted = outcome(
         lambda *x: exact(*x, **plain), [x.detach().cpu().requires_grad_() for x in doubles], *(x.cpu() for x in given)
     )
     errors = {
         name: [
             relative_l2(a.cpu(), e)
-            for a, e in zip(results(lambda *x: attend(*x, recipe, impl=name, **form), leaves, *given), wanted)  # noqa: B023
+            for a, e in zip(outcome(lambda *x: attend(*x, recipe, impl=name, **form), leaves, *given), wanted)  # noqa: B023
         ]
         for name in (impl, "reference")
     }

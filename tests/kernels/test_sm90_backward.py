@@ -10,7 +10,7 @@ from sagebwd import sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import switches
-from tests.kernels.calls import TENSORS, KernelCall
+from tests.attention_case import TENSORS, AttentionCase
 from tests.kernels.test_portable import CALLS, UNALIGNED
 
 pytest.importorskip("triton")
@@ -37,27 +37,27 @@ CHANGES = {
     "16bit-": {"recipe": "mixed(dv=16bit, dq=16bit, dk=16bit)"},
 }
 # nothing but whole blocks: dK and dV leave by TMA
-CALLS = CALLS | {"whole": KernelCall(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
+CALLS = CALLS | {"whole": AttentionCase(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
 # blocks of keys that are whole, that an end cuts, and that a mask hides, where heads are not grouped
 ALONE = {"heads": 2, "kv_heads": 2}
 LENGTHS = {"lengths_q": [5, 700, 256, 64], "lengths_k": [5, 640, 256, 129], **ALONE}
 CALLS |= {
-    "padded": KernelCall(tokens_q=700, tokens_k=700, batch=3, **ALONE, masked=True, padding=True, is_causal=True),
-    "packed-ungrouped": KernelCall(**LENGTHS),
-    "packed-ungrouped-causal": KernelCall(**LENGTHS, is_causal=True),
+    "padded": AttentionCase(tokens_q=700, tokens_k=700, batch=3, **ALONE, masked=True, padding=True, is_causal=True),
+    "packed-ungrouped": AttentionCase(**LENGTHS),
+    "packed-ungrouped-causal": AttentionCase(**LENGTHS, is_causal=True),
 }
 CALLS = {change + name: dataclasses.replace(CALLS[name], **CHANGES[change]) for change in CHANGES for name in VARIED}
 # several blocks of 128 keys a head, the last of them not whole
 TURNS = {
-    "whole": KernelCall(tokens_q=640, tokens_k=640),
-    "causal": KernelCall(tokens_q=700, tokens_k=700, heads=3, kv_heads=3, is_causal=True),
-    "gqa-causal": KernelCall(tokens_q=1100, tokens_k=1100, heads=4, kv_heads=2, is_causal=True),
-    "more-keys": KernelCall(tokens_q=70, tokens_k=900, is_causal=True),
-    "window": KernelCall(tokens_q=900, tokens_k=900, window=(100, 0)),
-    "key-mask": KernelCall(tokens_q=300, tokens_k=600, batch=2, masked=True),
-    "padded": KernelCall(tokens_q=900, tokens_k=900, batch=2, heads=3, kv_heads=3, masked=True, padding=True),
-    "packed-ungrouped": KernelCall(**LENGTHS, is_causal=True),
-    "packed": KernelCall(lengths_q=[5, 300, 700, 64], lengths_k=[5, 640, 129, 700], is_causal=True),
+    "whole": AttentionCase(tokens_q=640, tokens_k=640),
+    "causal": AttentionCase(tokens_q=700, tokens_k=700, heads=3, kv_heads=3, is_causal=True),
+    "gqa-causal": AttentionCase(tokens_q=1100, tokens_k=1100, heads=4, kv_heads=2, is_causal=True),
+    "more-keys": AttentionCase(tokens_q=70, tokens_k=900, is_causal=True),
+    "window": AttentionCase(tokens_q=900, tokens_k=900, window=(100, 0)),
+    "key-mask": AttentionCase(tokens_q=300, tokens_k=600, batch=2, masked=True),
+    "padded": AttentionCase(tokens_q=900, tokens_k=900, batch=2, heads=3, kv_heads=3, masked=True, padding=True),
+    "packed-ungrouped": AttentionCase(**LENGTHS, is_causal=True),
+    "packed": AttentionCase(lengths_q=[5, 300, 700, 64], lengths_k=[5, 640, 129, 700], is_causal=True),
 }
 
 
@@ -94,7 +94,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
     @pytest.mark.parametrize("scale", [-0.1, 0.0])
     def test_scales_that_are_not_positive(self, tokens, scale):
-        inputs = [x.cuda() for x in KernelCall(tokens_q=tokens, tokens_k=tokens).inputs()[:3]]
+        inputs = [x.cuda() for x in AttentionCase(tokens_q=tokens, tokens_k=tokens).inputs()[:3]]
         outs = [
             sage_attention(*inputs, enable_gqa=True, scale=scale, impl=impl, is_causal=True, recipe="mixed")
             for impl in ("hopper", "reference")
@@ -102,7 +102,7 @@ class TestOnHopper:
         torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
 
     def test_rows_far_from_all_keys_are_zero(self):
-        call = KernelCall(recipe="mixed", tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
+        call = AttentionCase(recipe="mixed", tokens_q=700, tokens_k=5, window=(7, -1), device="cuda")
         actual = call.check("hopper")
         assert (actual["o"][:, :, 12:] == 0).all()
 

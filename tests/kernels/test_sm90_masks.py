@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.kernels.sm90.backward.launch import prepare
@@ -16,25 +16,25 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() ==
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 
 CALLS = {
-    "bool-all-gqa": KernelCall(mask="bool-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
-    "bool-rows": KernelCall(mask="bool-rows", heads=2, kv_heads=2, tokens_q=200, tokens_k=260),
-    "bool-columns": KernelCall(mask="bool-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
-    "bool-heads-causal": KernelCall(mask="bool-heads", tokens_q=700, tokens_k=700, is_causal=True),
-    "bool-batch-window": KernelCall(mask="bool-batch", batch=2, tokens_q=450, tokens_k=400, window=(160, 20)),
-    "bool-matrix-key-mask": KernelCall(mask="bool-matrix", batch=2, masked=True, tokens_q=260, tokens_k=390),
-    "dlse": KernelCall(mask="bool-matrix", tokens_q=200, tokens_k=200, with_dlse=True),
-    "one-token": KernelCall(mask="bool-none", tokens_q=1, tokens_k=1),
-    "document": KernelCall(mask="document", tokens_q=1270, tokens_k=1270, heads=4, kv_heads=2),
-    "documents-whole": KernelCall(mask="document", tokens_q=1536, tokens_k=1536, heads=2, kv_heads=1),
-    "prefix-batch": KernelCall(mask="prefix", batch=2, tokens_q=570, tokens_k=740, masked=True),
-    "chunked": KernelCall(mask="chunked", tokens_q=830, tokens_k=830, heads=2, kv_heads=2),
-    "sinks-heads": KernelCall(mask="sinks", tokens_q=640, tokens_k=640, sink=12),
-    "bias-all-gqa": KernelCall(mask="bias-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
-    "bias-columns": KernelCall(mask="bias-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
-    "bias-matrix-causal-key-mask": KernelCall(mask="bias-matrix", tokens_q=330, is_causal=True, masked=True),
-    "bias-float32-window": KernelCall(mask="bias-float32", tokens_q=300, tokens_k=280, window=(150, 5)),
-    "bias-fp16": KernelCall(mask="bias-rows", dtype=torch.float16, tokens_q=200, tokens_k=150),
-    "fp16": KernelCall(mask="document", dtype=torch.float16, tokens_q=400, tokens_k=400),
+    "bool-all-gqa": AttentionCase(mask="bool-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
+    "bool-rows": AttentionCase(mask="bool-rows", heads=2, kv_heads=2, tokens_q=200, tokens_k=260),
+    "bool-columns": AttentionCase(mask="bool-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
+    "bool-heads-causal": AttentionCase(mask="bool-heads", tokens_q=700, tokens_k=700, is_causal=True),
+    "bool-batch-window": AttentionCase(mask="bool-batch", batch=2, tokens_q=450, tokens_k=400, window=(160, 20)),
+    "bool-matrix-key-mask": AttentionCase(mask="bool-matrix", batch=2, masked=True, tokens_q=260, tokens_k=390),
+    "dlse": AttentionCase(mask="bool-matrix", tokens_q=200, tokens_k=200, with_dlse=True),
+    "one-token": AttentionCase(mask="bool-none", tokens_q=1, tokens_k=1),
+    "document": AttentionCase(mask="document", tokens_q=1270, tokens_k=1270, heads=4, kv_heads=2),
+    "documents-whole": AttentionCase(mask="document", tokens_q=1536, tokens_k=1536, heads=2, kv_heads=1),
+    "prefix-batch": AttentionCase(mask="prefix", batch=2, tokens_q=570, tokens_k=740, masked=True),
+    "chunked": AttentionCase(mask="chunked", tokens_q=830, tokens_k=830, heads=2, kv_heads=2),
+    "sinks-heads": AttentionCase(mask="sinks", tokens_q=640, tokens_k=640, sink=12),
+    "bias-all-gqa": AttentionCase(mask="bias-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),
+    "bias-columns": AttentionCase(mask="bias-columns", heads=2, kv_heads=1, tokens_q=130, tokens_k=40),
+    "bias-matrix-causal-key-mask": AttentionCase(mask="bias-matrix", tokens_q=330, is_causal=True, masked=True),
+    "bias-float32-window": AttentionCase(mask="bias-float32", tokens_q=300, tokens_k=280, window=(150, 5)),
+    "bias-fp16": AttentionCase(mask="bias-rows", dtype=torch.float16, tokens_q=200, tokens_k=150),
+    "fp16": AttentionCase(mask="document", dtype=torch.float16, tokens_q=400, tokens_k=400),
 }
 CHANGES = {
     "": {"recipe": "mixed"},
@@ -56,11 +56,11 @@ def test_is_the_recipe(change, name, head_dim, value_dim):
 
 # Keys that many queries see beside others, so that several programs share a list.
 SHARED = {
-    "sinks": KernelCall(mask="sinks", heads=8, kv_heads=2, tokens_q=1280, tokens_k=1280),
-    "sinks-ragged": KernelCall(mask="sinks", heads=8, kv_heads=2, tokens_q=1270, tokens_k=1270),
-    "prefix-batch-key-mask": KernelCall(mask="prefix", batch=2, masked=True, heads=4, tokens_q=1100, tokens_k=900),
-    "bias": KernelCall(mask="bias-matrix", heads=8, kv_heads=2, tokens_q=1300, tokens_k=384),
-    "few-shares": KernelCall(mask="bool-none", heads=4, tokens_q=1152, tokens_k=256),
+    "sinks": AttentionCase(mask="sinks", heads=8, kv_heads=2, tokens_q=1280, tokens_k=1280),
+    "sinks-ragged": AttentionCase(mask="sinks", heads=8, kv_heads=2, tokens_q=1270, tokens_k=1270),
+    "prefix-batch-key-mask": AttentionCase(mask="prefix", batch=2, masked=True, heads=4, tokens_q=1100, tokens_k=900),
+    "bias": AttentionCase(mask="bias-matrix", heads=8, kv_heads=2, tokens_q=1300, tokens_k=384),
+    "few-shares": AttentionCase(mask="bool-none", heads=4, tokens_q=1152, tokens_k=256),
 }
 
 
@@ -95,7 +95,7 @@ def test_narrower_widths(name, pair):
 def test_a_mask_that_shows_all_gives_what_no_mask_gives(head_dim, value_dim):
     shape = {"tokens_q": 640, "tokens_k": 768, "head_dim": head_dim, "value_dim": value_dim, "device": "cuda"}
     shape |= {"recipe": "mixed", "deterministic": True}
-    plain, masked = KernelCall(**shape), KernelCall(mask="bool-none", **shape)
+    plain, masked = AttentionCase(**shape), AttentionCase(mask="bool-none", **shape)
     inputs = plain.inputs()
     one, other = plain.run("hopper", inputs), masked.run("hopper", inputs)
     for name in ("o", "dq", "dk", "dv"):  # the means of K differ by how keys are sampled, so codes do
@@ -106,7 +106,7 @@ def test_a_mask_that_shows_all_gives_what_no_mask_gives(head_dim, value_dim):
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
 def test_deterministic_runs_are_equal_bit_for_bit(head_dim, value_dim):
-    call = KernelCall(
+    call = AttentionCase(
         recipe="mixed", mask="sinks", tokens_q=1500, tokens_k=1500, heads=4, kv_heads=2, deterministic=True,
         head_dim=head_dim, value_dim=value_dim, device="cuda",
     )  # fmt: skip

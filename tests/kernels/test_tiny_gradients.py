@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd.reference.metrics import relative_l2
-from tests.kernels.calls import KernelCall
+from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +22,7 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs c
     *(pytest.param("hopper", "mixed", head_dim, marks=on_hopper) for head_dim in (64, 128, 192, 256)),
 ])  # fmt: skip
 def test_gradients_are_as_small_as_the_outputs_and_no_zeros(impl, recipe, head_dim):
-    call = KernelCall(
+    call = AttentionCase(
         recipe=recipe, head_dim=head_dim, tokens_q=70, tokens_k=70, is_causal=True, do_size=SIZE,
         device="cpu" if impl == "reference" else DEVICE,
     )  # fmt: skip

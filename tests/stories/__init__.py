@@ -3,7 +3,7 @@
 They run on a CPU with the reference, and those that need kernels also on a GPU (`-m gpu`).
 
 1 kernel swap, 7 strides, 8 compile, 9 numerics: test_kernels. 2 SDPA patch, 3 padding, 4 packing, 5 Trainer:
-test_models. 6 parity, 10 install and bench: test_commands; 10's clean install is `make package` (tools/package.py).
+test_models. 6 parity: tests/lab/test_story.py. 10 install and bench: `make package`, tests/cli and tests/benchmarks.
 """
 
 import pytest
@@ -20,7 +20,3 @@ def low_precision(device):
 
 def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]

@@ -14,7 +14,8 @@ import sagebwd
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.reference.metrics import cosine, relative_l2
 from tests import programs
-from tests.stories import leaves, low_precision, on_each_device, randn
+from tests.attention_case import leaves
+from tests.stories import low_precision, on_each_device, randn
 
 
 @on_each_device

@@ -319,10 +319,6 @@ def test_nothing_differs(walked, sequence):
     assert "recipe=" in said[1]
 
 
-def test_time_is_up(walked):
-    assert walked(time.monotonic() - 1)[0]["steps"] == 0
-
-
 def test_masks_that_are_remembered_by_their_identity_are_found(walked, monkeypatch, capsys):
     made, read = {}, mask_argument.read
 

@@ -57,14 +57,6 @@ def test_every_width_has_every_form_in_full():
     assert {dims for dims, found in met(rows, "auto", torch.float16).items() if found == set(FORMS)} == set(HOPPER)
 
 
-def test_the_short_size_is_a_few_widths_in_every_form():
-    short = rows_of("short")
-    assert {(x.recipe, x.dtype) for x in short} == {("auto", torch.bfloat16)}
-    found = met(short, "auto", torch.bfloat16)
-    assert len(found) == 8
-    assert all(forms == set(FORMS) for forms in found.values())
-
-
 def test_the_cover_meets_every_form_wherever_widths_compile_alike():
     rows = rows_of("cover")
     assert {str(row.key()) for row in rows} < {str(row.key()) for row in rows_of("every")}
@@ -157,18 +149,6 @@ def test_groups_hold_each_row_once_and_none_is_the_last_to_end(size):
     for (*names, form, value_dim, head_dim), number in where.items():
         like = (*names, forms.LIKE.get(form, form), value_dim, head_dim)
         assert where.get(like, number) == number, (names, form)
-
-
-def test_rows_of_equal_kernels_cost_little_and_lie_together():
-    pair = [cell_of(FORMS, *dims, "causal", "auto", "bfloat16") for dims in ((72, 80), (80, 80))]
-    (group,) = groups.groups_of([cell("head-nan", 80, "auto"), *pair])
-    assert [row.form for row in group] == ["causal", "causal", "head-nan"]
-    first, *others = groups.costs(group)
-    assert first > 0 == max(others)
-    assert groups.costs([cell("causal", 72, "mixed"), cell("causal", 576, "auto")]) == [0, 0]
-    assert {form: like for form, like in forms.LIKE.items() if FORMS[form].layout != FORMS[like].layout} == {}
-    for third in sizes.THIRDS:
-        assert {forms.LIKE.get(form, form) for form in third} <= set(third)
 
 
 def test_fp32_is_sdpa():

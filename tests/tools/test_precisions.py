@@ -1,7 +1,5 @@
 """The picture of the products and their precisions is what the recipes are."""
 
-import pytest
-
 from sagebwd.recipe import PRODUCTS, RECIPES, SIXTEEN_BIT
 from tools import precisions
 
@@ -18,20 +16,3 @@ def test_every_product_and_recipe_is_drawn():
         for product in PRODUCTS:
             in_sixteen = getattr(RECIPES[name], product) == SIXTEEN_BIT
             assert (precisions.groups(RECIPES[name], product) == "") is in_sixteen
-
-
-@pytest.mark.parametrize(
-    ("product", "field", "value"),
-    [
-        ("s", "k_scale", "lane"),
-        ("o", "v_scale", "sequence"),
-        ("dv", "do_scale", "channel"),
-        ("dv", "p_scale_dv", "tile"),
-        ("dq", "ds_scale_dq", "tile"),
-        ("dk", "ds_scale_dk", "tile"),
-        ("dk", "block_q", 128),
-    ],
-)
-def test_a_scale_group_that_changes_is_seen(product, field, value):
-    token = RECIPES["token"]
-    assert precisions.groups(token, product) != precisions.groups(token.replace(**{field: value}), product)

@@ -38,12 +38,3 @@ def test_every_public_name_has_its_place():
                 )
     assert len(wanted) > 30
     assert not [name for name in wanted if f"[`{name}`](" not in index], "give them a page in tools/reference.py"
-
-
-def test_a_signature_has_its_annotations_as_they_are_written():
-    shard, ring, *_ = reference.members("sagebwd.integrations.context_parallel", None)
-    assert reference.heading(shard) == "shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None)"
-    lines = reference.heading(ring).splitlines()
-    assert lines[:2] == ["ring_attention(", "    query: Tensor,"]
-    assert "    *," in lines
-    assert "- `group`: all processes by default" in reference.described(ring)

@@ -15,10 +15,3 @@ def test_low_precision_does_not_resolve_a_saturated_softmax():
     share, found = saturation.errors(0.125, 0.5, tokens=128)
     assert share == 0
     assert max(max(of) for of in found.values()) < 0.1
-
-
-def test_the_table_has_a_row_for_each_pair(monkeypatch):
-    monkeypatch.setattr(saturation, "errors", lambda *_: (0.5, {name: [0.25] * 4 for name in saturation.COLUMNS}))
-    lines = list(saturation.table([1.0, 2.0], [3.0]))
-    assert [line.count("|") for line in lines] == [8] * 4
-    assert lines[3] == "| 2 | 3 | 50% |" + " 0.250, 0.250, 0.250 |" * 4

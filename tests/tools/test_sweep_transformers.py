@@ -7,8 +7,8 @@ import torch
 from transformers import CLIPVisionConfig, Qwen2VLConfig
 
 from sagebwd.integrations import transformers as integration
-from tools.sweep import reason, rows_of, table
-from tools.sweep_transformers import MEANINGS, sweep_one
+from tools.sweep import rows_of
+from tools.sweep_transformers import sweep_one
 from tools.tiny_models import candidates, from_default, from_tests, use_tests
 
 pytest.importorskip("transformers")
@@ -44,20 +44,6 @@ def test_a_wrong_number_and_an_unclear_error_show(monkeypatch):
     for attention, status in ((wrong, "different"), (unclear, "crash")):
         monkeypatch.setattr(integration, "attention", attention)
         assert sweep_one("llama")[0] == status
-
-
-def test_the_page_groups_refusals_by_reason():
-    words = "{} computes its attention itself and cannot run under attn_implementation='sagebwd'; use 'sdpa'"
-    rows = {
-        "a": ("same", "plain"),
-        "b": ("refused", words.format("BForCausalLM")),
-        "c": ("refused", words.format("CModel")),
-        "d": ("refused", "attention_mask of shape (2, 1, 6, 6) is not supported by attn_implementation='sagebwd'"),
-    }
-    assert reason(rows["d"][1]) == "attention_mask of shape (...)"
-    page = table("Models", "a command", "versions", rows, MEANINGS)
-    assert "| the model computes its attention itself | `b`, `c` |" in page
-    assert "## Same (1)" in page
 
 
 MODEL_TEST = '''

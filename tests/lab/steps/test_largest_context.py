@@ -1,9 +1,7 @@
 """The search for the longest sequence, with memory that ends where the test says."""
 
 import itertools
-import json
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,12 +9,9 @@ import torch
 from lab import __main__ as cli
 from lab.steps import largest_context as longest
 from lab.steps import tables as tables
-from lab.steps import timing as training
 from lab.steps.largest_context import Trial, search
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
-from sagebwd.cli import hardware
-from sagebwd.cli.results import save
 from tests.lab.steps.test_timing import TINY
 
 
@@ -67,24 +62,6 @@ def test_every_attention_trains_what_it_can(monkeypatch):
     assert "112" in text
 
 
-def test_what_does_not_fit_at_all(monkeypatch):
-    def never(runner, ids):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    monkeypatch.setattr(Runner, "step", never)
-    (row,) = longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu", multiple=16)
-    assert (row.context, row.too_large, row.peak_bytes) == (None, 16, None)
-
-
-def test_what_fails_otherwise_is_raised(monkeypatch):
-    def broken(runner, ids):
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(Runner, "step", broken)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        list(longest.measure(TINY, [Choice.parse("sdpa", "cpu")], vocabulary=40, device="cpu"))
-
-
 def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
@@ -99,49 +76,3 @@ def test_the_command_needs_a_gpu(monkeypatch, capsys, tmp_path):
             cli.main()
         assert stop.value.code == 2
         assert message in " ".join(capsys.readouterr().err.split())
-
-
-ROW = longest.LargestContext(
-    "mixed@hopper", "mixed", "hopper", 1, "layers", "no", True, 324_000_000, 50257, 114688, 118784, 140 << 30, 6 << 30,
-    141 << 30, [Trial(114688, True, 140 << 30)],
-)  # fmt: skip
-
-
-def test_the_command_writes_what_it_found(monkeypatch, capsys, tmp_path):
-    config = tmp_path / "tiny.yaml"
-    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
-    asked = []
-
-    def found(config, choices, **settings):
-        asked.append((config.data.context, settings))
-        yield ROW
-
-    monkeypatch.setattr(hardware, "check_device", lambda device: None)
-    monkeypatch.setattr(Choice, "parse", staticmethod(lambda name, device: Choice(name)))
-    monkeypatch.setattr(training, "facts", lambda *_: {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc"})
-    monkeypatch.setattr(longest, "measure", found)
-    arguments = f"bench-training --config {config} --by-layer --largest-context --context 64 --output {tmp_path}"
-    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 0
-    assert "118784" in capsys.readouterr().out
-    ((context, settings),) = asked
-    assert (context, settings["batch"], settings["compiled"], settings["is_causal"]) == (64, 1, "layers", True)
-    (path,) = tmp_path.glob("largest-context_h200_*_abc.json")
-    assert json.loads(path.read_text())["rows"][0]["context"] == 114688
-
-
-def test_the_page_has_them(tmp_path):
-    facts = {"gpu": "NVIDIA H200", "date": "2026-01-01", "commit": "abc", "model": asdict(TINY.model)}
-    path = save([ROW], facts, tmp_path, "largest-context")
-    assert json.loads(path.read_text())["rows"][0]["trials"] == [
-        {"context": 114688, "fits": True, "peak_bytes": 140 << 30}
-    ]
-    assert tables.markdown([path]).splitlines() == [
-        "324M weights, layers compiled.",
-        "",
-        "| attention | batch | longest sequence | out of memory at | peak GiB | of GiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        "| `mixed` | 1 | 114,688 | 118,784 | 140.0 | 141.0 |",
-    ]

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from sagebwd.cli.results import save
 from sagebwd.plan import Plan
 from tests.lab.training.runs import command, finish
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
 )
@@ -35,25 +33,6 @@ PARTS = {"attention": 5.0, "passes": 1.0, "copies": 2.0, "other": 9.0, "idle": 0
 def measure(*names, **arguments):
     parsed = [bench.Choice.parse(name, "cpu") for name in names]
     return bench.measure(TINY, parsed, batch=2, vocabulary=40, device="cpu", steps=3, warmup=1, **arguments)
-
-
-def test_where_a_steps_time_goes_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    file = next(RESULTS.glob("training_h200_*_0c6affd.json"))
-    assert plot.plot_steps([file], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    for row in content["rows"]:
-        row |= {"parts": PARTS, "causal": False}
-    (tmp_path / "parts.json").write_text(json.dumps(content), encoding="utf-8")
-    plot.main(["steps", str(file), str(tmp_path / "parts.json"), str(tmp_path / "both.png")])
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    for row in content["rows"]:
-        row["attention_ms"] = None
-    (tmp_path / "none.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ValueError, match="no step with a profile"):
-        plot.plot_steps([tmp_path / "none.json"], tmp_path / "none.png")
-    with pytest.raises(SystemExit, match="benchmarks/results/FILE"):
-        plot.main(["steps"])
 
 
 @pytest.mark.rounding
@@ -197,15 +176,6 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
 
 
-def test_utilisation_is_over_the_peak(monkeypatch):
-    (row,) = measure("sdpa")
-    shown = replace(row, peak_tflops=989.0, utilisation=0.41, peak_bytes=3 << 30)
-    text = "".join(str(column.header) + str(list(column.cells)) for column in tables.table([shown]).columns)
-    assert "989 TFLOP/s BF16" in text
-    assert "41.0%" in text
-    assert "3.0" in text
-
-
 def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
@@ -228,36 +198,6 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     ]  # fmt: skip
     assert content["model"]["layers"] == 1
     assert content["commit"] == "abc"
-
-
-def test_a_context_that_fails_loses_no_other(monkeypatch, tmp_path):
-    config = tmp_path / "tiny.yaml"
-    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
-    measured = bench.measure
-
-    def out_of_memory(config, *arguments, **keywords):
-        if config.data.context == 32:
-            raise torch.OutOfMemoryError("too long")
-        return measured(config, *arguments, **keywords)
-
-    monkeypatch.setattr(bench, "measure", out_of_memory)
-    arguments = (
-        f"bench-training --config {config} --device cpu --no-compile --batch 1 --context 16 --context 32 --steps 1 "
-        f"--warmup 1 --attention sdpa --vocabulary 20 --output {tmp_path} --commit abc"
-    )
-    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
-    with pytest.raises(torch.OutOfMemoryError):
-        cli.main()
-    (path,) = tmp_path.glob("training_cpu_*_abc.json")
-    assert [row["context"] for row in json.loads(path.read_text())["rows"]] == [16]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("fa9", "none called 'fa9'"), ("token@turing", "'turing' is not known")]
-)
-def test_names_that_mean_nothing(name, message):
-    with pytest.raises(ValueError, match=message):
-        bench.Choice.parse(name, "cpu")
 
 
 def test_a_layer_is_compiled_once_for_all():
@@ -321,6 +261,8 @@ def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs)
 
 
 FACTS = {"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "abc"}
+
+
 STATE = 2 * 32 * 2 * (8 * 32 + 4)
 """Bytes of Q, K, V, O and lse of one of `TINY`'s layers, of two sequences of 32 tokens."""
 
@@ -356,10 +298,3 @@ def test_a_page_from_a_result_file(tmp_path):
     assert [line.split("|")[1] for line in steps] == [" 32 ", " 32 ", " 64 ", " 32 ", " 32 "]
     pytest.importorskip("matplotlib")
     assert plot.plot_steps([path], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_benchmarks_file_is_refused(tmp_path):
-    path = tmp_path / "attention.json"
-    path.write_text(json.dumps(FACTS | {"rows": [{"ms": 1.0}]}), encoding="utf-8")
-    with pytest.raises(ValueError, match="expected rows of `python -m lab bench-training`"):
-        tables.markdown([path])

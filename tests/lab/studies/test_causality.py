@@ -146,8 +146,3 @@ def kernel_outputs(impl, recipe, operand, device):
 def test_kernels_depend_on_what_the_emulator_does(impl, recipe, operand):
     before, after = kernel_outputs(impl, recipe, operand, "cuda" if torch.cuda.is_available() else "cpu")
     assert torch.equal(before, after) != (operand in SEQUENCE_WIDE[recipe])
-
-
-def test_a_wrong_argument_shows_the_command():
-    with pytest.raises(SystemExit, match="python -m lab"):
-        causality.main(["file.txt"])

@@ -115,24 +115,6 @@ def test_a_token_without_gradient_does_not_coarsen_the_others():
     assert errors[1] < 1.1 * errors[0]
 
 
-def test_kinds():
-    for kind in study.KINDS:
-        tensors = study.draw(kind, 128, 32, 3)
-        assert all(x.shape == (1, 1, 128, 32) and x.dtype == torch.bfloat16 for x in tensors)
-        assert all(torch.equal(a, b) for a, b in zip(tensors, study.draw(kind, 128, 32, 3)))
-    q, k, _, _ = (x.float() for x in study.draw("sink", 128, 32, 3))
-    assert (q @ k[:, :, 0, :, None]).mean().item() * 32**-0.5 == pytest.approx(5, rel=0.05)
-    with pytest.raises(ValueError, match="kind='wide' is not known"):
-        study.draw("wide", 128, 32, 0)
-
-
-def test_ablations_are_each_one_line_that_parses():
-    names = [str(ablation) for ablation in ablations.BASES + ablations.ABLATIONS]
-    assert len(names) == len(set(names))
-    recipes = [Recipe.parse(ablation.recipe) for ablation in ablations.BASES + ablations.SWITCHES]
-    assert len(recipes) == len(set(recipes))
-
-
 def test_captured_heads_are_samples(tmp_path):
     path = tmp_path / "captured.safetensors"
     capture.save([random_call(tokens=70, is_causal=True, window=(20, 0))], path)
@@ -165,36 +147,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert {row["kind"]: len(row["errors"]["o"]) for row in rows} == {"bias": 2, "trained": 1}
     assert ratios(rows, "o")["token"]["bias"] == [1, 1]
     assert min(ratios(rows, "o")["token(smooth_v=False)"]["bias"]) > 1.5
-
-
-def test_chosen_ablations_alone_on_loaded_tensors_alone(tmp_path):
-    capture.save([random_call(tokens=70, heads=1, kv_heads=1)], tmp_path / "c.safetensors")
-    names = ["dO scaled by token, folded into P", "token(s=16bit, o=16bit)"]
-    arguments = ["--seeds", "0", "--load", f"trained={tmp_path / 'c.safetensors'}"]
-    arguments += [x for name in names for x in ("--ablation", name)]
-    study.main(["ablations", str(tmp_path / "ablations.json"), *arguments])
-    rows = json.loads((tmp_path / "ablations.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["ablation"] for row in rows] == [*map(str, ablations.BASES), *names]
-    assert {row["kind"] for row in rows} == {"trained"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ablations", "--kind", "wide"], "kind='wide' is not known"),
-        (["ablations", "--load", "file"], "expected NAME=FILE"),
-        (
-            ["ablations", "--ablation", "token(o=8bit)"],
-            "--ablation 'token(o=8bit)' is not known; accepted: token(smooth_v=False);",
-        ),
-        (["ablations", "--kind", "bias", "--load", "a=/no/such"], "there is no such file"),
-        (["show"], "there is no file"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        study.main(arguments)
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_nearest_rounding_has_its_bias_measured():

@@ -99,25 +99,6 @@ def test_full_precision_is_the_models_own(folder):
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-5)
 
 
-def test_means_over_windows_are_those_of_all():
-    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
-    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
-        found = trained_gradients.average(found, count, {"slope": slope, "error": error})
-        seen = slopes[:count]
-        assert found["slope"] == pytest.approx(statistics.mean(seen))
-        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
-    assert found["error"] == pytest.approx(statistics.mean(errors))
-
-
-def test_error_and_slope():
-    exact = {"a.q_proj": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
-    found = trained_gradients.compared({"a.q_proj": torch.tensor([1.5, 1.0]), "b": torch.tensor([4.0])}, exact)
-    assert found["all"] == {"error": pytest.approx(math.sqrt(3.25) / 5), "slope": pytest.approx(-4.5 / 25)}
-    assert found["q_proj"] == {"error": pytest.approx(math.sqrt(3.25) / 3), "slope": pytest.approx(-0.5)}
-    assert "k_proj" not in found
-    assert found["layers"] == {}
-
-
 def test_error_and_slope_of_each_layer():
     exact = {
         "model.layers.0.self_attn.q_proj.weight": torch.tensor([2.0, 0.0]),
@@ -168,14 +149,6 @@ def test_a_layer_is_that_of_autograd(folder):
     assert weights.sum().item() == pytest.approx(1)
 
 
-def test_what_makes_scales_coarse():
-    x = torch.ones(1, 2, 5, 8)
-    x[..., 3] = 10
-    channel, row = trained_heads.coarseness(x)
-    assert channel == pytest.approx(10)
-    assert row == pytest.approx(10 / math.sqrt(107 / 8))
-
-
 def draw(*shape):
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).double()
 
@@ -198,3 +171,13 @@ def test_a_sum_of_one_sign_comes_out_too_small():
     assert slopes[0] < 0.985 < 0.995 < slopes[1]
     promoted = float(line(1024, 0, 2.0, 0.0, promote=128).split("|")[5])
     assert slopes[0] + 0.01 < promoted
+
+
+def test_means_over_windows_are_those_of_all():
+    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
+    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
+        found = trained_gradients.average(found, count, {"slope": slope, "error": error})
+        seen = slopes[:count]
+        assert found["slope"] == pytest.approx(statistics.mean(seen))
+        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
+    assert found["error"] == pytest.approx(statistics.mean(errors))

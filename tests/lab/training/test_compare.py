@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from lab.training import compare as comparison
-from lab.training import pretrain, report, run_dir
-from lab.training.report import Run, gap, smoothed, write_curves
-from sagebwd.diagnostics import monitor
+from lab.training import pretrain, run_dir
+from lab.training.report import Run, gap, smoothed
 from tests.lab.training.runs import losses
 
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
@@ -68,17 +67,6 @@ def test_outcomes_and_files(config, tmp_path, calls):
     console = Console(record=True, width=120)
     console.print(comparison.table(outcomes))
     assert "+0.0100" in console.export_text()
-
-
-def test_the_report_is_one_file_and_escapes_what_it_shows(config, tmp_path, calls):
-    comparison.compare(config, tmp_path / "out")
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "data:image/png;base64," in page
-    assert "http" not in page
-    assert all(name in page for name in config.variants)
-    assert "&lt;somewhere&gt; &amp; elsewhere" in page
-    assert "<somewhere>" not in page
-    assert "tokens_per_step: 256" in page
 
 
 def test_finished_variants_are_kept(config, tmp_path, calls, capsys):
@@ -185,14 +173,6 @@ def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path,
     assert losses(tmp_path / "whole" / "token") != losses(tmp_path / "whole" / "full precision")
 
 
-def test_a_later_folder_of_other_settings_is_refused_before_training(config, tmp_path, calls):
-    comparison.compare(config, tmp_path / "out", only=["paper"])
-    changed = config.variants | {"paper": {"attention.recipe": "paper", "seed": 3}}
-    with pytest.raises(ValueError, match="paper holds a run of other settings; choose another --output"):
-        comparison.compare(config.replace({"variants": changed}), tmp_path / "out")
-    assert calls == [("paper", False)]
-
-
 def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
     comparison.compare(config, tmp_path / "out")
     with pytest.raises(ValueError, match="full precision holds a run of other settings"):
@@ -231,14 +211,6 @@ def test_gap_is_taken_where_both_were_measured():
     assert [round(gap, 6) for gap in gaps] == [0.1, -0.1]
 
 
-def test_series_leave_out_what_is_not_finite():
-    assert run("a", [(10, math.nan), (20, 2.0)]).series("held_out_loss") == ([20], [2.0])
-
-
-def test_no_gap_without_a_baseline():
-    assert gap(run("b", [(10, 2.5)]), None) == ([], [])
-
-
 def test_smoothing_neither_lags_nor_shortens():
     slope = [float(x) for x in range(100)]
     assert smoothed(slope) == pytest.approx(slope)
@@ -246,27 +218,3 @@ def test_smoothing_neither_lags_nor_shortens():
     assert max(map(abs, smoothed(noisy)[5:-5])) < 0.3
     assert smoothed([]) == []
     assert smoothed([2.0]) == [2.0]
-
-
-@pytest.mark.parametrize("with_baseline", [True, False])
-def test_curves_of_unequal_and_broken_runs(tmp_path, with_baseline):
-    runs = [run("a", [(10, 2.0)]), run("b", [(10, 2.1), (20, math.nan)], losses=(3.0, math.nan, 1.0)), run("c", [])]
-    write_curves(runs, runs[0] if with_baseline else None, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-def test_the_report_has_a_row_a_layer_and_the_events():
-    errors = dict.fromkeys(monitor.TENSORS, 0.0123)
-    summary = {
-        "checks": 3, "seconds": 1.0, "share": 0.011,
-        "layers": {"0": {"recipe": "token", "errors": errors, "highest": 0.05},
-                   "1": {"recipe": "token(s=16bit)", "errors": {}, "highest": 0.5}},
-        "events": [{"step": 200, "layer": 1, "message": "layer 1: moved <up>"}],
-    }  # fmt: skip
-    runs = [Run(name, {}, "token", [], {"monitor": found}) for name, found in (("a", None), ("b", summary))]
-    section = report._attention_error(runs)
-    assert "<td>b</td><td>token(s=16bit)</td><td>1</td>" in section
-    assert "0.0123" in section
-    assert "b: 3 checks, 1.10% of the time" in section
-    assert "b, step 200: layer 1: moved &lt;up&gt;" in section
-    assert report._attention_error(runs[:1]) == ""

@@ -18,8 +18,8 @@ from lab.training.config import load
 from lab.training.continued import comparison, tokens, workers
 from lab.training.continued import train as one
 from lab.training.continued.config import Continued
-from lab.training.gaps import gaps, table
-from lab.training.run_dir import COMPARISON, DIVERGED, METRICS, RESULT, read_metrics
+from lab.training.gaps import gaps
+from lab.training.run_dir import COMPARISON, DIVERGED, RESULT, read_metrics
 from sagebwd.diagnostics.models import load_model
 from tests.diagnostics.test_capture import build
 
@@ -227,41 +227,6 @@ def test_a_loss_that_is_not_finite_ends_its_run_and_has_no_gap(config, tmp_path,
     assert [row["gap"] for row in json.loads((folder / COMPARISON).read_text())["outcomes"]] == [None, None]
 
 
-def test_settings_that_cannot_be(config, tmp_path):
-    for keys, message in (
-        ({"optimisation.tokens_per_step": 50}, "is not a multiple of data.context"),
-        ({"optimisation.schedule": "linear"}, "accepted: cosine, constant"),
-        ({"seeds": [1, 1]}, "holds one twice"),
-        ({"stages": [{"rate": 1}]}, r"there is no key stages\[0\]\.rate"),
-        ({"logging.every": 0}, "logging.every=0 must be at least 1"),
-        ({"logging.weights_at": [0]}, r"logging.weights_at=\[0\]: steps are 1 to 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            config.replace(keys)
-    for keys, message in (
-        ({"stages": [{"variants": ["token"]}]}, "there is no variant 'token'"),
-        ({"model": str(tmp_path / "none")}, "there is no such file"),
-        ({"variants": {"mixed": {"attention.recipe": "mixed"}}, "stages": []}, "the first has attention.recipe=mixed"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            comparison.train(config.replace(keys), tmp_path / "out")
-    run = next(iter(config.runs().values()))
-    with pytest.raises(ValueError, match="id 59 is beyond the model's 20"):
-        one.order(run, 20)
-    with pytest.raises(ValueError, match=r"held_out_sequences=30: data\.held_out has 20"):
-        one.held_out(run.replace({"data.held_out_sequences": 30}), 64)
-
-
-def test_a_folder_of_other_settings_is_left_alone(config, tmp_path, here):
-    here.most = 1
-    comparison.train(config, tmp_path / "out")
-    with pytest.raises(ValueError, match="holds a run of other settings"):
-        comparison.train(config.replace({"optimisation.weight_decay": 0.0}), tmp_path / "out")
-    before = (tmp_path / "out" / here[0] / METRICS).read_text()
-    assert here == [f"lr-0.001/seed-3/{FULL}"]
-    assert before
-
-
 def test_a_token_file(tmp_path):
     words = {"<|endoftext|>": 0, "a": 1, "b": 2, "[UNK]": 3}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -279,14 +244,6 @@ def test_a_token_file(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             use()
-
-
-def test_gaps_in_full_precision_need_them(tmp_path):
-    rows = [{"variant": name, "recipe": "sdpa", "gap": 0.0, "digest": "x", "diverged": None} for name in "ab"]
-    (tmp_path / COMPARISON).write_text(json.dumps({"outcomes": rows}))
-    with pytest.raises(ValueError, match="no losses in full precision"):
-        gaps([tmp_path], in_full_precision=True)
-    assert "+0.00000" in str(list(table(gaps([tmp_path]), 0.001).columns[-1].cells))
 
 
 def test_the_tree_of_kernels_is_gits(tmp_path):

@@ -1,6 +1,5 @@
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ import torch.nn.functional as F
 from transformers import DataCollatorForSeq2Seq, EvalPrediction, LlamaConfig, LlamaForCausalLM
 
 from lab.training import config as settings
-from lab.training import examples, finetune, finetune_model, finetune_report
+from lab.training import finetune, finetune_model, finetune_report
 from lab.training.finetune_config import Finetuning
 from lab.training.run_dir import DIVERGED, METRICS, RESULT
-from tests.diagnostics.test_models import write_gguf
 
 pytestmark = pytest.mark.rounding
 
@@ -183,14 +181,6 @@ def test_differences_are_between_runs_of_one_seed():
     assert finetune_report._rows([outcome])[1][3:5] == ["+0.1500 ± 0.0707", "-0.4853 to +0.7853"]
 
 
-def test_a_run_that_is_not_scored_before_the_first_step(answers, tmp_path):
-    (scored,) = finetune.finetune(answers, tmp_path / "scored")
-    (other,) = finetune.finetune(answers.replace({"logging.score_before": False}), tmp_path / "other")
-    assert scored.before is not None
-    assert other.before is None
-    assert (other.accuracies, other.held_out_loss) == (scored.accuracies, scored.held_out_loss)
-
-
 @pytest.mark.parametrize("rank", [0, 4])
 def test_an_interrupted_run_resumes_to_the_same_result(answers, tmp_path, monkeypatch, rank):
     if rank:
@@ -258,19 +248,6 @@ def test_an_encoder_learns_labels_and_is_saved(labels, tmp_path):
     assert finetune.predicted_labels(logits, batch["labels"]).tolist() == [row["label"] for row in rows]
 
 
-def test_a_gguf_file_is_fine_tuned_with_its_own_tokeniser(answers, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64, "intermediate_size": 64}
-    shape = LlamaConfig(vocab_size=128, max_position_embeddings=64, head_dim=32, tie_word_embeddings=False, **sizes)
-    write_gguf(tmp_path / "x.gguf", LlamaForCausalLM(shape))
-    path = str(tmp_path / "x.gguf")
-    config = answers.replace({"model.path": path, "data.tokenizer": None, "seeds": [0], "logging.keep_model": True})
-    (token,) = finetune.finetune(config.replace({"variants": {"token": TOKEN}}), tmp_path / "out")
-    assert token.accuracies[0] >= 0.5
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "token-seed-0" / "model")
-    assert saved.config.vocab_size == 128
-
-
 def test_a_seed_gives_one_set_of_new_weights(labels):
     material = finetune._material(labels.data, None)
     first, second, other = (
@@ -294,35 +271,17 @@ def test_lora_trains_adapters_alone_and_saves_them(answers, tmp_path):
     assert (folder / "model" / "adapter_model.safetensors").exists()
 
 
-def test_lora_without_peft_says_what_to_install(answers, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    config = answers.replace({"lora.rank": 4})
-    with pytest.raises(ValueError, match=r"LoRA needs peft; install it with: pip install 'peft>=0\.21'"):
-        finetune_model.build(config, finetune._material(config.data, config.model.path).tokenizer, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data.train": "none.jsonl"}, "data.train='none.jsonl': there is no such file"),
-        ({"data.train": "", "data.held_out": ""}, "data.train='': there is no such file"),
         ({"model.path": None}, "lines with prompt and answer need a decoder's checkpoint"),
         (
             {"model.path": "no/such/folder"},
             "model.path='no/such/folder': no folder here; the hub's model of that name cannot be",
         ),
-        ({"data.tokenizer": None}, "has no tokeniser"),
         ({"data.max_tokens": 65}, "data.max_tokens=65 is beyond the model's 64 positions"),
-        ({"attention.recipe": "fp4"}, "none called 'fp4'"),
-        ({"seeds": []}, "seeds=.. must list at least one"),
-        ({"seeds": [1, 1]}, "holds one twice"),
         ({"optimisation.batch": 12}, "optimisation.batch=12 is not a multiple of optimisation.micro_batch=8"),
-        ({"optimisation.epochs": 0.0}, r"optimisation.epochs=0.0 must be above 0"),
-        ({"optimisation.precision": "fp16"}, "accepted: fp32, bf16"),
-        ({"lora.rank": -1}, "lora.rank=-1 must be at least 0"),
-        ({"model.width": 33}, "model.width=33 is not a multiple of model.heads=4"),
-        ({"variants": {"a/b": {}}}, "'a/b' cannot name a folder"),
-        ({"variants": {"a": {"modle.path": 1}}}, "there is no key modle; did you mean model"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_trained(answers, tmp_path, changes, message):
@@ -330,23 +289,6 @@ def test_mistakes_are_one_line_before_anything_is_trained(answers, tmp_path, cha
         finetune.finetune(answers.replace(changes), tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_folders_of_other_settings_and_nothing_to_resume(answers, tmp_path):
-    with pytest.raises(ValueError, match="holds none of these runs to resume; start without --resume"):
-        finetune.finetune(answers, tmp_path / "out", resume=True)
-    (tmp_path / "out" / "sdpa-seed-0").mkdir(parents=True)
-    (tmp_path / "out" / "sdpa-seed-0" / "config.yaml").write_text("digest: other")
-    with pytest.raises(ValueError, match="sdpa-seed-0 holds a run of other settings"):
-        finetune.finetune(answers, tmp_path / "out", resume=True)
-
-
-def test_kinds_that_differ(answers, labels, tmp_path):
-    with pytest.raises(ValueError, match=r"data.train holds labels, data.held_out answers; expected one kind"):
-        finetune.finetune(answers.replace({"data.train": labels.data.train}), tmp_path / "out")
-    tokens = examples.tokenizer("bytes", None, pairs=True)
-    with pytest.raises(ValueError, match=r"has 258 token ids, model.path=.* knows 257"):
-        finetune_model.build(answers, tokens, None)
 
 
 def test_the_configs_that_come_with_it_are_read():

@@ -14,7 +14,6 @@ from lab.commands import seeds as command
 from lab.training import kernel_commit
 from lab.training.gaps import (
     MARGIN,
-    above,
     by_step,
     critical,
     equivalence,
@@ -22,7 +21,6 @@ from lab.training.gaps import (
     interval,
     table,
     table_by_step,
-    within,
 )
 from lab.training.packed import PACKED
 from lab.training.run_dir import COMPARISON
@@ -122,29 +120,6 @@ def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):
     assert "not counted: 1, it names no commit" in text
 
 
-def test_no_repeat_no_noise(folders):
-    (token,) = gaps(folders[2:])
-    assert (token.mean, token.noise) == (pytest.approx(0.06), None)
-    (token,) = gaps(folders[2:], noise_of=[folders[0], folders[2]])
-    assert (token.mean, token.noise) == pytest.approx((0.06, 0.03))
-
-
-def test_what_is_no_comparison_says_so(tmp_path):
-    with pytest.raises(ValueError, match="expected at least one folder"):
-        gaps([])
-    with pytest.raises(ValueError, match="margin=0 must be a number of nats above 0"):
-        gaps([tmp_path], margin=0)
-    with pytest.raises(ValueError, match=r"nothing holds no comparison.json; expected an output of"):
-        gaps([tmp_path / "nothing"])
-    empty = comparison(tmp_path / "empty", {"full": 2.0})
-    (empty / COMPARISON).write_text('{"outcomes": []}')
-    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
-        gaps([empty])
-    alone = comparison(tmp_path / "alone", {"full": math.inf, "token": 2.0}, diverged=["full", "token"])
-    with pytest.raises(ValueError, match="its baseline has not come to a finite loss"):
-        gaps([alone])
-
-
 def pack(folder, losses):
     """runs.jsonl.xz beside a comparison: of each run the held-out losses by step."""
     with lzma.open(folder / PACKED, "wt", encoding="utf-8") as file:
@@ -199,18 +174,6 @@ def test_scatter_is_followed_to_the_end_and_later_changes_are_apart(tmp_path):
         by_step(folders, since=6)
 
 
-def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
-    folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
-    (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
-    assert "not counted: 1, the kernels of a9c0339" in printed([at], table_by_step)
-    assert (at.gap.gaps, at.gap.mean, list(at.gap.objections.values())) == ((), None, [1])
-
-
-def test_noise_is_of_losses_at_the_end_alone(tmp_path):
-    with pytest.raises(ValueError, match="expected no --by-step and no --since"):
-        command.gaps([tmp_path], noise_of=[tmp_path], by_step=True)
-
-
 @pytest.mark.parametrize(
     ("confidence", "freedom", "expected"),
     [
@@ -220,23 +183,6 @@ def test_noise_is_of_losses_at_the_end_alone(tmp_path):
 )  # fmt: skip
 def test_critical_values_are_those_of_tables(confidence, freedom, expected):
     assert critical(confidence, freedom) == pytest.approx(expected, abs=5e-4)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 25])
-@pytest.mark.parametrize("t", [0.3, 1.0, 2.5])
-def test_probabilities_are_the_integral_of_the_density(freedom, t):
-    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    steps = 2000
-    middles = [(index + 0.5) * t / steps for index in range(steps)]
-    inside = 2 * t / steps * sum(factor * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in middles)
-    assert within(t, freedom) == pytest.approx(inside, abs=1e-6)
-    assert above(t, freedom) == pytest.approx((1 - inside) / 2, abs=1e-6)
-    assert above(-t, freedom) == pytest.approx((1 + inside) / 2, abs=1e-6)
-
-
-def test_the_middle():
-    assert within(0, 5) == 0
-    assert above(0, 5) == 0.5
 
 
 ROOT = Path(__file__).parents[3]
@@ -276,3 +222,17 @@ def test_the_commit_is_what_the_environment_says(monkeypatch, tmp_path):
         ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()
     assert results.commit() == (found or None)
+
+
+def test_no_repeat_no_noise(folders):
+    (token,) = gaps(folders[2:])
+    assert (token.mean, token.noise) == (pytest.approx(0.06), None)
+    (token,) = gaps(folders[2:], noise_of=[folders[0], folders[2]])
+    assert (token.mean, token.noise) == pytest.approx((0.06, 0.03))
+
+
+def test_faulty_kernels_do_not_count_at_any_step(tmp_path):
+    folder = comparison(tmp_path / "0", {"full": 2.0, "mixed": 2.1}, commit="a9c0339")
+    (at,) = by_step([pack(folder, {"full": {9: 2.0}, "mixed": {9: 2.1}})])
+    assert "not counted: 1, the kernels of a9c0339" in printed([at], table_by_step)
+    assert (at.gap.gaps, at.gap.mean, list(at.gap.objections.values())) == ((), None, [1])

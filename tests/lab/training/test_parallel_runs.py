@@ -109,14 +109,6 @@ def test_time_is_up(config, tmp_path, monkeypatch):
     assert 1 < len(Endless.started) < 5
 
 
-def test_bad_jobs(config, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
-        parallel_runs.train({}, tmp_path, 0)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="start the command without torchrun"):
-        parallel_runs.train({}, tmp_path, 2)
-
-
 def test_gpus_as_the_environment_names_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []

@@ -242,26 +242,6 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     assert watched == {5, 6}, "while attention is quantised"
 
 
-def test_a_switched_run_is_resumed_as_what_it_is(tiny, tmp_path):
-    full = tiny.replace({"attention.recipe": "sdpa"})
-    mixed = full.replace({"attention.recipe": "mixed"})
-    stopped(full, tmp_path / "run", 3)
-    stopped(mixed, tmp_path / "run", 5, resume=True)
-    stopped(mixed, tmp_path / "run", 7, resume=True)
-    pretrain.run(mixed, tmp_path / "run", resume=True)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["switched"] == [{"until": 2, "recipe": "sdpa", "impl": None}]
-
-
-def test_nothing_else_may_change(tiny, tmp_path):
-    stopped(tiny, tmp_path / "run", 5)
-    other = tiny.replace({"attention.recipe": "mixed", "optimisation.learning_rate": 2e-2})
-    with pytest.raises(ValueError, match="holds a run of another config"):
-        pretrain.run(other, tmp_path / "run", resume=True)
-    with pytest.raises(ValueError, match="holds a run of another config"):
-        pretrain.run(tiny.replace({"attention.recipe": "mixed"}), tmp_path / "run")
-
-
 def test_not_under_automatic_precision(tiny, tmp_path):
     automatic = tiny.replace({"monitor.every": 2, "monitor.precision": "auto"})
     stopped(automatic, tmp_path / "run", 5)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from lab.training import compare, pretrain, processes, run_dir
+from lab.training import compare, pretrain, run_dir
 from tests.lab.training.runs import command, cut_after, finish, kill, losses, start
 
 ROOT = Path(__file__).parents[3]
@@ -148,16 +148,6 @@ def test_killed_three_times_and_resumed_by_another_number_of_processes(config, t
     assert losses(broken) == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-4)
 
 
-def test_a_step_that_does_not_divide_is_one_clear_line(config, forked, tmp_path):
-    odd = config.replace({"optimisation.tokens_per_step": 3 * 4 * 32})
-    codes, printed = forked("pretrain", odd, tmp_path / "out")
-    assert codes == [2, 2], printed
-    (line,) = [line for line in printed.splitlines() if "is not a multiple of" in line]
-    assert line.startswith("lab: optimisation.tokens_per_step=384 is not a multiple of data.context (32)")
-    assert "devices (2) = 256" in line
-    assert not (tmp_path / "out").exists()
-
-
 def write_often(path, start):
     start.wait()
     for _ in range(300):
@@ -175,16 +165,6 @@ def test_processes_that_write_one_file_at_once_do_not_disturb_each_other(tmp_pat
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_one_process_decides_for_itself(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    assert processes.count() == 1
-    assert processes.is_first()
-    assert processes.agreed(lambda: 7) == 7
-    with pytest.raises(ValueError, match="no"):
-        processes.agreed(lambda: (_ for _ in ()).throw(ValueError("no")))
 
 
 def test_two_processes_compare_as_one(config, forked, tmp_path):

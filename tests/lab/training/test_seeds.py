@@ -1,7 +1,6 @@
 """Pairs of runs over seeds: what is trained, what is kept when time is up, and what counts."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -91,10 +90,3 @@ def test_what_would_not_count_is_not_trained(config, trained, tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"runs of mixed would not count: the kernels of a9c0339 .* set SAGEBWD_COM"):
         seeds.train(config, [3], tmp_path, PAIR)
     assert trained == []
-
-
-def test_a_folder_of_other_settings_is_left_alone(config, trained, tmp_path):
-    seeds.train(config, [3], tmp_path, PAIR)
-    with pytest.raises(ValueError, match="holds a run of other settings"):
-        seeds.train(config.replace({"optimisation.steps": 9}), [3], tmp_path, PAIR)
-    assert Path(tmp_path / COMPARISON).exists()

@@ -122,21 +122,6 @@ def test_one_seed_gives_one_set_of_files(corpus, tmp_path):
     assert a != c
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"task": "sorting"}, "task='sorting' is not known; accepted: continuation, subject, order, neighbours"),
-        ({"examples": 0}, "examples=0 must be at least 1"),
-        ({"source": "none.txt"}, "there is no such file"),
-        ({"examples": 10**6}, "not 1000000: too few of its documents are long enough"),
-    ],
-)
-def test_bad_requests(corpus, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.make(**{"task": "order", "source": str(corpus), "output": tmp_path / "out"} | changes)
-    assert not (tmp_path / "out").exists()
-
-
 END = 256
 
 
@@ -203,53 +188,3 @@ def test_pairs_have_separators_and_types(tmp_path):
     assert second["input_ids"] == [END, *b"d", END]
     assert len(examples.label_rows(lines, tokens, 5, names)[0]["input_ids"]) == 5
     assert tokens.pad_token_id == 257  # not the separator
-
-
-GOOD = {"prompt": "a", "answer": "b"}
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([GOOD, "", "{not json"], r"line 3: not JSON \(.* column 2\): \{not json"),
-        (["[1, 2]"], r"line 1: expected an object with prompt and answer .*; got \[1, 2\]"),
-        ([GOOD, {"prompt": "a"}], "line 2: field 'answer' is missing; got prompt"),
-        ([{"text": "a"}], "line 1: field 'label' is missing; got text"),
-        ([{"question": "a"}], "line 1: expected fields prompt and answer .*; got question"),
-        ([{"prompt": "", "answer": "b"}], "line 1: prompt='' must be a text that is not empty"),
-        ([{"text": "a", "label": 0.5}], "line 1: label=0.5 must be a text or a whole number"),
-        ([GOOD, {"text": "a", "label": 1}], "line 2: it holds labels, the lines before it answers"),
-        ([GOOD | {"choices": "bc"}], "line 1: choices=bc must be a list of texts"),
-        ([GOOD | {"choices": ["c", "d"]}], "line 1: the answer is not among the choices"),
-        ([GOOD | {"choices": ["b", "b"]}], "line 1: choices must be at least two, and no two alike"),
-        ([""], "data.train='.*': the file is empty; accepted: JSON lines"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, lines, message):
-    path = write(tmp_path / "lines.jsonl", lines)
-    with pytest.raises(ValueError, match=message) as error:
-        examples.read(path, "data.train")
-    assert "\n" not in str(error.value)
-
-
-def test_bad_files_and_labels(tmp_path):
-    with pytest.raises(ValueError, match=r"'none.jsonl': there is no such file; `python -m lab task` makes some"):
-        examples.read("none.jsonl", "data.train")
-    (tmp_path / "latin").write_bytes(b"\xe9")
-    with pytest.raises(ValueError, match=r"not UTF-8 \(byte 0xe9"):
-        examples.read(str(tmp_path / "latin"), "data.train")
-    lines = examples.read(write(tmp_path / "a", [{"text": "a", "label": "yes"}]), "data.train")
-    with pytest.raises(ValueError, match="all lines have the label 'yes'"):
-        examples.label_names(lines)
-    tokens = examples.tokenizer("bytes", None, pairs=True)
-    with pytest.raises(ValueError, match=r"line 1: label 'yes' is in no line of the training file; there: maybe, no"):
-        examples.label_rows(lines, tokens, 9, ["maybe", "no"])
-
-
-def test_bad_tokenizers(tmp_path):
-    with pytest.raises(ValueError, match=r"data.tokenizer is not given; accepted: bytes, a tokenizer.json"):
-        examples.tokenizer(None, None, pairs=True)
-    with pytest.raises(ValueError, match=r"data.tokenizer='none.json': there is no such file"):
-        examples.tokenizer("none.json", None, pairs=True)
-    with pytest.raises(ValueError, match=r"has no tokeniser .*; set data.tokenizer to the one it was trained with"):
-        examples.tokenizer(None, str(tmp_path), pairs=False)

@@ -1,8 +1,9 @@
-"""One kernel call and the emulator's two answers to it."""
+"""A call of attention: its tensors, its results and gradients, and what they are held to: softmax or the emulator."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from sagebwd import dispatch
 from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
-from sagebwd.masks.mask import Mask
+from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import Recipe
 from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.masks import drawn
@@ -21,13 +22,54 @@ from tests.masks import drawn
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-# What `KernelCall.unaligned` may name.
+# What `AttentionCase.unaligned` may name.
 TENSORS = ("q", "k", "v", "do", "dlse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "saved")
 COPIED = TENSORS[:4]
 
 # Tokens of other draws that say how far a call's precision may lead: of one token dK is exactly 0 but for the rounding
 # of dP - delta, which the emulator in FP32 has in every fifth draw alone (up to 2e-6 at head_dim 256).
 DRAWN = 16
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    """The same memory, for which gradients are wanted."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def outcome(
+    attention: Callable[..., Tensor | tuple[Tensor, ...]], tensors: Sequence[Tensor], do: Tensor,
+    dlse: Tensor | None = None, **options: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """All that an attention gives of tensors, then their gradients where do, and dlse, are O's, and lse's."""
+    given = leaves(*tensors)
+    found = attention(*given, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    gradients = torch.autograd.grad(found[: 1 if dlse is None else 2], given, (do,) if dlse is None else (do, dlse))
+    return *(x.detach() for x in found), *gradients
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False,
+    window: tuple[int, int] = (-1, -1), scale: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O and lse of (batch, heads, tokens, head_dim) as the formula has them; a query that sees no key: 0 and -inf.
+
+    mask: of elements, boolean or added; is_causal and window, (left, right), aligned top left; sinks, (heads,).
+    """
+    k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    left, right = window[0], 0 if is_causal else window[1]
+    visible = (distance >= -left) | (left < 0)
+    visible = visible & ((distance <= right) | (right < 0))
+    if mask is not None:
+        visible = visible & shown(mask)
+        s = s if mask.dtype == torch.bool else s + torch.where(shown(mask), mask.to(s.dtype), 0)
+    s = s.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    lse = s.logsumexp(-1)
+    return (s - lse.nan_to_num(neginf=0)[..., None]).exp()[..., : k.shape[-2]] @ v, lse
 
 
 def after_an_element(x: Tensor) -> Tensor:
@@ -37,7 +79,7 @@ def after_an_element(x: Tensor) -> Tensor:
 
 
 @dataclass
-class KernelCall:
+class AttentionCase:
     """Shapes and options of a call; lengths_q and lengths_k make it a packed one.
 
     unaligned: which of `TENSORS` begin at an odd element; "saved" is all that forward leaves for backward.
