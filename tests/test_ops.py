@@ -194,7 +194,7 @@ packages = {name.split(".")[0] for name in set(sys.modules) - before}
 assert packages - sys.stdlib_module_names == {"sagebwd"}, packages
 x = torch.randn(1, 1, 4, 8, requires_grad=True)
 sagebwd.sage_attention(x, x, x).sum().backward()
-rows = {"", ".capabilities", ".sm90", ".sm90.widths"}  # who has what
+rows = {"", ".capabilities", ".mma_sync", ".mma_sync.variant", ".sm90", ".sm90.widths"}  # who has what
 assert {name for name in sys.modules if name.startswith("sagebwd.kernels")} == {"sagebwd.kernels" + x for x in rows}
 assert not [name for name in sys.modules if name.startswith("sagebwd.integrations.") and not name.endswith(".sdpa")]
 """

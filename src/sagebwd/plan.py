@@ -76,8 +76,7 @@ def spec_of(
         else:
             spec += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        leaf = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        spec.append(grad and leaf)
+        spec.append(grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)))
         spec.append(torch.are_deterministic_algorithms_enabled())
         dispatch.check_agreement(q.device)
     spec.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
