@@ -25,7 +25,7 @@ from benchmarks.timer import wait
 
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
-OF_PASSES = {"common", "operands", "masks", "sinks.py"}
+OF_PASSES = {"common", "operands", "operands.py", "masks", "sinks.py"}
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
     r"SageAttention(Backward)?|sagebwd::(attention|flash_attention_4)(_backward)?|aten::_scaled_dot_product_\w+"
