@@ -316,6 +316,7 @@ REFUSED_PACKED = [
     ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
     ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "int32 of shape (sequences + 1,), one sequence at least, got"),
     ({"cu_seqlens_q": OFFSETS.to("meta")}, ValueError, "cu_seqlens_q: device meta differs"),
+    ({"cu_seqlens_q": OFFSETS.repeat_interleave(2)[::2]}, ValueError, "expected offsets side by side, got stride 2"),
     ({"cu_seqlens_q": OFFSETS[[0, 2]]}, ValueError, "name 1 and 2 sequences"),
     ({"cu_seqlens_q": OFFSETS + 1}, ValueError, "cu_seqlens_q must rise from 0 to the number of packed tokens (6)"),
     ({"cu_seqlens_k": OFFSETS.clone().index_fill_(0, torch.tensor(2), 5)}, ValueError, "it runs from 0 to 5"),

@@ -248,3 +248,16 @@ def test_kernels_refuse_it_by_name_but_hoppers_mixed(name, impl):
         assert refusal is None or "dp=" not in refusal  # the extra may be missing
     else:
         assert "dp=int8, which is not one of 16bit" in refusal or "dv=int8, which is not one of fp8" in refusal
+
+
+@pytest.mark.parametrize("recipe", ["mixed(dp=int8)", "token(dp=int8)"])
+def test_a_block_of_queries_without_a_key_has_gradients_of_zero(recipe):
+    """Of 200 queries those from 50 on see none of 40 keys: nothing of their block overflows."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (200, 40, 40)
+    leaves = [torch.randn(1, 2, n, 64, generator=generator).bfloat16().requires_grad_() for n in shapes]
+    o = sage_attention(*leaves, window=(10, 0), recipe=recipe, impl="reference")
+    o.backward(torch.randn(o.shape, generator=generator).bfloat16())
+    assert all(x.grad.isfinite().all() for x in leaves)
+    assert (leaves[0].grad[:, :, 50:] == 0).all()
+    assert (leaves[0].grad[:, :, 10:40] != 0).any()

@@ -260,6 +260,8 @@ def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
             f"{name}: expected int32 of shape (sequences + 1,), one sequence at least, got {offsets.dtype} of shape "
             f"{tuple(offsets.shape)}"
         )
+    if not offsets.is_contiguous():
+        raise ValueError(f"{name}: expected offsets side by side, got stride {offsets.stride(0)}; pass .contiguous()")
     if offsets.device != device:
         raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")
 

@@ -1,6 +1,7 @@
 """The CUDA kernels of mma.sync: passes beside them, machine code without a GPU, and whole calls where there is one."""
 
 import ctypes
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.attention_case import AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.kernels.mma_sync import compile as nvrtc
-from sagebwd.kernels.mma_sync import operands
+from sagebwd.kernels.mma_sync import launch, operands
 from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, HEAD_DIMS, variant_of
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -44,14 +45,27 @@ def test_every_variant_has_room_in_shared_memory(capability):
 @pytest.mark.parametrize("capability", [80, 86, 89, 120])
 @pytest.mark.parametrize(("direction", "head_dim"), VARIANTS)
 def test_compiles_for(capability, direction, head_dim, tmp_path, monkeypatch):
-    """And machine code is read again from disk."""
+    """And machine code is read again from disk, where it is whole."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     variant = variant_of(direction, head_dim, capability, half=capability == 86)
     made = nvrtc.machine_code(variant, capability)
     assert made[:4] == b"\x7fELF"
     (kept,) = (tmp_path / "mma_sync").iterdir()
-    kept.write_bytes(b"kept")
-    assert nvrtc.machine_code(variant, capability) == b"kept"
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"compiled again")
+    assert nvrtc.machine_code(variant, capability) == made
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert nvrtc.machine_code(variant, capability) == b"compiled again"
+
+
+@needs_nvrtc
+def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(path, made):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_keep", refuse)
+    assert nvrtc.machine_code(variant_of(FORWARD, 64, 80, half=False), 80)[:4] == b"\x7fELF"
+    assert "No space left" in caplog.text
 
 
 @needs_nvrtc
@@ -142,6 +156,58 @@ def test_gradients_from_sums(in_registers, recipe, on):
     torch.testing.assert_close(out.cpu().double(), expected[:, :, :tokens] * 0.5, atol=2e-3, rtol=2e-3)
 
 
+class Recorder:
+    """Stands for a compiled kernel: arguments of its launches."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(arguments)
+
+
+def parameters(direction: str) -> list[str]:
+    """Types of a kernel's parameters, by its source: pointer, i64 or float."""
+    source = (nvrtc.SOURCES / f"{direction}.cu").read_text(encoding="utf-8")
+    given = re.search(rf"KERNEL {direction}\((.*?)\) \{{", source, re.DOTALL)[1]
+    return ["pointer" if "*" in x else x.split()[0] for x in given.split(",")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("recipe", ["token", "token(first_keys=0, smooth_v=False)"])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatch):
+    kernel = Recorder()
+    monkeypatch.setattr(launch, "kernel_of", lambda variant, arch: kernel)
+    lengths = {"lengths_q": [30, 50], "lengths_k": [30, 50]} if packed else {"tokens_q": 70, "tokens_k": 80}
+    case = AttentionCase(recipe=recipe, heads=2, kv_heads=1, head_dim=128, device=on, with_dlse=True, **lengths)
+    q, k, v, do, dlse = case.inputs()
+    call = case.call(q, k)
+    saved = launch.forward(call, q, k, v)
+    gradients = launch.backward(call, saved._replace(o=torch.zeros_like(do)), do, dlse, None, None, v)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    for direction, arguments in zip((FORWARD, BACKWARD), kernel.calls, strict=True):
+        kinds = [
+            "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
+            for x in arguments
+        ]
+        assert kinds == parameters(direction)
+
+
+@pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
+def test_what_the_portable_kernels_run(changes, monkeypatch):
+    """A negative scale both ways, gradients in a fixed order."""
+    asked = []
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(launch.portable, name, lambda *_, name=name: asked.append(name))
+    call = call_of(64, 128)._replace(**changes)
+    launch.backward(call, *[None] * 6)
+    if "scale" in changes:
+        launch.forward(call, None, None, None)
+    assert asked == ["backward", "forward"][: len(asked)]
+    assert asked
+
+
 CALLS = {
     "full": AttentionCase(tokens_q=256, tokens_k=384, head_dim=128),
     "causal-grouped": AttentionCase(tokens_q=333, tokens_k=333, heads=4, kv_heads=2, head_dim=128, is_causal=True),
@@ -155,7 +221,7 @@ CALLS = {
     "fp16": AttentionCase(tokens_q=150, tokens_k=170, head_dim=128, dtype=torch.float16, is_causal=True),
     "64": AttentionCase(tokens_q=333, tokens_k=300, head_dim=64, heads=4, kv_heads=2),
     "64-causal": AttentionCase(tokens_q=333, tokens_k=333, head_dim=64, is_causal=True, dtype=torch.float16),
-    "mask": AttentionCase(tokens_q=140, tokens_k=140, head_dim=128, mask="documents"),
+    "mask": AttentionCase(tokens_q=140, tokens_k=140, head_dim=128, mask="document"),
     "deterministic": AttentionCase(tokens_q=200, tokens_k=200, head_dim=128, deterministic=True),
     "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
@@ -173,7 +239,7 @@ def test_the_kernels_are_the_recipe(name, on):
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("which", range(3))
 def test_nan_goes_out(which, on):
-    """Of q, k or v: where a query sees it, and nowhere before."""
+    """Of a query from its row, of k or v, whose mean is taken off, from all of its head; from no other head."""
     inputs = [torch.randn(1, 2, 200, 128, device=on, dtype=torch.bfloat16) for _ in range(3)]
     inputs[which][0, 0, 150, 3] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]
@@ -182,8 +248,10 @@ def test_nan_goes_out(which, on):
     lost = o.isnan().any(-1)
     assert lost[0, 0, 150].item()
     assert not lost[0, 1].any()
-    assert not lost[0, 0, : 64 if which == 2 else 150].any()
+    assert lost[0, 0, :150].all() == (which > 0)
+    assert lost[0, 0, :150].any() == (which > 0)
     assert leaves[0].grad[0, 0, 150].isnan().any()
+    assert leaves[0].grad[0, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])

@@ -105,6 +105,7 @@ def _b_of_block(b: Tensor, counts: Tensor, size: int) -> Tensor:
     largest = torch.where(counts, blocks, LEAST_B).amax(-2, keepdim=True)
     least = torch.where(counts, blocks, largest).amin(-2, keepdim=True)
     chosen = torch.maximum(least, largest - MOST_LOWERED).clamp(min=LEAST_B)
+    chosen = torch.where(counts.any(-2, keepdim=True), chosen, 0)  # else 2^-b overflows, and times P = 0 is NaN
     return chosen.expand_as(blocks).flatten(-3, -2)[..., : b.shape[-2], :]
 
 

@@ -10,11 +10,15 @@ import secrets
 from functools import cache
 from pathlib import Path
 
-from sagebwd.environment import cache_folder, writable
+import torch
+
+from sagebwd.environment import cache_folder, warn_of_unwritable, writable
 from sagebwd.kernels.mma_sync.variant import Variant
 from sagebwd.kernels.runtime.cuda import CudaKernel
 
 SOURCES = Path(__file__).parent / "cuda"
+# Bytes in front of what is kept.
+_DIGEST = hashlib.sha256().digest_size
 _INSTALL = "pip install nvidia-cuda-nvrtc, or a torch with CUDA"
 
 
@@ -46,11 +50,14 @@ def machine_code(variant: Variant, capability: int) -> bytes:
     options += [f"-D{name}={value}" for name, value in variant.macros.items()]
     key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()[:24]
     path = cache_folder() / "mma_sync" / f"{variant.direction}-{variant.head_dim}-sm{capability}-{key}.cubin"
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    made = compile_source(source, options)
     try:
-        return path.read_bytes()
-    except OSError:
-        made = compile_source(source, options)
-    _keep(path, made)
+        _keep(path, made)
+    except OSError as error:
+        warn_of_unwritable(path.parent, error)
     return made
 
 
@@ -81,12 +88,22 @@ def _check(failed: int) -> None:
         raise RuntimeError(f"NVRTC failed with error {failed}")
 
 
+def _read(path: Path) -> bytes | None:
+    """Machine code that was kept, or None where it is not there or not whole."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, made = kept[:_DIGEST], kept[_DIGEST:]
+    return made if hashlib.sha256(made).digest() == digest else None
+
+
 def _keep(path: Path, made: bytes) -> None:
-    """Write machine code so that readers find all of it or none; where it cannot be kept, a warning."""
+    """Write machine code and its digest so that readers find all or nothing. Raises OSError where the disk is full."""
     folder = writable(path.parent)
     temporary = folder / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        temporary.write_bytes(made)
+        temporary.write_bytes(hashlib.sha256(made).digest() + made)
         os.replace(temporary, folder / path.name)
     finally:
         temporary.unlink(missing_ok=True)
@@ -95,14 +112,16 @@ def _keep(path: Path, made: bytes) -> None:
 @cache
 def _library() -> ctypes.CDLL:
     """NVRTC: of the wheels that torch needs, else of the system's CUDA. Raises OSError where there is none."""
+    wanted = "." + str(torch.version.cuda).partition(".")[0]
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(x) for x in spec.submodule_search_locations] if spec is not None else []
     for folder in folders:
-        for path in sorted(folder.glob("*/lib/libnvrtc.so.*")):
-            if ".alt." not in path.name:
-                for part in path.parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(part))
-                return ctypes.CDLL(str(path))
+        found = [path for path in folder.glob("*/lib/libnvrtc.so.*") if ".alt." not in path.name]
+        # of two CUDAs torch's own, whose code the driver takes
+        for path in sorted(found, key=lambda path: (path.suffix != wanted, path)):
+            for part in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(part))
+            return ctypes.CDLL(str(path))
     names = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12")
     for name in names:
         try:

@@ -1,7 +1,7 @@
 """The kernels of mma.sync: which passes run and what they hand on, forward and backward.
 
-Masks of elements and deterministic gradients are the portable kernels', to the same recipe: what forward leaves is the
-same.
+Masks of elements, a negative softmax scale and deterministic gradients are the portable kernels', to the same recipe:
+what forward leaves is the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ prepare = portable.prepare
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
-    if call.lists is not None:
+    if _is_portable(call):
         return portable.forward(call, q, k, v)
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
     apart = recipe.first_keys == 1
     k_mean, v_mean, _, first_key = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False, first_key=apart,
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False, first_keys=int(apart),
         k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
@@ -86,7 +86,7 @@ def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq is added up in an order that changes from run to run, unless the call is ``deterministic``."""
-    if call.lists is not None or call.deterministic:
+    if _is_portable(call) or call.deterministic:
         return portable.backward(call, saved, do, dlse, q, k, v)
     queries, keys = call.queries, call.keys
     v, do = _in_chunks(v), _in_chunks(do)
@@ -137,16 +137,22 @@ def backward(
     return dq, dk, dv
 
 
+def _is_portable(call: Call) -> bool:
+    """Whether a call's mask or scale is none of these kernels': a row's largest score wants scales above 0."""
+    return call.lists is not None or call.scale < 0
+
+
 def _strided(x: Tensor, packing: Packing) -> tuple:
     """A tensor, and elements between its sequences, heads and tokens."""
     return x, *packing.strides(x)
 
 
 def _band(call: Call) -> tuple[int, int]:
-    """Bounds on key - query."""
+    """Bounds on key - query, whose sums with places fit 32 bits."""
     band = call.band
     lower = band["lower"] if band["HAS_LOWER"] else -UNBOUNDED
-    return lower, band["upper"] if band["HAS_UPPER"] else UNBOUNDED
+    upper = band["upper"] if band["HAS_UPPER"] else UNBOUNDED
+    return max(lower, -UNBOUNDED), min(upper, UNBOUNDED)
 
 
 def _in_chunks(x: Tensor) -> Tensor:

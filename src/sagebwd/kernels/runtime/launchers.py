@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class TritonLauncher:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: list) -> None:
         self.compiled, self.grid, self.arguments = compiled, grid, arguments
-        self.run = compiled.run if isinstance(compiled, CompiledKernel) else None
+        self.run, self.lock = compiled.run if isinstance(compiled, CompiledKernel) else None, Lock()
         self.filled = _filler(arguments)
         described = any(isinstance(x, Descriptor) for x in arguments)
         self.encodes = described and _launcher_below(self.run) is not None
@@ -108,7 +109,9 @@ class TritonLauncher:
             self.compiled[self.grid](*self.filled(addresses))
             return
         if self.encodes:
-            self.run, self.filled, self.encodes = *self._encoding(addresses), False
+            with self.lock:  # of two threads one encodes
+                if self.encodes:
+                    self.run, self.filled, self.encodes = *self._encoding(addresses), False
         # what indexing with a grid does, but for its questions
         compiled = self.compiled
         self.run(

@@ -4,7 +4,6 @@
 constexpr int QUERIES = 64;  // of a step
 constexpr int KEYS = ROWS;   // of a thread block, which the scale of dS in dQ is of
 constexpr int HALVES = WARPS / 4, DQ_TILES = D / 8 / HALVES;  // warps that share 16 queries of dQ, and 8-channel tiles of each
-constexpr int CORRECTED = 8;  // steps after which sums of dK and dV lose what INT32 sums started from
 constexpr float LEAST = 1e-30f;  // of a largest magnitude
 constexpr float HIDDEN = -3e38f;  // a score: times the least scale of Q still far below, times 0 no NaN
 constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * D * 2, Q_AT = DS_AT + QUERIES * KEYS,
@@ -76,8 +75,6 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 
   const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
   float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
-  float lacking_k[MT][2], lacking_v[MT][2];
-  UNROLL for (int i = 0; i < MT; i++) lacking_k[i][0] = lacking_k[i][1] = lacking_v[i][0] = lacking_v[i][1] = 0;
   const int row0 = warp * MT * 16, token0 = row0 + (g & 1 ? g + 7 : g);  // of a tile a thread has keys token0 and the next
   UNROLL for (int i = 0; i < MT; i++) {
     UNROLL for (int h = 0; h < 2; h++) {
@@ -104,13 +101,15 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   const u32 ds_lane = base + DS_AT + swizzled<QUERIES * 2>((lane >> 4) * 8 + (lane & 7), dq_tile * 2 + ((lane >> 3) & 1));
   const u32 ds_store = base + DS_AT + (warp * MT * 8 + g) * 128 + t * 4;
 
-  wait_for_copies<0>();
-  __syncthreads();
-  if (steps) fetch_columns();
 #pragma unroll 1
   for (int j = 0; j < steps; j++) {
+    wait_for_copies<0>();
+    __syncthreads();  // rows of this step are here; columns, dS and maxima of the last one are free
+    fetch_columns();
     const u32 largest_at = base + LARGEST_AT + (j & 1) * QUERIES * 4;
-    const int first_q = step_block * QUERIES, dq_block = block_of();
+    if (j && threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
+    const int first_q = step_block * QUERIES;
+    const int dq_block = block_of();
 
     int s[MT][8][4];  // S^T = K Q^T
     UNROLL for (int c = 0; c < D / 64; c++) {
@@ -209,11 +208,9 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     max_shared(largest_at + (mine * 8 + t * 2) * 4, column[0]);
     max_shared(largest_at + (mine * 8 + t * 2 + 1) * 4, column[1]);
     const float do8_scale = do_scale[dq_block] * (1 / 127.0f);
-    wait_for_copies<0>();
-    __syncthreads();  // maxima are whole, columns are here; rows of this step, dS and maxima of the last one are free
-    if (threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
+    __syncthreads();  // maxima are whole; rows of this step are free
     advance();
-    if (j + 1 < steps) fetch_rows();
+    if (j + 1 < steps) fetch_rows(); else commit_copies();
     UNROLL for (int n = 0; n < 8; n++) {
       float z[2];
       load_shared2(z, largest_at + n * 32 + t * 8);
@@ -223,6 +220,8 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
                      pack(ds[i][n][0] * z[0] + MAGIC_F, ds[i][n][2] * z[0] + MAGIC_F, ds[i][n][1] * z[1] + MAGIC_F, ds[i][n][3] * z[1] + MAGIC_F));
     }
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) p_scale[i][h] *= do8_scale;
+    wait_for_copies<1>();
+    __syncthreads();  // dS and columns are here
     UNROLL for (int n = 0; n < D / 8; n++) {
       u32 b[4], d[4];
       load_matrices(b, dot_lane + n * 8 * QUERIES);
@@ -234,24 +233,16 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         mma(x, p8[i][1], b[2], b[3]);
         mma(y, ds8[i][1], d[2], d[3]);
         UNROLL for (int r = 0; r < 4; r++) {
-          acc_v[i][n][r] += as_float(x[r]) * p_scale[i][r >> 1];
-          acc_k[i][n][r] += as_float(y[r]) * ds_scale[i][r >> 1];
+          acc_v[i][n][r] += (as_float(x[r]) - MAGIC_F) * p_scale[i][r >> 1];
+          acc_k[i][n][r] += (as_float(y[r]) - MAGIC_F) * ds_scale[i][r >> 1];
         }
       }
     }
-    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) { lacking_v[i][h] += MAGIC_F * p_scale[i][h]; lacking_k[i][h] += MAGIC_F * ds_scale[i][h]; }
-    if (j % CORRECTED == CORRECTED - 1 || j + 1 == steps) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int b = 0; b < 2; b++) { acc_v[i][n][2 * h + b] -= lacking_v[i][h]; acc_k[i][n][2 * h + b] -= lacking_k[i][h]; }
-      lacking_v[i][h] = lacking_k[i][h] = 0;
-    }
-    wait_for_copies<0>();
-    __syncthreads();  // dS and rows of the next step are here; columns are free
-    if (j + 1 < steps) fetch_columns();
     u32 a[KEYS / 32][4];
     UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[k], ds_lane + k * 16 * 128);
     float w[2], w_start[2];
-    UNROLL for (int h = 0; h < 2; h++) {
-      w[h] = load_shared(largest_at + (dq_tile * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E);
+    UNROLL for (int h = 0; h < 2; h++) {  // without its last two bits, so that 1.5 2^23 of it is exact and sums of 0 are 0
+      w[h] = as_float(as_word(load_shared(largest_at + (dq_tile * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E)) & ~3u);
       w_start[h] = -MAGIC_F * w[h];
     }
     float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane;
@@ -266,6 +257,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(to + (n + e) * 128 + r * 32, as_float(x[e][r]) * w[r >> 1] + w_start[r >> 1]);
     }
   }
+  wait_for_copies<0>();
   float* dk = dk_sums + (z_k * pitch_k + (i64)padded_k * KEYS + first_k) * D;
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = token0 + i * 16 + h;
