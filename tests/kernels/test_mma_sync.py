@@ -1,16 +1,18 @@
 """The CUDA kernels of mma.sync: passes beside them, machine code without a GPU, and whole calls where there is one."""
 
 import ctypes
-import re
 
 import pytest
 import torch
 
 from sagebwd import dispatch, sage_attention
+from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
+from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
+from tests.kernels import emulated_cuda
 
 pytest.importorskip("triton")
 from sagebwd.kernels.mma_sync import compile as nvrtc
@@ -166,11 +168,9 @@ class Recorder:
         return lambda *arguments: self.calls.append(arguments)
 
 
-def parameters(direction: str) -> list[str]:
-    """Types of a kernel's parameters, by its source: pointer, i64 or float."""
-    source = (nvrtc.SOURCES / f"{direction}.cu").read_text(encoding="utf-8")
-    given = re.search(rf"KERNEL {direction}\((.*?)\) \{{", source, re.DOTALL)[1]
-    return ["pointer" if "*" in x else x.split()[0] for x in given.split(",")]
+def kinds_of(direction: str) -> list[str]:
+    """What a kernel's parameters are: pointer, i64 or float."""
+    return ["pointer" if "*" in x else x.split()[0] for x in emulated_cuda.parameters(direction)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -191,7 +191,7 @@ def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatc
             "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
             for x in arguments
         ]
-        assert kinds == parameters(direction)
+        assert kinds == kinds_of(direction)
 
 
 @pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
@@ -226,6 +226,61 @@ CALLS = {
     "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
 }
+
+
+# Of a CPU, whose threads of CUDA are fibers: a second or two each.
+SMALL = {
+    "full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128),
+    "causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True),
+    "window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
+    "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, heads=1, head_dim=128, window=(10, 0)),
+    "packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
+    "packed-causal": AttentionCase(lengths_q=[130, 1], lengths_k=[130, 1], head_dim=128, is_causal=True),
+    "holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True),
+    "sink": AttentionCase(tokens_q=130, tokens_k=130, heads=1, head_dim=128, sink=12),
+    "narrow-fp16": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, dtype=torch.float16),
+    "64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True),
+    "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
+}
+
+
+@pytest.fixture(params=[89, pytest.param(90, marks=pytest.mark.slow)], ids=["K in registers", "K in shared memory"])
+def emulated(request, monkeypatch):
+    """Kernels of a compute capability on a CPU, by variant."""
+    if emulated_cuda.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    made = {}
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    monkeypatch.setattr(launch, "capability", lambda device: request.param)
+    monkeypatch.setattr(
+        launch, "kernel_of", lambda variant, arch: made.setdefault(variant, emulated_cuda.EmulatedKernel(variant))
+    )
+    PLANS.clear()
+    yield made
+    PLANS.clear()  # programs that have these kernels
+    assert made
+    assert all(kernel.launches for kernel in made.values())
+
+
+on_cpu = pytest.mark.skipif(HAS_GPU, reason="where there is a GPU Triton's passes write its memory")
+
+
+@on_cpu
+@pytest.mark.parametrize("name", SMALL)
+def test_on_a_cpu_the_kernels_are_the_recipe(name, emulated):
+    SMALL[name].check("mma_sync")
+
+
+@on_cpu
+def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(emulated):
+    """Its scale is 1, a thousand times that of the others."""
+    case = AttentionCase(tokens_q=256, tokens_k=128, heads=1, head_dim=128)
+    q, k, v, do, _ = case.inputs()
+    do = 1e-3 * do
+    do[:, :, 64:128] = 0
+    found, expected = (case.run(impl, (q, k, v, do, None)) for impl in ("mma_sync", "reference"))
+    for name in ("dq", "dk", "dv"):
+        assert relative_l2(found[name], expected[name]) < 0.01
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -3,6 +3,7 @@
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; STAGES of forward; K_IN_REGISTERS of backward; HALF, 1 where 16 bits are FP16 and not BF16.
 
+#ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,15 +15,7 @@ typedef long long i64;
 #define KERNEL extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)
 #define UNROLL _Pragma("unroll")
 
-constexpr int THREADS = WARPS * 32;
-constexpr int ROWS = WARPS * MT * 16;  // of a thread block
-// Tiles of 8 columns at a time, so that no product waits for the one before it.
-constexpr int PAIR = 2;
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
-// An INT32 sum that starts from this reads as the float 1.5 2^23 + sum, without a conversion. |sum| < 2^22.
-constexpr int MAGIC = 0x4B400000;
-constexpr float MAGIC_F = 12582912.0f;
 
 extern __shared__ __align__(1024) u8 shared_memory[];
 
@@ -59,19 +52,6 @@ DEVICE u32 to_16bit(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
-}
-
-// Codes, the low bytes of four numbers MAGIC_F + code.
-DEVICE u32 pack(float a, float b, float c, float d) {
-  return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
-}
-
-// 2 WIDTH maxima in each of two lanes that differ in BIT: each keeps WIDTH of them.
-template <int WIDTH, int BIT> DEVICE void fold(float* x, int lane) {
-  UNROLL for (int i = 0; i < WIDTH; i++) {
-    const float low = x[i], high = x[i + WIDTH];
-    x[i] = max_nan(lane & BIT ? high : low, from_lane_xor(lane & BIT ? low : high, BIT));
-  }
 }
 
 // ---- products ----
@@ -131,6 +111,32 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"
 // Until at most N groups of copies are under way.
 template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
+#endif  // EMULATED
+
+constexpr int THREADS = WARPS * 32;
+constexpr int ROWS = WARPS * MT * 16;  // of a thread block
+// Tiles of 8 columns at a time, so that no product waits for the one before it.
+constexpr int PAIR = 2;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// An INT32 sum that starts from this reads as the float 1.5 2^23 + sum, without a conversion. |sum| < 2^22.
+constexpr int MAGIC = 0x4B400000;
+constexpr float MAGIC_F = 12582912.0f;
+
+// ---- registers and tiles ----
+
+// Codes, the low bytes of four numbers MAGIC_F + code.
+DEVICE u32 pack(float a, float b, float c, float d) {
+  return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
+}
+
+// 2 WIDTH maxima in each of two lanes that differ in BIT: each keeps WIDTH of them.
+template <int WIDTH, int BIT> DEVICE void fold(float* x, int lane) {
+  UNROLL for (int i = 0; i < WIDTH; i++) {
+    const float low = x[i], high = x[i + WIDTH];
+    x[i] = max_nan(lane & BIT ? high : low, from_lane_xor(lane & BIT ? low : high, BIT));
+  }
+}
+
 // Byte of a 16-byte chunk of a row of BYTES, so that 8 rows of one chunk lie in 32 banks.
 template <int BYTES> DEVICE u32 swizzled(u32 row, u32 chunk) {
   return row * BYTES + ((chunk ^ (BYTES == 64 ? (row >> 1) & 3 : row & 7)) << 4);
@@ -163,8 +169,7 @@ template <int BYTES> DEVICE void copy_flat(u32 to, const void* from) {
 
 // ---- the call ----
 
-// Where a tensor (batch, heads, tokens, D) begins, and elements between its sequences, heads and tokens.
-struct Strided { const void* at; i64 batch, head, token; };
+// Elements before a token of a tensor (batch, heads, tokens, D), by those between its sequences, heads and tokens.
 DEVICE i64 offset_of(i64 batch, i64 head, i64 token, i64 b, i64 h, i64 t) { return b * batch + h * head + t * token; }
 
 // A sequence of a head: its first token, its length, and where it begins in values by token and in padded blocks.

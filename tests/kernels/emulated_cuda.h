@@ -1,0 +1,202 @@
+// CUDA C++ of kernels/mma_sync on a CPU: the threads of a block are fibers, which wait for one another at products of a
+// warp and at barriers. Copies are done at once, so waits that are missing do not show.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef signed char i8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct float2 { float x, y; };
+struct Index { int x; };
+#define DEVICE inline
+#define KERNEL static void
+#define UNROLL
+#define INF ((float)INFINITY)
+
+static const int MOST_THREADS = 1024;
+static u8 shared_memory[256 << 10];
+static Index threadIdx, blockIdx;
+static ucontext_t scheduler, fibers[MOST_THREADS];
+static bool ended[MOST_THREADS];
+static int block_threads;
+
+// A place where a group of threads meets, and what each brought there.
+struct Meeting { int count, round; u32 brought[32][16]; };
+static Meeting warps[MOST_THREADS / 32], whole;
+
+static void step_aside() {
+  const int me = threadIdx.x;
+  swapcontext(&fibers[me], &scheduler);
+  threadIdx.x = me;
+}
+static void meet(Meeting& at, int members) {
+  const int round = at.round;
+  if (++at.count == members) { at.count = 0; at.round++; return; }
+  while (at.round == round) step_aside();
+}
+static Meeting& own_warp() { return warps[threadIdx.x / 32]; }
+static int lane_of_thread() { return threadIdx.x & 31; }
+// Bring some words and see everybody's; `seen` ends the meeting.
+static u32 (*bring(const u32* x, int words))[16] {
+  Meeting& warp = own_warp();
+  memcpy(warp.brought[lane_of_thread()], x, words * 4);
+  meet(warp, 32);
+  return warp.brought;
+}
+static void seen() { meet(own_warp(), 32); }
+static void __syncthreads() { meet(whole, block_threads); }
+
+template <class T> static T max(T a, T b) { return a > b ? a : b; }
+template <class T> static T min(T a, T b) { return a < b ? a : b; }
+static float as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+static u32 as_word(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+static float exp2_of(float x) { return x < -126 ? 0.0f : exp2f(x); }
+static float log2_of(float x) { return log2f(x); }
+static float reciprocal(float x) { return 1.0f / x; }
+static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+static int opaque(int x) { return x; }
+static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
+static u32 from_lane_xor_word(u32 x, int mask) {
+  const u32 y = bring(&x, 1)[lane_of_thread() ^ mask][0];
+  seen();
+  return y;
+}
+static float from_lane_xor(float x, int mask) { return as_float(from_lane_xor_word(as_word(x), mask)); }
+static int from_lane_xor(int x, int mask) { return (int)from_lane_xor_word((u32)x, mask); }
+static bool __any_sync(u32, bool x) {
+  const u32 given = x;
+  u32 (*all)[16] = bring(&given, 1), found = 0;
+  for (int i = 0; i < 32; i++) found |= all[i][0];
+  seen();
+  return found != 0;
+}
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 both = (u64)b << 32 | a;
+  u32 y = 0;
+  for (int i = 0; i < 4; i++) y |= (u32)(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+  return y;
+}
+static int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; i++) c += (int)(i8)(a >> 8 * i) * (int)(i8)(b >> 8 * i);
+  return c;
+}
+
+static float from_16bit(u16 x) {
+#if HALF
+  const int exponent = x >> 10 & 31, fraction = x & 1023;
+  const float y = exponent == 31 ? (fraction ? NAN : INF) : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
+  return x >> 15 ? -y : y;
+#else
+  return as_float((u32)x << 16);
+#endif
+}
+static u16 to_16bit(float x) {
+#if HALF
+  _Float16 y = (_Float16)x;
+  u16 z;
+  memcpy(&z, &y, 2);
+  return z;
+#else
+  u32 y = as_word(x);
+  return x != x ? 0x7fff : (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
+#endif
+}
+static u32 to_16bit(float low, float high) { return to_16bit(low) | (u32)to_16bit(high) << 16; }
+
+// A product's fragments: row g or g + 8 of A, column g of B; four bytes, or two numbers of 16 bits, from 4 t or 2 t on.
+template <class T, class Sum, int K> static void product(Sum* c, const u32* a, u32 b0, u32 b1, Sum (*multiply)(T, T)) {
+  const u32 given[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  u32 (*all)[16] = bring(given, 6);
+  const int g = lane_of_thread() >> 2, t = lane_of_thread() & 3, per = K / 8;  // numbers a word
+  for (int r = 0; r < 4; r++) {
+    const int row = g + (r >> 1) * 8, column = 2 * t + (r & 1);
+    for (int k = 0; k < K; k++) {
+      const int half = k / (K / 2), inside = k % (K / 2), lane = inside / per, at = inside % per;
+      T x, y;
+      memcpy(&x, (u8*)&all[(row & 7) * 4 + lane][(row >> 3) + 2 * half] + at * sizeof(T), sizeof(T));
+      memcpy(&y, (u8*)&all[column * 4 + lane][4 + half] + at * sizeof(T), sizeof(T));
+      c[r] += multiply(x, y);
+    }
+  }
+  seen();
+}
+static int of_codes(i8 x, i8 y) { return (int)x * (int)y; }
+static float of_16bit(u16 x, u16 y) { return from_16bit(x) * from_16bit(y); }
+static void mma(int* c, const u32* a, u32 b0, u32 b1) { product<i8, int, 32>(c, a, b0, b1, of_codes); }
+static void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 b1) {
+  if (first) for (int r = 0; r < 4; r++) c[r] = start[r];
+  mma(c, a, b0, b1);
+}
+static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, float, 16>(c, a, b0, b1, of_16bit); }
+
+static u32 shared_base() { return 0; }
+// Lane 8 i + r has the address of row r of matrix i; lane 4 r + w gets its w-th word, transposed its rows 2 w and 2 w + 1.
+static void load_matrices_as(u32* out, u32 at, bool transposed) {
+  u32 (*all)[16] = bring(&at, 1);
+  const int row = lane_of_thread() >> 2, w = lane_of_thread() & 3;
+  for (int i = 0; i < 4; i++) {
+    if (!transposed) { memcpy(&out[i], shared_memory + all[i * 8 + row][0] + w * 4, 4); continue; }
+    u16 pair[2];
+    for (int b = 0; b < 2; b++) memcpy(&pair[b], shared_memory + all[i * 8 + 2 * w + b][0] + row * 2, 2);
+    memcpy(&out[i], pair, 4);
+  }
+  seen();
+}
+static void load_matrices(u32* out, u32 at) { load_matrices_as(out, at, false); }
+static void load_matrices_transposed(u32* out, u32 at) { load_matrices_as(out, at, true); }
+static float load_shared(u32 at) { float x; memcpy(&x, shared_memory + at, 4); return x; }
+static void load_shared2(float* x, u32 at) { memcpy(x, shared_memory + at, 8); }
+static void load_shared4(float* x, u32 at) { memcpy(x, shared_memory + at, 16); }
+static void store_shared(u32 at, u32 x) { memcpy(shared_memory + at, &x, 4); }
+static void max_shared(u32 at, float x) {
+  const u32 now = as_word(load_shared(at));
+  if (as_word(x) > now) store_shared(at, as_word(x));
+}
+static void add_global(float* p, float x) { *p += x; }
+static void copy16(u32 to, const void* from, bool there) {
+  if (there) memcpy(shared_memory + to, from, 16);
+  else memset(shared_memory + to, 0, 16);
+}
+static void commit_copies() {}
+template <int N> static void wait_for_copies() {}
+
+static void call_kernel(void** arguments);  // what the test writes behind the kernel's source
+static void** given_arguments;
+static void fiber() {
+  call_kernel(given_arguments);
+  ended[threadIdx.x] = true;
+}
+extern "C" void run(int blocks, int threads, void** arguments) {
+  const size_t room = 256 << 10;
+  u8* stacks = (u8*)malloc(room * threads);
+  given_arguments = arguments;
+  block_threads = threads;
+  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+    memset(shared_memory, 255, sizeof(shared_memory));  // NaN
+    memset(warps, 0, sizeof(warps));
+    memset(&whole, 0, sizeof(whole));
+    for (int i = 0; i < threads; i++) {
+      ended[i] = false;
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = stacks + room * i;
+      fibers[i].uc_stack.ss_size = room;
+      fibers[i].uc_link = &scheduler;
+      makecontext(&fibers[i], fiber, 0);
+    }
+    for (int left = threads; left;) {
+      left = 0;
+      for (int i = 0; i < threads; i++) {
+        if (ended[i]) continue;
+        threadIdx.x = i;
+        swapcontext(&scheduler, &fibers[i]);
+        left += !ended[i];
+      }
+    }
+  }
+  free(stacks);
+}
