@@ -54,7 +54,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     """Wheel and sdist hold the package, its metadata, and nothing else."""
     sources = {f"sagebwd/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.is_file()}
     sources = {name for name in sources if "__pycache__" not in name}
-    odd = [name for name in sources if not name.endswith((".py", "py.typed", ".txt", ".json")) or "/test" in name]
+    kinds = ".py", "py.typed", ".txt", ".json", ".cu", ".cuh"
+    odd = [name for name in sources if not name.endswith(kinds) or "/test" in name]
     expect(not odd, f"not a part of a package: {odd}")
     expect("sagebwd/py.typed" in sources, "no py.typed")
     information = f"sagebwd-{__version__}.dist-info"
