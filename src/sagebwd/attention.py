@@ -77,8 +77,8 @@ def sage_attention(
             Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token" on a GPU where
             they do not, and "full" on a CPU.
         impl: "reference", "triton", "mma_sync" or "hopper"; None takes the fastest that supports the call: Hopper's
-            kernels on compute capability 9.0 where they can, those of mma.sync on 8.0 to 8.9 and 12.0, else Triton's
-            on a CUDA device, the reference on a CPU. A named one that lacks the call raises. Where "hopper" or
+            kernels on compute capability 9.0 where they can, mma.sync's on 8.0, 8.6, 8.9 and 12.0, else Triton's on a
+            CUDA device, the reference on a CPU. A named one that lacks the call raises. Where "hopper" or
             "mma_sync" lacks one direction of a recipe, Triton's kernels run that, to the same recipe. `sagebwd doctor`
             says whose.
         return_lse: also return the log-sum-exp of the scaled scores.

@@ -31,6 +31,8 @@ from sagebwd.version import __version__
 
 # What "auto" stands for, by implementation: the reference that nobody named runs what torch has no function for.
 AUTOMATIC = {"hopper": "mixed", "mma_sync": "token", "triton": "token", "reference": "full"}
+# Compute capabilities that the kernels of mma.sync are compiled for in tests, and are tried first on.
+MMA_SYNC = (80, 86, 89, 120)
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
 # Of a choice's name, the forward's before it and the backward's behind.
@@ -258,7 +260,7 @@ def _before_triton(arch: int) -> tuple[str, ...]:
     """Implementations that are faster than Triton's kernels on a GPU, where they take a call."""
     if arch == 90:
         return ("hopper",)
-    return ("mma_sync",) if 80 <= arch < 90 or arch in (120, 121) else ()
+    return ("mma_sync",) if arch in MMA_SYNC else ()
 
 
 def refusal(ask: Ask) -> str | None:
