@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from sagebwd.masks.sm90_block_lists import BlockLists
 
 
+# Tokens on either side that a window counts at most, which no sequence has.
+FARTHEST = 1 << 30
+
+
 class Packing(NamedTuple):
     """How the tokens of one side (queries or keys) lie: (B, H, N, D), or (total, H, D) with ``cu_seqlens``."""
 
@@ -186,10 +190,10 @@ class Call(NamedTuple):
 
     @property
     def band(self) -> dict[str, int | bool]:
-        """Bounds on key - query, before a packed sequence's offset."""
+        """Bounds on key - query, before a packed sequence's offset; their sums with places fit 32 bits."""
         return {
-            "lower": -self.window_left,
-            "upper": 0 if self.is_causal else self.window_right,
+            "lower": -min(self.window_left, FARTHEST),
+            "upper": 0 if self.is_causal else min(self.window_right, FARTHEST),
             "HAS_LOWER": self.window_left >= 0,
             "HAS_UPPER": self.is_causal or self.window_right >= 0,
         }

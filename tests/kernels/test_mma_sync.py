@@ -234,6 +234,7 @@ SMALL = {
     "causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True),
     "window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
     "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, heads=1, head_dim=128, window=(10, 0)),
+    "window-without-end": AttentionCase(tokens_q=130, tokens_k=140, heads=1, head_dim=128, window=(2**31 - 1, 5)),
     "packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
     "packed-causal": AttentionCase(lengths_q=[130, 1], lengths_k=[130, 1], head_dim=128, is_causal=True),
     "holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True),

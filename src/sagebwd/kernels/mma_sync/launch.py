@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
+from sagebwd.call import FARTHEST, Call, Packing, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import launch_quantize
@@ -21,9 +21,6 @@ from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
 from sagebwd.kernels.runtime.program import copy, launch, zeros
-
-# A bound of a band that bounds nothing.
-UNBOUNDED = 1 << 30
 
 prepare = portable.prepare
 
@@ -148,11 +145,9 @@ def _strided(x: Tensor, packing: Packing) -> tuple:
 
 
 def _band(call: Call) -> tuple[int, int]:
-    """Bounds on key - query, whose sums with places fit 32 bits."""
+    """Bounds on key - query, where there is none far away."""
     band = call.band
-    lower = band["lower"] if band["HAS_LOWER"] else -UNBOUNDED
-    upper = band["upper"] if band["HAS_UPPER"] else UNBOUNDED
-    return max(lower, -UNBOUNDED), min(upper, UNBOUNDED)
+    return band["lower"] if band["HAS_LOWER"] else -FARTHEST, band["upper"] if band["HAS_UPPER"] else FARTHEST
 
 
 def _in_chunks(x: Tensor) -> Tensor:
