@@ -104,15 +104,15 @@ def warn_of_unwritable(folder: Path, error: OSError) -> None:
     )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers find the old one or the new one, however many write it at once.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, text in UTF-8, so that readers find the old one or the new one, however many write it at once.
 
     Raises OSError where it cannot be written; nothing of it is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

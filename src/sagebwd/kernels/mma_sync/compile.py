@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
-import secrets
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from sagebwd.environment import cache_folder, warn_of_unwritable, writable
+from sagebwd.environment import cache_folder, warn_of_unwritable, writable, write_whole
 from sagebwd.kernels.mma_sync.variant import Variant
 from sagebwd.kernels.runtime.cuda import CudaKernel
 
@@ -99,14 +97,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, made: bytes) -> None:
-    """Write machine code and its digest so that readers find all or nothing. Raises OSError where the disk is full."""
-    folder = writable(path.parent)
-    temporary = folder / f".{path.name}.{secrets.token_hex(8)}"
-    try:
-        temporary.write_bytes(hashlib.sha256(made).digest() + made)
-        os.replace(temporary, folder / path.name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write machine code and its digest. Raises OSError where the disk is full."""
+    write_whole(writable(path.parent) / path.name, hashlib.sha256(made).digest() + made)
 
 
 @cache
