@@ -24,7 +24,7 @@ ASK = Ask("auto", 64, 64, torch.bfloat16, CARD)
 def hopper(monkeypatch):
     """Every CUDA device is an H100 that has all of the extra."""
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
-    monkeypatch.setattr(dispatch, "_missing", lambda: None)
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
     dispatch._choose.cache_clear()
     yield
     dispatch._choose.cache_clear()
@@ -80,7 +80,7 @@ def test_forms_of_kernels_of_two_families_fit(hopper, monkeypatch):
     choice = dispatch.choose(ASK._replace(head_dim=192, value_dim=128, recipe=TOKEN))
     assert (choice.name, choice.forms(192, 128)) == ("triton/triton", ((192, 192), (192, 192)))
     sixteen = dispatch.choose(ASK._replace(recipe=MIXED.replace(dv="16bit", dq="16bit", dk="16bit")))
-    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     portable = dispatch.choose(ASK)
     assert (sixteen.name, portable.name) == ("hopper/triton", "triton/hopper")
@@ -97,7 +97,7 @@ def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
     sixteen = MIXED.replace(dv="16bit", dq="16bit", dk="16bit")
     assert dispatch.choose(ASK._replace(recipe=sixteen)).name == "hopper/triton"
     assert dispatch.choose(ASK._replace(recipe=TOKEN)).name == "triton/triton"
-    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     assert dispatch.choose(ASK).name == dispatch.choose(ASK._replace(impl="hopper")).name == "triton/hopper"
     with pytest.raises(NotImplementedError, match="nvidia-cutlass-dsl is not installed"):

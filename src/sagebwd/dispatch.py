@@ -179,7 +179,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
     measured = hashlib.sha256(repr(times).encode()).hexdigest()[:12] if times else "none"
     facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
     if is_hopper(device):
-        facts["extra hopper"] = "usable" if _missing() is None else "not usable"
+        facts["extra hopper"] = "usable" if _missing(capabilities.row(FORWARD, "hopper")) is None else "not usable"
     facts["peers"] = ", ".join(peers.installed()) or "none"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
     return facts | {"switches": ", ".join(on) or "none"}
@@ -282,7 +282,7 @@ def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tup
             row = capabilities.row(direction, candidate)
             reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
             if reason is None and row.needs and not with_extras:
-                reason = _missing() if row.impl == "hopper" else _module(row.needs).unavailable()
+                reason = _missing(row)
             if reason is None:
                 rows.append(row)
                 break
@@ -292,9 +292,9 @@ def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tup
     return "; ".join(dict.fromkeys(refusals))
 
 
-def _missing() -> str | None:
-    """What is missing or broken of the extra ``hopper``, or None."""
-    return importlib.import_module("sagebwd.kernels.sm90.forward.compile").unavailable()
+def _missing(row: Row) -> str | None:
+    """What is missing or broken here of what a row needs, or None."""
+    return _module(row.needs).unavailable()
 
 
 def check_known(impl: str | None) -> None:

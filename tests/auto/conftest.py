@@ -14,7 +14,7 @@ def measured(monkeypatch):
     """Every CUDA device is an H100 with all of the extra, of which this was measured."""
     rows: list[Times] = []
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
-    monkeypatch.setattr(dispatch, "_missing", lambda: None)
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
     monkeypatch.setattr(dispatch, "card_of", lambda device: "a card")
     monkeypatch.setattr(model, "of_card", lambda card, version: tuple(rows))
     for known in (dispatch._choose, dispatch.times_of):

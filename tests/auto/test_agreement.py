@@ -41,7 +41,7 @@ def worker(folder: Path, differ: bool) -> None:
     """Two groups one after the other; rank 1 calls after rank 0, which has no file of its own."""
     dispatch.card_of = lambda device: CARD
     dispatch.arch_of = lambda device: 90
-    dispatch._missing = lambda: None
+    dispatch._missing = lambda row: None
     rank = int(os.environ["RANK"])
     os.environ["SAGEBWD_CACHE_DIR"] = str(folder / str(rank))
     if differ and rank:
@@ -82,7 +82,7 @@ def unmet_rank(folder: Path) -> None:
     """Rank 0 alone calls: pipelines have stages without attention."""
     dispatch.card_of = lambda device: CARD
     dispatch.arch_of = lambda device: 90
-    dispatch._missing = lambda: None
+    dispatch._missing = lambda row: None
     dist.init_process_group("gloo")
     if not dist.get_rank():
         begun = time.monotonic()

@@ -128,7 +128,7 @@ def test_who_ran_on_other_kernels_leaves_the_rest_to_be_compared(measured, insta
     """Without the extra low precision has no times, and the fastest of the others runs."""
     install(FA4)
     measured += [times(FASTER, **{FA4: BETTER})]
-    monkeypatch.setattr(dispatch, "_missing", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     assert runs() == FA4
 
