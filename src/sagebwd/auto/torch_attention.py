@@ -30,9 +30,10 @@ from sagebwd.plan import device_of
 _sdpa = torch._C._nn.scaled_dot_product_attention
 # Elements of a mask that is made for a call: 2048 queries and keys, four megabytes.
 MOST_ELEMENTS = 1 << 22
-_BACKENDS = {
-    CUDNN: int(torch._C._SDPBackend.CUDNN_ATTENTION), FLASH: int(torch._C._SDPBackend.FLASH_ATTENTION),
-    EFFICIENT: int(torch._C._SDPBackend.EFFICIENT_ATTENTION),
+# torch.nn.attention.SDPBackend's, without its import.
+BACKENDS = {
+    CUDNN: torch._C._SDPBackend.CUDNN_ATTENTION, FLASH: torch._C._SDPBackend.FLASH_ATTENTION,
+    EFFICIENT: torch._C._SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
 # Of torch's order of backends, which is the process's.
 _order = RLock()
@@ -126,11 +127,11 @@ def settled(
             mask = mask if is_plain else mask.to(query.dtype)
             return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
 
-    if contender in _BACKENDS:
+    if contender in BACKENDS:
         with suppress(RuntimeError):  # of no backend at all, which the call itself says
             # a first choice sets the order that this GPU has, which a call with another order would undo
             torch._fused_sdp_choice(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
-        return partial(preferring, _BACKENDS[contender], run)
+        return partial(preferring, int(BACKENDS[contender]), run)
     if contender not in PEERS:
         return run
     band = way.band or Band()

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd.auto import peers, torch_attention
-from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, PEERS, TORCH
+from sagebwd.auto.contenders import PEERS, TORCH
 from sagebwd.auto.model import CAUSAL, PACKED, WINDOW, Size
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-BACKENDS = {
-    CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-}  # fmt: skip
 UNLIMITED = -1, -1
 
 
@@ -36,7 +33,7 @@ def dense(
     theirs = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=kind == CAUSAL, **grouped)
     found: dict[str, Attention] = {TORCH: theirs} if has_torch else {}
     leaves = [x.detach().requires_grad_(training) for x in tensors]
-    for name, backend in BACKENDS.items() if q.is_cuda and has_torch else ():
+    for name, backend in torch_attention.BACKENDS.items() if q.is_cuda and has_torch else ():
         if takes(TORCH, partial(by_backend, backend, theirs, *leaves)):
             found[name] = partial(torch_attention.preferring, int(backend), theirs)
     size = Size(q.shape[2], k.shape[2], q.shape[0] * q.shape[1], k.shape[0] * k.shape[1])
