@@ -58,11 +58,7 @@ def row_values_kernel(
     program: at least CLEARED, and a multiple of 16.
     """
     number, program = block_and_head(grid)
-    at = tl.program_id(0).to(tl.int64) * share
-    at = tl.multiple_of(at, 16)  # for stores of 16 bytes
-    for first in range(0, share, CLEARED):
-        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
-        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+    clear_share(zeros, share)
     if program < programs:
         row_values(
             do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread,
@@ -74,6 +70,26 @@ def row_values_kernel(
             k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
             VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
+
+
+@triton.jit
+def clear_share(zeros, share):
+    """Zeros of a program's ``share``; see `Cleared`."""
+    at = tl.program_id(0).to(tl.int64) * share
+    at = tl.multiple_of(at, 16)  # for stores of 16 bytes
+    for first in range(0, share, CLEARED):
+        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
+        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+
+
+@triton.jit
+def value_norm(v_maxima, owner, columns, values: tl.constexpr):
+    """`sagebwd.reference.float8.value_norm` of a key head, of the bits of V's largest magnitudes by channel."""
+    channel = tl.load(v_maxima + owner * values + columns, mask=columns < values, other=0)
+    channel = psi_scale(channel.to(tl.float32, bitcast=True))
+    # psi gives a channel without range the scale 1, which says nothing of V
+    norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
+    return 127.0 * tl.where(norm == 0, values**0.5, norm)
 
 
 @triton.jit
@@ -112,11 +128,7 @@ def row_values(
         out = load_rows(o_at, local, value_columns, pitch_of(o), length - first, values, False, EVEN_V).to(tl.float32)
         q_int8 = load_pieces(q_at, local, pitch_of(q), length - first, head_dim, head_dim)
         owner = batch * heads_k + head // (heads // heads_k)
-        channel = tl.load(v_maxima + owner * values + value_columns, mask=value_columns < values, other=0)
-        channel = psi_scale(channel.to(tl.float32, bitcast=True))
-        # psi gives a channel without range the scale 1, which says nothing of V
-        norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
-        norm = 127.0 * tl.where(norm == 0, values**0.5, norm)
+        norm = value_norm(v_maxima, owner, value_columns, values)
 
         row = z * total + start + first + local
         delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)

@@ -41,19 +41,20 @@ from sagebwd.kernels.common.tile import (
 )
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.operands.bwd_preprocess import (
-    CLEARED,
     LEAST_REST,
     LOG2_E4M3_MAX,
     SCALES,
     SIZES,
     Cleared,
     RowValues,
+    clear_share,
     k_amax,
     norm_of,
     power_of_2,
     shape_of,
     store_float8,
     times,
+    value_norm,
 )
 from sagebwd.kernels.sm90.operands.quantize_k import TURNED_PROGRAMS, chunks_of
 from sagebwd.kernels.sm90.widths import BackwardTile
@@ -270,11 +271,7 @@ def int8_row_values_kernel(
 ):  # fmt: skip
     """As `bwd_preprocess.row_values_kernel`, with `int8_row_values` of the queries."""
     number, program = block_and_head(grid)
-    at = tl.program_id(0).to(tl.int64) * share
-    at = tl.multiple_of(at, 16)  # for stores of 16 bytes
-    for first in range(0, share, CLEARED):
-        step = tl.multiple_of(tl.minimum(first, share - CLEARED), 16)  # the last may overlap the one before
-        tl.store(zeros + at + step + tl.arange(0, CLEARED), tl.zeros((CLEARED,), tl.int32))
+    clear_share(zeros, share)
     if program < programs:
         int8_row_values(
             do, o, lse, dlse, row_max, v_maxima, center, signs, value_signs, q, q_scale, cu_seqlens, rows, scales,
@@ -316,12 +313,7 @@ def int8_row_values(
         q_int8 = load_pieces(
             row_of(q, batch, head, start + first), local, pitch_of(q), length - first, head_dim, head_dim
         )
-        value_columns = tl.arange(0, BLOCK_V)
-        channel = tl.load(v_maxima + owner * values + value_columns, mask=value_columns < values, other=0)
-        channel = psi_scale(channel.to(tl.float32, bitcast=True))
-        # psi gives a channel without range the scale 1, which says nothing of V
-        norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
-        norm = 127.0 * tl.where(norm == 0, values**0.5, norm)
+        norm = value_norm(v_maxima, owner, tl.arange(0, BLOCK_V), values)
 
         x = turned_codes(tile, value_signs, TURNED_V, value_dim, BLOCK_V) if TURNED_V else floats(tile)  # dO R
         amax = abs_max_of(x)
