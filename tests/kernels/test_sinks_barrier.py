@@ -131,8 +131,6 @@ def ptx_of(kernel: str, form: tuple, without_barrier: bool) -> list[str]:
     )  # fmt: skip
     pointers = [name for name, x in given.items() if isinstance(x, (torch.Tensor, Strided))]
     text = launch.text("ptx")
-    if "--print" in sys.argv:
-        print(text, file=sys.stderr)
     ptx = Ptx(text, pointers)
     wrong = [] if not ptx.branches_back else [f"a loop, lines {ptx.branches_back}"]
     names = [x for x in IN_PLACE[kernel] if x != "dq" or smooth]

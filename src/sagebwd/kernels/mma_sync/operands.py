@@ -129,7 +129,7 @@ def finish_kernel(
 
 
 def finish(call: Call, packing: Packing, sums: Tensor, out: Tensor, scale: float, *, in_registers: bool) -> None:
-    """Write dq, or dk, from sums of blocks of 64 tokens; see `finish_kernel`."""
+    """Write dq from sums in the order of registers, or dk; see `finish_kernel`."""
     block = QUERIES if in_registers else KEYS
     launch_pass(
         finish_kernel, packing, call.head_dim, block, sums, packing.cu_seqlens, Strided.of(out, packing), scale,

@@ -47,7 +47,6 @@ class Variant(NamedTuple):
 _TILES = {
     (FORWARD, 64): (4, 2, 2, 2),
     (FORWARD, 128): (4, 1, 2, 2),
-    (BACKWARD, 64): (8, 1, 1, 1),
     (BACKWARD, 128): (8, 1, 1, 1),
 }
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.

@@ -150,12 +150,11 @@ DEVICE int paired(int row) { return (row & ~15) + (row & 8 ? 1 : 0) + (row & 1 ?
 template <int ROWS_OF, int BYTES, bool PAIRED = false>
 DEVICE void copy_tile(u32 to, const void* from, i64 pitch, int left, const u8* mask = nullptr) {
   constexpr int CHUNKS = BYTES / 16, TURN = THREADS / CHUNKS;  // rows that all threads copy at a time
-  static_assert(TURN % 8 == 0 && (ROWS_OF % TURN == 0 || ROWS_OF < TURN), "the swizzle is every turn's");
+  static_assert(TURN % 8 == 0 && ROWS_OF % TURN == 0, "the swizzle is every turn's");
   const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-  if (ROWS_OF < TURN && row >= ROWS_OF) return;
   to += swizzled<BYTES>(row, chunk);
   const u8* at = (const u8*)from + chunk * 16;
-  UNROLL for (int i = 0; i < (ROWS_OF + TURN - 1) / TURN; i++) {
+  UNROLL for (int i = 0; i < ROWS_OF / TURN; i++) {
     const int token = PAIRED ? paired(row + i * TURN) : row + i * TURN;
     copy16(to + i * TURN * BYTES, at + token * pitch, token < left && (!mask || mask[token]));
   }
