@@ -655,8 +655,8 @@ def readme_tests() -> str:
     return (
         f"All GPU tests on an H200 on 2026-11-28: {counts_of('691a75d')} (a race beside sinks, mended). Later that "
         f"day, with new kernels: {counts_of('fb86e41')} before time ended, by a misnamed argument of the kernels for "
-        f"Ampere and a fault of the emulator, both mended and not run whole since. On an H100 {calls['steps']} random "
-        f"steps of calls beside fresh processes: {calls['differ']} differ."
+        f"Ampere and a fault of the emulator, both mended and not run whole since. An older tree ran {calls['steps']} "
+        f"random steps of calls beside fresh processes on an H100: {calls['differ']} differ."
     )
 
 
