@@ -102,7 +102,7 @@ def attention(
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best({row.impl for row in rows}, device):
         del compared["the best baseline"]
-        console.print("no claim over the best baseline: FlashAttention-4 is not installed, or runs no shape here")
+        console.print("no claim over the best baseline: FlashAttention-4 or -3 is not installed or runs no shape")
     for name, text in dict.fromkeys((row.impl, row.recipe) for row in rows if row.recipe in set(map(str, recipes))):
         for baseline, over in compared.items():
             means = {
@@ -134,11 +134,12 @@ def _attention_table(title: str, rows: list) -> Table:
             table.add_row(f"{both.impl} {both.recipe}", "[red]FAILED[/red]")
             continue
         cells = [
+            row.gate.partition(":")[0] if row.ms is None else
             f"{row.ms:.3f} / {row.tflops:.0f}{'' if row.gate == 'ok' else ' wrong'}"
             for row in (forward, backward, both)
-        ]
+        ]  # fmt: skip
         over_best = "" if both.speedup is None else f"{both.speedup:.2f}x {both.peer}"
-        over_fa2 = "" if both.fa2_ms is None else f"{both.fa2_ms / both.ms:.2f}x"
+        over_fa2 = "" if None in (both.fa2_ms, both.ms) else f"{both.fa2_ms / both.ms:.2f}x"
         used = ["" if used is None else f"{used / 2**20:.0f}" for used in (both.peak_bytes, both.kept_bytes)]
         table.add_row(f"{both.impl} {both.recipe}", *cells, over_best, over_fa2, *used)
     return table
@@ -312,7 +313,8 @@ def _block_table(title: str, rows: list) -> Table:
         for row in rows:
             if (row.part, row.name) == (part, name):
                 over = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in row.over.items())
-                cells += [row.gate, ""] if row.ms is None else [f"{row.ms:.3f}", over]
+                gate = row.gate if row.gate.startswith("wrong") else row.gate.partition(":")[0]
+                cells += [gate, ""] if row.ms is None else [f"{row.ms:.3f}", over]
                 kept = "" if row.kept_bytes is None else f"{row.kept_bytes / 2**20:.0f}"
         table.add_row(part, name, *cells, kept)
     return table

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import low_bit
-from benchmarks.baselines import Attention, candidates, refusal
+from benchmarks.baselines import DOES_NOT_RUN, Attention, candidates, refusal
 from benchmarks.correctness import emulated, errors_of, gate, wrong_tensors
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
@@ -49,11 +49,12 @@ class Measurement:
 
     host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace. peer:
     the fastest baseline of the shape that is right in this direction, peer_ms its time, and speedup is over it. gate:
-    "ok", "FAILED" of a kernel that is not its recipe, which has no time, or what is "wrong" of a baseline. peer_gates:
-    the baselines that do not count here, each with why; fa2_ms and cudnn_ms are None of those. lengths: of packed
-    sequences, whose batch is 1 and whose sum is tokens; None of dense calls, and not in older files. errors: of O, dQ,
-    dK and dV, relative L2 against attention in FP64, where low-bit peers were asked for, of theirs and of the recipes'
-    rows; a low-bit peer's recipe is "fp8". Not in older files.
+    "ok", "FAILED" of a kernel that is not its recipe, which has no time, what is "wrong" of a baseline, or why it does
+    not run backward, which has no time either. peer_gates: the baselines that do not count here, each with why; fa2_ms
+    and cudnn_ms are None of those. lengths: of packed sequences, whose batch is 1 and whose sum is tokens; None of
+    dense calls, and not in older files. errors: of O, dQ, dK and dV, relative L2 against attention in FP64, where
+    low-bit peers were asked for, of theirs and of the recipes' rows; a low-bit peer's recipe is "fp8". Not in older
+    files.
     """
 
     impl: str
@@ -156,17 +157,21 @@ def measure_shape(
         gates[key] = dict.fromkeys(DIRECTIONS, low_bit.gate(errors[key]))
     for name, attention in candidates(shape, device).items():
         reason = refusal(attention, shape, device)
-        if reason is not None:
+        if reason is not None and refusal(attention, shape, device, backward=False) is not None:
             refused[name] = reason
             continue
         attentions[name, BASELINE] = attention
-        gates[name, BASELINE] = _peer_gates(wrong_tensors(shape, attention, exact, inputs))
+        wrong = wrong_tensors(shape, attention, exact, inputs, backward=reason is None)
+        gates[name, BASELINE] = _peer_gates(wrong, reason)
     times = _time_all(
         attentions, gates, inputs, device, rounds,
         lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
     )  # fmt: skip
     tell("measuring memory", 0.95 + 0.05 * checking)
-    used = {key: memory(attention, inputs) for key, attention in attentions.items()}
+    used = {
+        key: memory(attention, inputs) if _has_backward(gates[key]) else (None, None)
+        for key, attention in attentions.items()
+    }
     return [
         _row(shape, key, direction, times, gates, refused, used, errors.get(key))
         for key in attentions
@@ -201,13 +206,22 @@ def _pairs(
     return pairs
 
 
-def _peer_gates(wrong: dict[str, float]) -> dict[str, str]:
-    """What a baseline's row of each direction says: forward counts by its O alone, backward by the gradients too."""
+def _peer_gates(wrong: dict[str, float], refused: str | None) -> dict[str, str]:
+    """What a baseline's row of each direction says: forward counts by its O alone, backward by the gradients too.
+
+    refused: why its backward does not run; None where it does.
+    """
     gates = {}
     for direction in DIRECTIONS:
         found = [f"{name} {error:.2f}" for name, error in wrong.items() if name == "o" or direction != "fwd"]
         gates[direction] = f"wrong: {', '.join(found)}" if found else "ok"
+        if refused is not None and direction != "fwd":
+            gates[direction] = refused
     return gates
+
+
+def _has_backward(gates: dict[str, str]) -> bool:
+    return not gates["bwd"].startswith(DOES_NOT_RUN)
 
 
 def _time_all(
@@ -226,6 +240,8 @@ def _time_all(
         leaves = [x.detach().requires_grad_() for x in tensors]
         out = attention(*leaves)
         forward[key] = lambda attention=attention, leaves=leaves: attention(*leaves)
+        if not _has_backward(gates[key]):
+            continue
         backward[key] = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, do, retain_graph=True)
     forward, backward = (
         time_interleaved(
@@ -234,10 +250,9 @@ def _time_all(
         )
         for index, (name, runs) in enumerate({"forward": forward, "backward": backward}.items())
     )  # fmt: skip
-    times = {}
-    for key in forward:
-        times[key, "fwd"], times[key, "bwd"] = forward[key], backward[key]
-        times[key, "fwd+bwd"] = tuple(map(sum, zip(forward[key], backward[key])))
+    times = {(key, "fwd"): ms for key, ms in forward.items()}
+    for key, ms in backward.items():
+        times[key, "bwd"], times[key, "fwd+bwd"] = ms, tuple(map(sum, zip(forward[key], ms)))
     return times
 
 

@@ -1,9 +1,11 @@
-"""The full-precision attentions that ours is compared with: torch's and, where installed, FlashAttention-4."""
+"""The full-precision attentions that ours is compared with: torch's and, where installed, FlashAttention-4 and -3."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +20,19 @@ from sagebwd.masks.band import UNLIMITED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-FLASH_ATTENTION_4 = "fa4"
-"""The fastest on Hopper: without it nothing there is compared with the best."""
+FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "fa4", "fa3"
+"""The fastest on Hopper, each somewhere: without both nothing there is compared with the best."""
 VARLEN = "varlen"
 """Torch's attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`."""
+DOES_NOT_RUN = "does not run"
+_MODULES = {FLASH_ATTENTION_4: "flash_attn.cute", FLASH_ATTENTION_3: "flash_attn_interface"}
 
 
 def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     """Those that are installed, whether they take the shape or not.
 
-    They are cudnn, fa2 and fa4, of packed sequences varlen and fa4; on a CPU "sdpa" alone, a sequence at a time.
+    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, fa4 and fa3; on a CPU "sdpa" alone, a sequence at a
+    time.
     """
     if isinstance(shape, Packed):
         return _of_packed(shape, device)
@@ -44,8 +49,7 @@ def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     if not device.startswith("cuda"):
         return {"sdpa": sdpa(SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)}
     found = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
-    fa4 = _flash_attention_4(shape)
-    return found if fa4 is None else {**found, FLASH_ATTENTION_4: fa4}
+    return found | {name: _dense(module, shape) for name, module in _flash_attentions().items()}
 
 
 def available(shape: Shape, device: str) -> dict[str, Attention]:
@@ -53,31 +57,42 @@ def available(shape: Shape, device: str) -> dict[str, Attention]:
     return {name: run for name, run in candidates(shape, device).items() if refusal(run, shape, device) is None}
 
 
-def refusal(attention: Attention, shape: Shape, device: str) -> str | None:
-    """Why one does not take this shape, forward and backward, tried on its short form; None where it does."""
+def refusal(attention: Attention, shape: Shape, device: str, *, backward: bool = True) -> str | None:
+    """Why one does not take this shape, tried on its short form; None where it does.
+
+    backward: False to try forward alone, which is all that FlashAttention-3 has where it was built so.
+    """
     q, k, v, do = shape.short().inputs(device, torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     try:
-        torch.autograd.grad(attention(*leaves), leaves, do)
+        out = attention(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, do)
     except Exception as error:  # a compiler of another project raises what it likes
         lines = str(error).splitlines() or [""]
-        return f"does not run: {type(error).__name__}: {lines[0][:120]}"
+        return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
     return None
 
 
 def may_claim_best(timed: set[str], device: str) -> bool:
-    """Whether the best of the baselines that were timed is the best there is: on Hopper, with FlashAttention-4."""
-    return FLASH_ATTENTION_4 in timed or not is_hopper(torch.device(device))
+    """Whether the best baseline that was timed is the best there is: on Hopper, with FlashAttention-4 and -3."""
+    return timed >= _MODULES.keys() or not is_hopper(torch.device(device))
 
 
-def _flash_attention_4(shape: Shape) -> Attention | None:
-    try:
-        flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
-    except ImportError:
-        return None
+def _flash_attentions() -> dict[str, ModuleType]:
+    """FlashAttention-4 and -3, those that are installed; their functions are called alike."""
+    found = {}
+    for name, module in _MODULES.items():
+        try:
+            found[name] = importlib.import_module(module)
+        except ImportError:
+            continue
+    return found
 
+
+def _dense(flash_attention: ModuleType, shape: Shape) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
+        out = flash_attention.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attention
@@ -88,25 +103,20 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
     if not device.startswith("cuda"):
         return {"sdpa": lambda q, k, v: _by_sequence(shape, q, k, v)}
     offsets, longest, scale = shape.offsets(device), shape.longest, shape.head_dim**-0.5
+    sequences = {
+        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest,
+    }  # fmt: skip
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         unlimited = UNLIMITED, UNLIMITED
         call = q, k, v, (offsets, offsets), (longest, longest)
         return torch_attention.packed(*call, shape.is_causal, unlimited, scale)
 
-    try:
-        flash_attention = importlib.import_module("flash_attn.cute")
-    except ImportError:
-        return {VARLEN: varlen}
-
-    def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attention.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
-            causal=shape.is_causal,
-        )  # fmt: skip
+    def theirs(module: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = module.flash_attn_varlen_func(q, k, v, **sequences, causal=shape.is_causal)
         return out[0] if isinstance(out, tuple) else out
 
-    return {VARLEN: varlen, FLASH_ATTENTION_4: fa4}
+    return {VARLEN: varlen} | {name: partial(theirs, module) for name, module in _flash_attentions().items()}
 
 
 def _by_sequence(shape: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -38,9 +38,9 @@ class Measurement:
     """One row of the result file; times in ms, memory in bytes beyond the inputs (`benchmarks.attention.memory`).
 
     part: of `PARTS`. name: `FUSED`, `COMPOSED`, `COMPILED` (of the pass alone), or a baseline of the compiled pass and
-    torch's or FlashAttention-4's attention. recipe: of the first two. gate: "ok", or the tensors that are wrong.
-    over: the time of each other that is right over this one's, of rows that are right. errors: relative L2 of a short
-    form from FP64.
+    torch's or FlashAttention-4's or -3's attention. recipe: of the first two. gate: "ok", the tensors that are wrong,
+    or why it does not run backward. over: the time of each other that is right over this one's, of rows that are
+    right. errors: relative L2 of a short form from FP64.
     """
 
     part: str
@@ -119,7 +119,7 @@ def inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def blocks(shape: Shape, given: Given, recipe: str, device: str) -> dict[str, Block]:
-    """All that take a shape, by name."""
+    """All whose forward takes a shape, by name."""
     tensors = given.q_weight, given.k_weight, given.cos, given.sin
     compiled = _compiled(device)
     settings = {"is_causal": True, "enable_gqa": shape.heads != shape.kv_heads, "recipe": recipe}
@@ -137,8 +137,14 @@ def blocks(shape: Shape, given: Given, recipe: str, device: str) -> dict[str, Bl
     return found | {
         name: composed(attention)
         for name, attention in candidates(shape, device).items()
-        if refusal(attention, shape, device) is None
+        if refusal(attention, shape, device, backward=False) is None
     }
+
+
+def without_backward(shape: Shape, device: str) -> dict[str, str]:
+    """Baselines whose backward does not take a shape, each with why."""
+    reasons = {name: refusal(attention, shape, device) for name, attention in candidates(shape, device).items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _compiled(device: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -173,26 +179,31 @@ def measure_shape(
     }
     gradients = torch.randn_like(q), torch.randn_like(k)
     found |= {(PASS, name): (run, [q, k], gradients) for name, run in passes(given, device).items()}
-    used = {key: memory(run, (q, k, v, do)) if key[0] == BLOCK else (None, None) for key, (run, _, _) in found.items()}
+    refused = {(BLOCK, name): reason for name, reason in without_backward(shape, device).items()}
+    used = {
+        key: memory(run, (q, k, v, do)) if key[0] == BLOCK and key not in refused else (None, None)
+        for key, (run, _, _) in found.items()
+    }
     rows = []
     for number, direction in enumerate(DIRECTIONS):
         tell(f"timing {direction}", (1 + number) / (1 + len(DIRECTIONS)))
-        runs = {key: _run(*call, given, direction) for key, call in found.items()}
+        absent = refused if direction == BOTH else {}
+        runs = {key: _run(*call, given, direction) for key, call in found.items() if key not in absent}
         times = time_interleaved(runs, device, rounds)
         for part, name in found:
             wrong = [x for x, error in errors[part, name].items() if not error <= WORST[part]]
-            gate = f"wrong: {', '.join(wrong)}" if wrong else "ok"
-            ms, host_ms = times[part, name]
-            right = {
+            gate = absent.get((part, name), f"wrong: {', '.join(wrong)}" if wrong else "ok")
+            ms, host_ms = times[part, name] if gate == "ok" else (None, None)
+            right = {} if ms is None else {
                 peer: times[part, peer][0] / ms
-                for at, peer in found
+                for at, peer in times
                 if at == part and peer != name and max(errors[at, peer].values()) <= WORST[at]
-            }
+            }  # fmt: skip
             ours = recipe if name in (FUSED, COMPOSED) and part == BLOCK else None
             rows.append(
                 Measurement(
                     part, name, ours, shape.head_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens,
-                    direction, None if wrong else ms, None if wrong else host_ms, gate, {} if wrong else right,
+                    direction, ms, host_ms, gate, right,
                     errors[part, name], *used[part, name],
                 )
             )  # fmt: skip
@@ -212,7 +223,8 @@ def _run(
 def _errors(
     shape: Shape, recipe: str, device: str, dtype: torch.dtype
 ) -> dict[tuple[str, str], dict[str, float]]:  # fmt: skip
-    """Relative L2 from FP64 of outputs and gradients, of each part and name."""
+    """Relative L2 from FP64 of outputs and gradients, of each part and name; of outputs where there is no backward."""
+    refused = without_backward(shape, device)
     given, tensors = Given.of(shape, device, dtype), inputs(shape, device, dtype)
     exact_given, exact = given.to(torch.float64), [x.double() for x in tensors]
     found = {}
@@ -229,7 +241,7 @@ def _errors(
             lambda *x: _exact(x, exact_given, shape), exact[:count], exact_given, [x.double() for x in gradients]
         )
         for name, call in calls.items():
-            results = _results(call, tensors[:count], given, gradients)
+            results = _results(call, tensors[:count], given, () if part == BLOCK and name in refused else gradients)
             found[part, name] = {n: relative_l2(a.double(), e) for n, a, e in zip(names, results, wanted)}
     return found
 
@@ -248,9 +260,10 @@ def _exact(tensors: tuple[Tensor, ...], given: Given, shape: Shape) -> Tensor | 
 def _results(
     call: Callable, tensors: Iterable[Tensor], given: Given, gradients: Iterable[Tensor]
 ) -> list[Tensor]:  # fmt: skip
-    """Outputs, then gradients of tensors and weights."""
+    """Outputs, then gradients of tensors and weights where gradients of the outputs are given."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = call(*leaves)
     outputs = out if isinstance(out, tuple) else (out,)
-    found = torch.autograd.grad(outputs, [*leaves, given.q_weight, given.k_weight], list(gradients))
+    wanted, gradients = [*leaves, given.q_weight, given.k_weight], list(gradients)
+    found = torch.autograd.grad(outputs, wanted, gradients) if gradients else ()
     return [*(x.detach() for x in outputs), *found]

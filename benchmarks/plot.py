@@ -30,6 +30,7 @@ NAMES = {
     "flash": "FlashAttention-2, BF16",
     "fa2": "FlashAttention-2, BF16",
     "fa4": "FlashAttention-4, BF16",
+    "fa3": "FlashAttention-3, BF16",
 }
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sagebwd.auto import model
-from sagebwd.auto.contenders import FA4, FLASH, PEERS
+from sagebwd.auto.contenders import FA3, FA4, FLASH, PEERS
 from sagebwd.auto.fit import BOUND, LOW, fitted, size_of, times_of
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, PACKED, TRAINING, Times
 
@@ -45,7 +45,7 @@ def rows_of(path: Path) -> tuple[dict, list[dict]]:
 
 
 # Baselines of `python -m benchmarks attention` by their names here, first what torch picks, as results files have it.
-_BASELINES = {"cudnn": "CUDNN_ATTENTION", "varlen": "varlen_attn", "fa2": FLASH, "fa4": FA4}
+_BASELINES = {"cudnn": "CUDNN_ATTENTION", "varlen": "varlen_attn", "fa2": FLASH, "fa4": FA4, "fa3": FA3}
 _CALL = ("head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal", "direction")
 
 

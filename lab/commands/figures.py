@@ -13,8 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {"mixed": "C2", "token": "C0", "paper": "C3", "full": "0.5", "fa4": "C1", "cudnn": "C4", "fa2": "C5"}
-NAMES = {"fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16"}
+COLORS = {
+    "mixed": "C2", "token": "C0", "paper": "C3", "full": "0.5", "fa4": "C1", "cudnn": "C4", "fa2": "C5", "fa3": "C6",
+}  # fmt: skip
+NAMES = {
+    "fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16",
+    "fa3": "FlashAttention-3, BF16",
+}  # fmt: skip
+HATCHES = {"cudnn": "////", "fa3": "....", "fa2": "xxxx"}
+"""How bars are drawn whose best kernel is not FlashAttention-4."""
 
 
 def widths(files: Sequence[Path]) -> Figure:
@@ -44,7 +51,7 @@ def widths(files: Sequence[Path]) -> Figure:
             for row in (row for row in rows if (row["causal"], row["tokens"]) == (causal, tokens)):
                 place = pairs.index((row["head_dim"], value_dim_of(row))) + (number + 0.5) * step - 0.4
                 ratio = row["peer_ms"] / row["ms"]
-                hatch = "" if row["peer"] == "fa4" else "////"
+                hatch = HATCHES.get(row["peer"], "")
                 axis.bar(place, ratio, 0.9 * step, color=f"C{number}", hatch=hatch, edgecolor="white", linewidth=0)
                 axis.text(place, max(ratio, 1) + 0.02, f"{ratio:.2f}", ha="center", fontsize=6, rotation=90)
         timed = {(row["head_dim"], value_dim_of(row)) for row in rows if row["causal"] == causal}
@@ -59,9 +66,9 @@ def widths(files: Sequence[Path]) -> Figure:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=f"C{number}", label=f"{tokens // 1024}K tokens") for number, tokens in enumerate(lengths)]
-    handles.append(
-        Patch(facecolor="0.6", hatch="////", edgecolor="white", label="the best is cuDNN, not FlashAttention-4")
-    )
+    for peer in (name for name in HATCHES if any(row["peer"] == name for row in rows)):
+        label = f"the best is {NAMES[peer].removesuffix(', BF16')}, not FlashAttention-4"
+        handles.append(Patch(facecolor="0.6", hatch=HATCHES[peer], edgecolor="white", label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.suptitle(f"mixed, forward + backward, end to end\n{'; '.join(map(_where, contents))}", fontsize=10)
     return figure

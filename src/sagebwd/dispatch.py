@@ -161,7 +161,8 @@ def why_not(peer: str, ask: Ask, times: Times) -> str | None:
     if (times.head_dim, times.value_dim) != (ask.head_dim, ask.value_dim) or peer not in times.full:
         return "was not timed"
     if not peers.takes(peer, ask.kind, ask.head_dim, ask.dtype, ask.training):
-        return "does not take the call, or computes it wrong"
+        lacking = ask.training and peers.lacks_backward(peer)
+        return "was built without its backward" if lacking else "does not take the call, or computes it wrong"
     return "is not installed" if peers.module_of(peer) is None else None
 
 
@@ -180,7 +181,8 @@ def facts_of(device: torch.device) -> dict[str, str]:
     facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
     if is_hopper(device):
         facts["extra hopper"] = "usable" if _missing(capabilities.row(FORWARD, "hopper")) is None else "not usable"
-    facts["peers"] = ", ".join(peers.installed()) or "none"
+    found = [f"{peer} without backward" if peers.lacks_backward(peer) else peer for peer in peers.installed()]
+    facts["peers"] = ", ".join(found) or "none"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
     return facts | {"switches": ", ".join(on) or "none"}
 

@@ -52,7 +52,7 @@ def install(monkeypatch):
     PLANS.clear()
     counts.counts.clear()
 
-    def install(peer, fails=None):
+    def install(peer, fails=None, backward=True):
         calls = []
 
         def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=None):
@@ -71,6 +71,10 @@ def install(monkeypatch):
             module.__path__ = []
             monkeypatch.setitem(sys.modules, name, module)
         module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+        if peer == FA3:
+            config = types.ModuleType("flash_attn_config")
+            config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_BACKWARD": not backward}}
+            monkeypatch.setitem(sys.modules, "flash_attn_config", config)
         peers.module_of.cache_clear()
         return calls
 
@@ -161,6 +165,51 @@ def test_gradients_that_are_known_to_be_wrong_are_not_asked_for(dim, measured, i
     ask = ASK._replace(head_dim=dim, value_dim=dim)
     assert runs(ask) == FA4
     assert runs(ask._replace(training=True)) == TORCH
+
+
+def test_a_build_without_its_backward_does_not_train(measured, install, on_cpu, monkeypatch):
+    """Regression: of `tokenspeed-fa3`, built so, a gradient raised."""
+    install(FA3, backward=False)
+    measured += [times(SLOWER, direction=way, **{FA3: BEST}) for way in ("forward", TRAINING)]
+    assert runs() == FA3
+    assert runs(ASK._replace(training=True)) == TORCH
+    assert dispatch.facts_of(ASK.device)["peers"] == "fa3 without backward"
+    tensors = draw()
+    sage_attention(*tensors, is_causal=True, enable_gqa=True).sum().backward()
+    assert counts.counts == {"full precision on torch": 1}
+    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    q = torch.empty(2, 8, 4096, 128, requires_grad=True)
+    dispatch.times_of.cache_clear()
+    assert sagebwd.explain(q, q, q, is_causal=True).why.endswith("; FlashAttention-3 was built without its backward")
+    install(FA3)
+    assert runs(ASK._replace(training=True)) == FA3
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        ("This flash attention build does not support backward.", True),
+        ("FlashAttention only support fp16 and bf16 data type", False),
+        ("No such operator flash_attn_3::bwd", True),
+    ],
+)
+def test_a_build_that_does_not_say_is_asked(error, lacks, install, monkeypatch):
+    """With tensors of no elements, in a dtype that is refused before anything is launched."""
+    install(FA3)
+    monkeypatch.delattr(sys.modules["flash_attn_config"], "CONFIG")
+    seen, empty = [], torch.empty
+
+    def bwd(*tensors):
+        seen.extend(tensors)
+        raise RuntimeError(error)
+
+    assert torch.cuda.is_available() or peers.lacks_backward(FA3), "nobody answers without a GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers.torch, "empty", lambda *size, device, dtype: empty(*size, dtype=dtype))
+    monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(bwd=bwd), raising=False)
+    assert peers.lacks_backward(FA3) is lacks
+    assert {(x.numel(), x.dtype) for x in seen} == {(0, torch.float32)}
+    assert not peers.lacks_backward(FA4)
 
 
 CALLS = {

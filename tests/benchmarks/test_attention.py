@@ -1,6 +1,7 @@
 """python -m benchmarks attention: shapes, peers, gates, and what is timed."""
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -8,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import attention as bench
 from benchmarks import baselines
+from benchmarks.__main__ import _attention_table
 from benchmarks.baselines import available
 from benchmarks.correctness import emulated, gate, wrong_tensors
 from benchmarks.plot import plot_attention
@@ -18,6 +21,7 @@ from benchmarks.shapes import Shape, flops, special_shapes, standard_grid
 from sagebwd import Recipe, sage_attention
 from sagebwd.cli import results, timer
 from sagebwd.switches import current
+from tests.forward_alone import ERROR, forward_alone
 from tests.scaled import scaled
 
 SHAPE = Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
@@ -143,6 +147,35 @@ def test_a_peer_that_does_not_run_is_named(monkeypatch):
 
 
 @pytest.mark.rounding
+def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
+    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa3": forward_alone, "sdpa": sdpa})
+    timed(monkeypatch, sdpa=10, fa3=1)
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
+    reason = f"does not run: RuntimeError: {ERROR}"
+    for row in rows:
+        is_forward = row.direction == "fwd"
+        assert row.peer == ("fa3" if is_forward else "sdpa")
+        assert row.peer_gates == ({} if is_forward else {"fa3": reason})
+        if row.impl == "fa3":
+            assert (row.ms, row.gate) == ((1.0, "ok") if is_forward else (None, reason))
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(_attention_table("a shape", rows))
+    assert printed.getvalue().count("does not run") == 2
+
+
+@pytest.mark.rounding
+def test_a_forward_that_is_wrong_is_not_compared_with(monkeypatch):
+    """Of a peer without backward too."""
+    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
+    wrong = {"fa3": lambda *x: 1.2 * forward_alone(*x), "sdpa": sdpa}
+    monkeypatch.setattr(bench, "candidates", lambda shape, device: wrong)
+    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
+    assert {row.peer for row in rows} == {"sdpa"}
+    assert rows[0].peer_gates["fa3"].startswith("wrong: o ")
+
+
+@pytest.mark.rounding
 def test_a_value_of_another_width():
     shape = Shape(24, 2, 2, 1, 64, True, value_dim=16)
     for recipe in ("token", "mixed", "full"):
@@ -214,9 +247,14 @@ def test_value_has_a_width_of_its_own():
 
 @pytest.mark.parametrize(
     ("hopper", "timed", "may"),
-    [(True, {"cudnn", "fa2"}, False), (True, {"cudnn", "fa4"}, True), (False, {"cudnn", "fa2"}, True)],
+    [
+        (True, {"cudnn", "fa2"}, False),
+        (True, {"cudnn", "fa4"}, False),
+        (True, {"cudnn", "fa4", "fa3"}, True),
+        (False, {"cudnn", "fa2"}, True),
+    ],
 )
-def test_on_hopper_there_is_no_best_without_flash_attention_4(monkeypatch, hopper, timed, may):
+def test_on_hopper_there_is_no_best_without_flash_attention_4_and_3(monkeypatch, hopper, timed, may):
     monkeypatch.setattr(baselines, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
     assert baselines.may_claim_best(timed, "cuda") is may
 

@@ -119,20 +119,24 @@ def test_shapes_of_as_many_tokens_are_told_apart():
 
 
 def test_what_the_peers_of_a_gpu_are_called_with(monkeypatch):
-    """Of FlashAttention-4 and of torch the arguments that their own signatures name."""
+    """Of FlashAttention-4 and -3 and of torch the arguments that their own signatures name."""
     seen = {}
-    cute = types.ModuleType("flash_attn.cute")
+    cute, interface = types.ModuleType("flash_attn.cute"), types.ModuleType("flash_attn_interface")
     cute.flash_attn_varlen_func = lambda q, k, v, **settings: (seen.update(settings) or q, None)
+    interface.flash_attn_varlen_func = lambda q, k, v, **settings: seen.update(settings) or q
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", interface)
     monkeypatch.setattr(Packed, "offsets", lambda self, device: torch.tensor([0, 37, 137, 142, 206]).int())
     found = baselines.candidates(SHAPE, "cuda")
-    assert set(found) == {"varlen", "fa4"}
+    assert set(found) == {"varlen", "fa4", "fa3"}
     q, k, v, _ = SHAPE.inputs("cpu", torch.bfloat16)
-    assert found["fa4"](q, k, v) is q
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        assert seen.pop(name).tolist() == [0, 37, 137, 142, 206]
-    assert seen == {"max_seqlen_q": 100, "max_seqlen_k": 100, "causal": True}
+    for peer in ("fa4", "fa3"):
+        assert found[peer](q, k, v) is q
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            assert seen.pop(name).tolist() == [0, 37, 137, 142, 206]
+        assert seen == {"max_seqlen_q": 100, "max_seqlen_k": 100, "causal": True}
+        seen.clear()
 
     def varlen_attn(*call, **settings):
         seen.update(call=call, settings=settings)

@@ -1,7 +1,8 @@
 """FlashAttention-4 and FlashAttention-3 where they are installed: what they take, and their calls.
 
 A peer is imported when "auto" first asks whether it may run a call, and nothing of it before. Gradients are those of
-its own ``autograd.Function``. Signatures are those of flash-attn-4 4.0.0b36 and of FlashAttention's ``hopper``.
+its own ``autograd.Function``. Signatures are those of flash-attn-4 4.0.0b36, and of FlashAttention's ``hopper`` and
+the ``tokenspeed-fa3`` 3.0.0 that is built from it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _MODULES = {FA4: "flash_attn.cute", FA3: "flash_attn_interface"}
 _DTYPES = torch.bfloat16, torch.float16
 # FlashAttention-4's dQ is wrong by its own size at 72, 80 and 112 (`peer_gates` of benchmarks/results/attention_*).
 _RIGHT_GRADIENTS = 32
+_NO_BACKWARD = "FLASHATTENTION_DISABLE_BACKWARD"
 
 
 @cache
@@ -70,7 +72,33 @@ def takes(peer: str, kind: str, head_dim: int, dtype: torch.dtype, training: boo
     """Whether a peer computes calls of a kind of mask right, of those sizes that `fits` says."""
     if kind not in (FULL, CAUSAL, WINDOW, PACKED) or dtype not in _DTYPES:
         return False
-    return not (peer == FA4 and training and head_dim % _RIGHT_GRADIENTS)
+    return not (training and (lacks_backward(peer) or (peer == FA4 and head_dim % _RIGHT_GRADIENTS)))
+
+
+def lacks_backward(peer: str) -> bool:
+    """Whether a peer is installed without its backward, as FlashAttention-3 can be built, so that a gradient raises.
+
+    Its build says so in ``flash_attn_config``. Of a build that has no such module the operator is asked with tensors
+    of no elements, which it refuses before it launches anything, so also inside of a CUDA graph's capture.
+    """
+    if peer != FA3 or module_of(peer) is None:
+        return False
+    try:
+        return bool(importlib.import_module("flash_attn_config").CONFIG["build_flags"][_NO_BACKWARD])
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return not _refuses_dtype()
+
+
+def _refuses_dtype() -> bool:
+    """Whether FlashAttention-3's backward refuses FP32 for its dtype, and not because it is no backward."""
+    if not torch.cuda.is_available():
+        return False
+    empty = torch.empty(0, 0, 0, 0, device="cuda", dtype=torch.float32)
+    try:
+        torch.ops.flash_attn_3.bwd(*[empty] * 6)  # do, q, k, v, o and the log-sum-exp
+    except Exception as error:  # whatever this build raises
+        return "only support fp16 and bf16" in str(error)
+    return False
 
 
 def fits(kind: str, size: Size) -> bool:
