@@ -10,7 +10,7 @@ import torch
 
 import sagebwd
 from sagebwd import arguments, dispatch, sage_attention, switches
-from sagebwd.auto import counts
+from sagebwd.auto import agreement, counts
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
@@ -29,9 +29,9 @@ def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypat
     assert found.why == (
         "4096 tokens, causal at head_dim 128, forward: mixed takes about 0.799 ms, torch 0.4, by some timings"
     )
-    assert str(found) == f"full on torch at head_dim 128: {found.why}"
+    assert str(found).splitlines()[0] == f"full on torch at head_dim 128: {found.why}"
     assert "was not timed on a card for no mask at head_dim 128" in why(times(SLOWER)).why
-    assert str(why(times(FASTER), is_causal=True)) == (
+    assert str(why(times(FASTER), is_causal=True)).splitlines()[0] == (
         "mixed on hopper at head_dim 128: 4096 tokens, causal at head_dim 128, forward: mixed takes about 0.2 ms, "
         "torch 0.4, by some timings"
     )
@@ -44,6 +44,29 @@ def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypat
     assert why(old, is_causal=True).why.endswith(
         f"by some timings; they are of torch 1.13.1+cu117, and torch {torch.__version__} may differ"
     )
+
+
+def test_two_hosts_compare_a_digest_by_hand(measured, monkeypatch):
+    """Of what `agreement` compares, wherever "auto" decides on this machine's GPU."""
+    decided = arguments.ask_of
+    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    q = torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16)
+    measured[:] = [times(FASTER)]
+    found = sagebwd.explain(q, q, q, is_causal=True)
+    assert found.digest == agreement.digest(dispatch.facts_of(ASK.device))
+    assert (
+        str(found).splitlines()[1] == f"auto: digest {found.digest}, the same on two machines where it chooses alike"
+    )
+    assert sagebwd.explain(q, q, q).digest == found.digest, "not of the call"
+    measured[:] = [times(SLOWER)]
+    dispatch.times_of.cache_clear()
+    assert sagebwd.explain(q, q, q, is_causal=True).digest != found.digest, "another coefficient"
+    assert sagebwd.explain(q, q, q, recipe="full").digest is None
+    monkeypatch.setattr(arguments, "ask_of", decided)
+    for elsewhere in ({}, {"device": "NVIDIA H200"}):
+        found = sagebwd.explain(q, q, q, **elsewhere)
+        assert found.digest is None
+        assert len(str(found).splitlines()) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

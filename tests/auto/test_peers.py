@@ -47,7 +47,10 @@ class Flash(torch.autograd.Function):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Put a stand-in of a peer into sys.modules; what it was called with is what it returns."""
+    """Put a stand-in of a peer into sys.modules; what it was called with is what it returns.
+
+    fails: an error of all calls, or a list with one, or None, for each.
+    """
     peers.module_of.cache_clear()
     PLANS.clear()
     counts.counts.clear()
@@ -57,8 +60,9 @@ def install(monkeypatch):
 
         def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=None):
             calls.append({"shape": tuple(q.shape), "causal": causal, "window": window_size, "scale": softmax_scale})
-            if fails is not None:
-                raise fails
+            error = fails.pop(0) if isinstance(fails, list) else fails
+            if error is not None:
+                raise error
             out = Flash.apply(q, k, v, causal, softmax_scale)
             return (out, None) if peer == FA4 else out
 
@@ -284,10 +288,60 @@ def test_a_peer_that_refuses_leaves_the_call_to_torch(measured, install, on_cpu)
         warnings.simplefilter("error")
         assert torch.equal(sage_attention(q, k, v, is_causal=True, enable_gqa=True), exact)
     assert len(calls) == 1
-    install(FA4, torch.OutOfMemoryError("full"))
-    PLANS.clear()
+    other = [x[:, :, :20] for x in (q, k, v)]
+    with pytest.warns(UserWarning, match="does not take"):  # of another specification it is asked
+        sage_attention(*other, is_causal=True, enable_gqa=True)
+    assert len(calls) == 2
+
+
+def wrapped():
+    try:
+        raise OSError("no space left on device")
+    except OSError as error:
+        failed = ValueError("does not compile")
+        failed.__cause__ = error
+        return failed
+
+
+DSLCudaRuntimeError = type("DSLCudaRuntimeError", (Exception,), {})
+OF_THE_MACHINE = [
+    torch.AcceleratorError("an illegal memory access"), RuntimeError("CUDA error: no kernel image is available"),
+    RuntimeError("CUDA out of memory. Tried to allocate"), OSError("no space left on device"), MemoryError(),
+    DSLCudaRuntimeError("cudaErrorMemoryAllocation"), wrapped(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", OF_THE_MACHINE, ids=lambda error: type(error).__name__)
+def test_an_error_of_the_machine_is_forgotten_with_its_call(error, measured, install, on_cpu):
+    """Regression: the peer was asked no more. Each call's values are its own, whoever ran the one before."""
+    fails = [None, error, None, error, None]
+    calls = install(FA4, fails)
+    measured += [times(SLOWER, direction=way, **{FA4: BEST}) for way in ("forward", TRAINING)]
+    tensors = draw()
+    for i, fault in enumerate(fails.copy()):
+        with torch.no_grad():
+            for x in tensors:
+                x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = sage_attention(*tensors, is_causal=True, enable_gqa=True)
+        said = [str(x.message) for x in caught if "the next one asks it again" in str(x.message)]
+        assert len(said) == (fault is not None)
+        exact = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        for found, wanted in zip(*(torch.autograd.grad(x.float().sin().sum(), tensors) for x in (out, exact))):
+            assert relative_l2(found, wanted) < 0.02
+        assert len(calls) == i + 1
+
+
+def test_too_little_memory_is_raised_and_forgotten(measured, install, on_cpu):
+    """As torch's own attention would: who catches it makes room and calls again."""
+    calls = install(FA4, [torch.OutOfMemoryError("full"), None])
+    measured += [times(SLOWER, **{FA4: BEST})]
+    q, k, v = (x.detach() for x in draw())
     with pytest.raises(torch.OutOfMemoryError):
         sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert len(calls) == 2
 
 
 def test_second_derivatives_raise(measured, install, on_cpu):

@@ -1,5 +1,7 @@
 """Masks and caches of Transformers' models under attn_implementation="sagebwd": SDPA's numbers, or refused by name."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -33,6 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.attention import sage_attention_varlen
 from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_padding
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read, read_attention_mask
 from sagebwd.reference.metrics import relative_l2
 
@@ -175,6 +178,66 @@ def test_a_query_of_padding_in_a_hole_is_sdpas(name):
     differs = (exact[0] - ours[0]).abs().amax(-1) > 1e-3
     assert differs[2].tolist() == [False] * 6 + [True] * 2
     assert not differs[:2].any()
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(transformers_padding, "_said", set())
+
+
+def train(model, ids, attention_mask, labels):
+    model.zero_grad()
+    model(input_ids=ids, attention_mask=attention_mask, labels=labels).loss.backward()
+
+
+LABELS = {
+    # side, labels of -100 where padding is, whether zeros reach the loss
+    "all": ("right", False, True),
+    "real": ("right", True, False),
+    "all behind left padding": ("left", False, False),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_loss_at_padding_after_the_last_real_token_is_said_once(name, kind, nothing_said):
+    side, is_masked, differs = LABELS[kind]
+    ids, attention_mask = padded(side)
+    labels = ids.masked_fill(attention_mask == 0, -100) if is_masked else ids
+    exact, ours = pair(DECODERS[name]())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            train(ours, ids, attention_mask, labels)
+    said = [str(x.message) for x in caught if "queries of padding" in str(x.message)]
+    assert len(said) == differs
+    assert all("after a row's last real token, which give zeros" in x and "labels -100" in x for x in said)
+    train(exact, ids, attention_mask, labels)
+    gradients = (torch.cat([w.grad.flatten() for w in model.parameters()]) for model in (ours, exact))
+    assert (relative_l2(*gradients) > 1e-3) == differs
+
+
+def test_neither_left_padding_nor_an_overflow_is_the_last_word(nothing_said):
+    """Of a row with a hole the padding at its end is looked at too."""
+    model, ids = pair(DECODERS["llama"]())[1], tokens(3, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, *padded("left"), tokens(2, 11))
+        logits = model(input_ids=ids, attention_mask=HOLES).logits
+        (logits.sum(-1) * HOLES * float("inf")).sum().backward()
+    with pytest.warns(UserWarning, match="queries of padding after a row's last real token"):
+        train(model, ids, HOLES, ids)
+
+
+def test_a_loss_at_padding_of_a_window_on_both_sides_is_said(nothing_said):
+    config = ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        local_attention=8, global_attn_every_n_layers=2, pad_token_id=0,
+    )  # fmt: skip
+    ids, attention_mask = padded("left", (20, 12))
+    model = pair(config, ModernBertModel)[1]
+    with pytest.warns(UserWarning, match="before or after a row's real tokens"):
+        model(ids, attention_mask).last_hidden_state.square().sum().backward()
 
 
 @pytest.mark.parametrize("recipe", ["token", "mixed"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.arguments import choice_of, packed_choice_of
-from sagebwd.auto import model, peers
+from sagebwd.auto import agreement, model, peers
 from sagebwd.auto.contenders import NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
 from sagebwd.call import Ask
@@ -28,7 +28,9 @@ class Explanation(NamedTuple):
     """Who runs a call.
 
     recipe: its text. forward, backward: "torch", "fa4" (FlashAttention-4), "fa3", "reference", "triton", "mma_sync" or
-    "hopper". form: the (head_dim, value's head_dim) that each direction is filled up to. why: one sentence.
+    "hopper". form: the (head_dim, value's head_dim) that each direction is filled up to. why: one sentence. digest: of
+    what the choices of "auto" on this GPU follow from, the same on two hosts where it is alike, as `sagebwd doctor`
+    prints it; None of a call that "auto" does not decide on a GPU of its own.
     """
 
     recipe: str
@@ -36,13 +38,15 @@ class Explanation(NamedTuple):
     backward: str
     form: tuple[tuple[int, int], tuple[int, int]]
     why: str
+    digest: str | None = None
 
     def __str__(self) -> str:
-        """One line."""
+        """One line, and one of the digest."""
         impls = self.forward, self.backward
         pairs = [f"{impl} at head_dim {widths_text(*form)}" for impl, form in zip(impls, self.form)]
         runs = pairs[0] if pairs[0] == pairs[1] else f"{pairs[0]}, backward on {pairs[1]}"
-        return f"{self.recipe} on {runs}: {self.why}"
+        line = f"{self.recipe} on {runs}: {self.why}"
+        return line if self.digest is None else f"{line}\n{digest_line(self.digest)}"
 
 
 def explain(
@@ -92,7 +96,14 @@ def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object, card:
     """An answer of `sagebwd.dispatch.choose`, with its reason; recipe: as it was asked for."""
     why = _why(choice, ask, size, recipe, card)
     forms = choice.forms(ask.head_dim, ask.value_dim)
-    return Explanation(str(choice.recipe), *choice.runs, forms, why)
+    decides = recipe == AUTO and ask.device.type == "cuda" and card is None
+    digest = agreement.digest(dispatch.facts_of(ask.device)) if decides else None
+    return Explanation(str(choice.recipe), *choice.runs, forms, why, digest)
+
+
+def digest_line(digest: str) -> str:
+    """What a digest is for."""
+    return f"auto: digest {digest}, the same on two machines where it chooses alike"
 
 
 def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None) -> str:

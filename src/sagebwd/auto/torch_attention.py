@@ -9,10 +9,12 @@ the next one.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from subprocess import SubprocessError
 from threading import RLock
 from typing import NamedTuple
 
@@ -37,6 +39,9 @@ BACKENDS = {
 }  # fmt: skip
 # Of torch's order of backends, which is the process's.
 _order = RLock()
+# What a machine raises, whatever the call; of CUDA's errors some are a RuntimeError of these words.
+_OF_THE_MACHINE = OSError, MemoryError, SubprocessError, torch.AcceleratorError
+_CUDA_ERROR = re.compile(r"out of memory|cuda[ _]?error|cuda[ _]driver error", re.IGNORECASE)
 # The widest of torch's packed attention, whose kernels take multiples of 8.
 _PACKED_WIDTH, _PACKED_STEP = 256, 8
 
@@ -154,7 +159,11 @@ def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) 
 
 
 def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer's call; another's, with a warning, from the first that the peer refuses, as it would all like it."""
+    """A peer's call; another's, with a warning, where the peer raises an error.
+
+    A refusal is the peer's answer to the call's specification, and is kept for calls equal to it. An error of the
+    machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is raised.
+    """
     refused = False
 
     def run(*given: Tensor | None) -> Tensor:
@@ -167,15 +176,24 @@ def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler of another project raises what it likes
-            refused = True
-            warnings.warn(
-                f"sagebwd: {NAMES[peer]} does not take a call that recipe='auto' chose it for, so others run such "
-                f"calls: {type(error).__name__}: {error}",
-                stacklevel=4,
-            )
+            refused = not _is_of_the_machine(error)
+            what = "take a call that recipe='auto' chose it for, so others run such calls"
+            if not refused:
+                what = "run this call, so others do; the next one asks it again"
+            warnings.warn(f"sagebwd: {NAMES[peer]} does not {what}: {type(error).__name__}: {error}", stacklevel=4)
             return instead(*given)
 
     return run
+
+
+def _is_of_the_machine(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, may not come again: of memory, files, processes or CUDA."""
+    while error is not None:
+        name = type(error).__name__  # DSLCudaRuntimeError is of CuTe DSL, which need not be there
+        if isinstance(error, _OF_THE_MACHINE) or "Cuda" in name or _CUDA_ERROR.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @assume_constant

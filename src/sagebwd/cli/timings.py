@@ -13,7 +13,7 @@ from rich.table import Table
 from sagebwd import dispatch
 from sagebwd.auto import agreement, peers
 from sagebwd.auto.contenders import NAMES
-from sagebwd.auto.explain import newer_torch
+from sagebwd.auto.explain import digest_line, newer_torch
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, kept_at, rows_kept, widths_text
 from sagebwd.cli import measure as benchmark
@@ -59,7 +59,7 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
 def show(device: str) -> None:
     """Print what "auto" goes by on a GPU, and a digest of what that follows from."""
     digest = agreement.digest(dispatch.facts_of(torch.device(device)))
-    console.print(f"auto: digest {digest}, the same on two machines where it chooses alike", highlight=False)
+    console.print(digest_line(digest), highlight=False)
     named = ", ".join(NAMES[peer] for peer in peers.installed()) or "neither FlashAttention-4 nor -3"
     console.print(f"auto: beside torch there is {named}", highlight=False)
     known = known_of(torch.device(device))

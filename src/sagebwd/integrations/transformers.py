@@ -46,6 +46,7 @@ from sagebwd.integrations.transformers_masks import (
     read_attention_mask,
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
+from sagebwd.integrations.transformers_padding import watch_padding
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, is_fused, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
@@ -169,8 +170,12 @@ def attention(
     # only self-attention has a band: queries of padding are left out with its keys, but for those in a hole
     itself = visible.is_banded
     if wide or not has_values(query) or (itself and mask.has_holes):
-        return _masked(query, key, value, mask.padding, itself, shared), None
-    return _unpadded(query, key, value, mask, itself, shared), None
+        out = _masked(query, key, value, mask.padding, itself, shared)
+    else:
+        out = _unpadded(query, key, value, mask, itself, shared)
+    if itself and has_values(query):
+        watch_padding(module, out, mask.padding, causal)
+    return out, None
 
 
 def _known_mask(

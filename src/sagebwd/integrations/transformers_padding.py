@@ -1,0 +1,59 @@
+"""Whether a loss depends on queries of padding that give zeros here and values under SDPA.
+
+Such a query reaches the loss through its own row alone, since its key is hidden from all others. So its row of dO is
+zero unless the loss is taken there, mostly because labels of padding are not -100.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+# Layers whose dO was looked at. The host waits for the GPU to read it, so only the first that has such padding is.
+_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_said: set[str] = set()
+
+
+def watch_padding(module: nn.Module, out: Tensor, padding: Tensor, is_causal: bool) -> None:
+    """Warn, once a process, where the gradient of ``out`` is not zero at padding whose queries SDPA computes.
+
+    A layer is looked at in its first backward with such padding.
+
+    Args: out, (batch, tokens, heads, head_dim); padding, (batch or 1, tokens) bool, True where a token is real;
+    is_causal, whether padding before a row's first real token sees no key, and gives zeros under SDPA too.
+    """
+    if module in _looked_at or not out.requires_grad:
+        return
+    hidden = padding.flip(1).cumsum(1).flip(1) == 0
+    if not is_causal:
+        hidden = hidden | (padding.cumsum(1) == 0)
+    if not bool(hidden.any()):  # what lies in a hole is computed
+        return
+    layer = weakref.ref(module)
+
+    def look(gradient: Tensor) -> None:
+        module = layer()
+        if module is None or module in _looked_at or (gradient.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        rows = gradient[hidden.to(gradient.device).expand(gradient.shape[:2])]
+        if not bool(rows.isfinite().all()):  # of a step that overflowed zeros are 0 * inf
+            return
+        _looked_at.add(module)
+        if bool(rows.any()):
+            _warn("after a row's last real token" if is_causal else "before or after a row's real tokens")
+
+    out.register_hook(look)
+
+
+def _warn(where: str) -> None:
+    if where in _said:
+        return
+    _said.add(where)
+    warnings.warn(
+        f"attn_implementation='sagebwd': the loss depends on queries of padding {where}, which give zeros, and values "
+        "under 'sdpa'; give their labels -100 (docs/integrations/transformers.md#padding-packing-and-masks)",
+        stacklevel=3,
+    )
