@@ -158,6 +158,9 @@ static void max_shared(u32 at, float x) {
   if (as_word(x) > now) store_shared(at, as_word(x));
 }
 static void add_global(float* p, float x) { *p += x; }
+static void store_shared4(u32 at, const u32* x) { memcpy(shared_memory + at, x, 16); }
+static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }
+static void add_global4(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
 static void copy16(u32 to, const void* from, bool there) {
   if (there) memcpy(shared_memory + to, from, 16);
   else memset(shared_memory + to, 0, 16);

@@ -19,9 +19,10 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADER = Path(__file__).with_name("emulated_cuda.h")
 
 
-def parameters(direction: str) -> list[str]:
+def parameters(direction: str, *, int8_dp: bool = False) -> list[str]:
     """A kernel's parameters by its source: types and names."""
     source = (nvrtc.SOURCES / f"{direction}.cu").read_text(encoding="utf-8")
+    source = re.sub(r"#if INT8_DP\n(\s+, .*\n)#endif\n", r"\1" if int8_dp else "", source)
     given = re.search(rf"KERNEL {direction}\((.*?)\) \{{", source, re.DOTALL)[1]
     return [" ".join(x.split()) for x in given.split(",")]
 
@@ -29,7 +30,7 @@ def parameters(direction: str) -> list[str]:
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
     """A variant as a shared object, loaded."""
-    types = [x.rsplit(" ", 1)[0] for x in parameters(variant.direction)]
+    types = [x.rsplit(" ", 1)[0] for x in parameters(variant.direction, int8_dp=variant.int8_dp)]
     given = ", ".join(f"*({x}*)arguments[{n}]" for n, x in enumerate(types))
     sources = [HEADER, *(nvrtc.SOURCES / name for name in ("common.cuh", f"{variant.direction}.cu"))]
     text = "#define EMULATED\n" + "".join(path.read_text(encoding="utf-8") for path in sources)

@@ -69,7 +69,7 @@ def _the_greater(head_dim: int, value_dim: int) -> tuple[int, int] | None:
 _HOPPER_WIDTHS = f"1 to {max(widths.HEAD_DIMS)}"
 _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _MMA_SYNC = {
-    **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT,), "q_scale": ("token",),
+    **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
     "k_scale": ("token",), "v_scale": ("channel",), "do_scale": ("block",), "p_scale_dv": ("key",),
     "ds_scale_dq": ("query",), "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1), "block_q": (64,),
     "block_k": (128,), "smooth_q": (False,),

@@ -1,7 +1,7 @@
 """The kernels of mma.sync: which passes run and what they hand on, forward and backward.
 
 Masks of elements, a negative softmax scale and deterministic gradients are the portable kernels', to the same recipe:
-what forward leaves is the same.
+what forward leaves is the same. With an INT8 dP, which those lack, such gradients are refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.mma_sync.compile import kernel_of
-from sagebwd.kernels.mma_sync.operands import finish, pair_scales
+from sagebwd.kernels.mma_sync.int8_dp import launch_int8_dp
+from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, IN_ROWS, PAIRS_IN_REGISTERS, finish, pair_scales
 from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, variant_of
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
 from sagebwd.kernels.runtime.program import copy, launch, zeros
+from sagebwd.recipe import INT8
 
 prepare = portable.prepare
 
@@ -84,12 +86,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq is added up in an order that changes from run to run, unless the call is ``deterministic``."""
     if _is_portable(call) or call.deterministic:
+        _check_portable(call)
         return portable.backward(call, saved, do, dlse, q, k, v)
     queries, keys = call.queries, call.keys
-    v, do = _in_chunks(v), _in_chunks(do)
-    row_values, do_scale, do_t, q_t = launch_preprocess_do(
-        call, do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8
-    )
+    int8_dp = call.recipe.dp == INT8
+    if int8_dp:
+        dp_v, v_scale, dp_do, row_values, do_scale, do_t, q_t = launch_int8_dp(call, saved, do, dlse, v)
+    else:
+        dp_v, dp_do = _in_chunks(v), _in_chunks(do)
+        row_values, do_scale, do_t, q_t = launch_preprocess_do(
+            call, dp_do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8
+        )
     k_t = launch_transpose(saved.k_int8, keys, KEYS)
     blocks_q, blocks_k = queries.blocks(QUERIES), keys.blocks(KEYS)
     dq_sums = zeros((queries.heads_in_all, blocks_q, QUERIES * call.head_dim), torch.float32, do.device)
@@ -97,15 +104,15 @@ def backward(
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
 
     arch = capability(call.device)
-    variant = variant_of(BACKWARD, call.head_dim, arch, half=v.dtype == torch.float16)
+    variant = variant_of(BACKWARD, call.head_dim, arch, half=v.dtype == torch.float16, int8_dp=int8_dp)
     grid = keys.grid(KEYS)
     launch(
         kernel_of(variant, arch),
         (grid * keys.batch * keys.heads,),
         *_strided(saved.q_int8, queries),
         *_strided(saved.k_int8, keys),
-        *_strided(v, keys),
-        *_strided(do, queries),
+        *_strided(dp_v, keys),
+        *_strided(dp_do, queries),
         k_t,
         q_t,
         do_t,
@@ -128,15 +135,26 @@ def backward(
         grid,
         *_band(call),
         float(call.scale),
+        *((v_scale,) if int8_dp else ()),
     )
-    finish(call, queries, dq_sums, dq, 1.0, in_registers=True)
-    finish(call, keys, dk_sums, dk, float(call.scale), in_registers=False)
+    finish(call, queries, dq_sums, dq, 1.0, PAIRS_IN_REGISTERS if variant.adds_four else IN_REGISTERS)
+    finish(call, keys, dk_sums, dk, float(call.scale), IN_ROWS)
     return dq, dk, dv
 
 
 def _is_portable(call: Call) -> bool:
     """Whether a call's mask or scale is none of these kernels': a row's largest score wants scales above 0."""
     return call.lists is not None or call.scale < 0
+
+
+def _check_portable(call: Call) -> None:
+    """Raises NotImplementedError where the portable kernels lack the recipe of a call that is theirs."""
+    if call.recipe.dp == INT8:
+        what = "deterministic=True" if call.deterministic else f"scale={call.scale}" if call.scale < 0 else "a mask"
+        raise NotImplementedError(
+            f"impl='mma_sync' does not support {what} with dp=int8 of recipe {str(call.recipe)!r} in backward; "
+            "impl='reference' does, and so do these kernels with dp=16bit"
+        )
 
 
 def _strided(x: Tensor, packing: Packing) -> tuple:

@@ -14,6 +14,9 @@ from sagebwd.kernels.common.tile import ROUND, block_and_head, load_rows, padded
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass
 from sagebwd.kernels.mma_sync.variant import KEYS, QUERIES
 
+# How a block of FP32 sums lies.
+IN_ROWS, IN_REGISTERS, PAIRS_IN_REGISTERS = map(tl.constexpr, range(3))
+
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_scales_kernel(
@@ -97,15 +100,16 @@ def finish_kernel(
     grid,
     head_dim: tl.constexpr,
     TURNED: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
+    ORDER: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Scale a block of FP32 sums (heads, blocks, BLOCK, D), rotate it back and write it to out, `Strided`.
 
-    IN_REGISTERS: a block lies in the order of a product's registers, (rows / 16, D / 8, half, channel, row, pair): row
-    16 m + 8 h + g and channel 8 n + 2 t + b at [m, n, h, b, g, t]. TURNED: channels of the rotation, or 0.
+    ORDER: of a block, IN_ROWS; IN_REGISTERS of a product, (rows / 16, D / 8, half, channel, row, pair): row
+    16 m + 8 h + g and channel 8 n + 2 t + b at [m, n, h, b, g, t]; PAIRS_IN_REGISTERS: channel 16 n + 8 e + 2 t + b at
+    [m, n, h, g, t, e, b]. TURNED: channels of the rotation, or 0.
     """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -115,9 +119,12 @@ def finish_kernel(
     sums += (z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number).to(tl.int64) * (BLOCK * head_dim)
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     inside = first + rows < length
-    if IN_REGISTERS:
+    if ORDER == IN_REGISTERS:
         tile = tl.load(sums + tl.arange(0, BLOCK * BLOCK_D)).reshape(BLOCK // 16, BLOCK_D // 8, 2, 2, 8, 4)
         tile = tile.permute(0, 2, 4, 1, 5, 3).reshape(BLOCK, BLOCK_D)
+    elif ORDER == PAIRS_IN_REGISTERS:
+        tile = tl.load(sums + tl.arange(0, BLOCK * BLOCK_D)).reshape(BLOCK // 16, BLOCK_D // 16, 2, 8, 4, 2, 2)
+        tile = tile.permute(0, 2, 3, 1, 5, 4, 6).reshape(BLOCK, BLOCK_D)
     else:
         tile = load_rows(sums, rows, columns, BLOCK_D, length - first, head_dim, False, True)
     at = row_of(out, batch, head, start + first)
@@ -128,10 +135,10 @@ def finish_kernel(
         tl.store(at, to_16bit(tile * scale, out.at.dtype.element_ty), mask=inside[:, None])
 
 
-def finish(call: Call, packing: Packing, sums: Tensor, out: Tensor, scale: float, *, in_registers: bool) -> None:
-    """Write dq from sums in the order of registers, or dk; see `finish_kernel`."""
-    block = QUERIES if in_registers else KEYS
+def finish(call: Call, packing: Packing, sums: Tensor, out: Tensor, scale: float, order: tl.constexpr) -> None:
+    """Write dq or dk from sums in an order of `finish_kernel`: dk's IN_ROWS, dq's of registers."""
+    block = KEYS if order == IN_ROWS else QUERIES
     launch_pass(
         finish_kernel, packing, call.head_dim, block, sums, packing.cu_seqlens, Strided.of(out, packing), scale,
-        TURNED=call.turned, IN_REGISTERS=in_registers,
+        TURNED=call.turned, ORDER=order.value,
     )  # fmt: skip

@@ -21,6 +21,12 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
+    # of backward
+    int8_dp: bool = False  # dP is a product of codes
+    dq_tiles: int = 1  # of 16 queries of dQ, a warp
+    flush: int = 0  # steps after which sums lose what INT32 sums start from, or 0: at once
+    share: bool = False  # of two warps one adds up dV and one dK
+    adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
     @property
     def rows(self) -> int:
@@ -30,7 +36,10 @@ class Variant(NamedTuple):
     @property
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
-        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF")
+        names = (
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "INT8_DP", "DQ_MT", "FLUSH", "SHARE",
+            "ADDS_FOUR",
+        )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
     @property
@@ -39,8 +48,9 @@ class Variant(NamedTuple):
         d = self.head_dim
         if self.direction == FORWARD:
             return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16
-        keys = self.rows
-        return keys * d * (3 if self.k_in_registers else 4) + keys * QUERIES + QUERIES * (d * 5 + 16) + 8 * QUERIES
+        keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
+        of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
+        return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
 
 
 # (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages.
@@ -49,14 +59,18 @@ _TILES = {
     (FORWARD, 128): (4, 1, 2, 2),
     (BACKWARD, 128): (8, 1, 1, 1),
 }
+# What else a backward whose dP is INT8 has, predicted and not timed (dev/log).
+INT8_DP = {"dq_tiles": 2, "flush": 8}
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
 _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
 
 
-def variant_of(direction: str, head_dim: int, capability: int, *, half: bool) -> Variant:
+def variant_of(direction: str, head_dim: int, capability: int, *, half: bool, int8_dp: bool = False) -> Variant:
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16."""
     variant = Variant(direction, head_dim, *_TILES[direction, head_dim], False, half)
+    if int8_dp and direction == BACKWARD:
+        variant = variant._replace(int8_dp=True, **INT8_DP)
     if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant

@@ -3,23 +3,36 @@
 
 constexpr int QUERIES = 64;  // of a step
 constexpr int KEYS = ROWS;   // of a thread block, which the scale of dS in dQ is of
-constexpr int HALVES = WARPS / 4, DQ_TILES = D / 8 / HALVES;  // warps that share 16 queries of dQ, and 8-channel tiles of each
+constexpr int HALVES = WARPS * DQ_MT / 4, DQ_TILES = D / 8 / HALVES;  // warps that share DQ_MT x 16 queries of dQ, and 8-channel tiles of each
+#if INT8_DP
+typedef i8 Operand;  // of dP: codes
+constexpr float LEAST_SCALE = 1e-37f;  // of Q: that of rows behind the end is 0
+#else
+typedef u16 Operand;
+#endif
+enum : int { DP_BYTES = D * sizeof(Operand) };  // of a row
 constexpr float LEAST = 1e-30f;  // of a largest magnitude
 constexpr float HIDDEN = -3e38f;  // a score: times the least scale of Q still far below, times 0 no NaN
-constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * D * 2, Q_AT = DS_AT + QUERIES * KEYS,
-              DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * D * 2, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
+constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * DP_BYTES, Q_AT = DS_AT + QUERIES * KEYS,
+              DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * DP_BYTES, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
               LARGEST_AT = VALUES_AT + QUERIES * 16;
+static_assert(!SHARE || (INT8_DP && MT == 1), "two warps that share have 16 keys each");
 
-// q8 and k8: codes by their strides, v and d_o: 16 bits. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
+// q8 and k8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
 // registers, zeros before. dk_sums (heads_k, blocks_k KEYS, D): FP32 without the softmax scale. dv: 16 bits, by its strides.
+// INT8_DP: v_scale, shaped as k_scale; values: lse in base 2, delta, Q's scale, dO's, the second and fourth times Q's.
 KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
-                const u16* v, i64 v_batch, i64 v_head, i64 v_token, const u16* d_o, i64 do_batch, i64 do_head, i64 do_token,
+                const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
                 const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
                 const float* values, float* dq_sums, float* dk_sums, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
                 const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
-                i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
+                i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale
+#if INT8_DP
+                , const float* v_scale
+#endif
+                ) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int owner = blockIdx.x / (int)grid, block = blockIdx.x % (int)grid, batch = owner / (int)heads_k, head_k = owner % (int)heads_k;
   const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
@@ -52,7 +65,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   auto fetch_rows = [&]() {
     const int first = step_block * QUERIES, left = queries.length - first;
     copy_tile<QUERIES, D>(base + Q_AT, q8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
-    copy_tile<QUERIES, D * 2>(base + DO_AT, d_o + offset_of(do_batch, do_head, do_token, batch, step_head, queries.start + first), do_token * 2, left);
+    copy_tile<QUERIES, DP_BYTES>(base + DO_AT, d_o + offset_of(do_batch, do_head, do_token, batch, step_head, queries.start + first), do_token * (int)sizeof(Operand), left);
     copy_flat<QUERIES * 16>(base + VALUES_AT, values + (i64)block_of() * (QUERIES * 4));
     commit_copies();
   };
@@ -68,13 +81,20 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #if !K_IN_REGISTERS
   copy_tile<KEYS, D, true>(base + K_AT, k8, k_token, left_k);
 #endif
-  copy_tile<KEYS, D * 2, true>(base + V_AT, v + offset_of(v_batch, v_head, v_token, batch, head_k, keys.start + first_k), v_token * 2, left_k,
+  copy_tile<KEYS, DP_BYTES, true>(base + V_AT, v + offset_of(v_batch, v_head, v_token, batch, head_k, keys.start + first_k), v_token * (int)sizeof(Operand), left_k,
                                  key_mask ? key_mask + (i64)batch * tokens_k + first_k : nullptr);  // what is hidden may be NaN
   if (steps) fetch_rows(); else commit_copies();
   if (threadIdx.x < 2 * QUERIES) store_shared(base + LARGEST_AT + threadIdx.x * 4, 0);
 
   const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
   float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
+#if INT8_DP
+  float vs[MT][2], vs_start[MT][2];
+#endif
+#if FLUSH
+  float lacking_k[MT][2], lacking_v[MT][2];  // of sums that start from MAGIC, what acc_k and acc_v have too much
+  UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) lacking_k[i][h] = lacking_v[i][h] = 0;
+#endif
   const int row0 = warp * MT * 16, token0 = row0 + (g & 1 ? g + 7 : g);  // of a tile a thread has keys token0 and the next
   UNROLL for (int i = 0; i < MT; i++) {
     UNROLL for (int h = 0; h < 2; h++) {
@@ -82,6 +102,10 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       const bool counts = key < keys.length && (!key_mask || key_mask[(i64)batch * tokens_k + key]);
       ks[i][h] = counts ? k_scale[z_k * total_k + keys.start + key] * (scale * LOG2_E) : 0.0f;
       ks_start[i][h] = counts ? -MAGIC_F * ks[i][h] : HIDDEN;
+#if INT8_DP
+      vs[i][h] = counts ? rounded_down(v_scale[z_k * total_k + keys.start + key]) : 0.0f;
+      vs_start[i][h] = -MAGIC_F * vs[i][h];
+#endif
     }
     UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc_k[i][n][r] = acc_v[i][n][r] = 0;
   }
@@ -93,13 +117,19 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   }
 #endif
   // of operands: columns take four chunks of 8 rows, rows two chunks of 16
-  const u32 q_lane = base + Q_AT + swizzled<D>(lane & 7, lane >> 3), do_lane = base + DO_AT + swizzled<D * 2>(lane & 7, lane >> 3);
+  const u32 q_lane = base + Q_AT + swizzled<D>(lane & 7, lane >> 3), do_lane = base + DO_AT + swizzled<DP_BYTES>(lane & 7, lane >> 3);
   const u32 qt_lane = base + QT_AT + swizzled<QUERIES>(lane & 7, lane >> 3), dot_lane = base + DOT_AT + swizzled<QUERIES>(lane & 7, lane >> 3);
   const u32 kt_lane = base + KT_AT + swizzled<KEYS>(lane & 7, lane >> 3);
-  const u32 k_lane = base + K_AT + swizzled<D>(row0 + (lane & 15), lane >> 4), v_lane = base + V_AT + swizzled<D * 2>(row0 + (lane & 15), lane >> 4);
-  const int dq_tile = warp & 3, half = warp >> 2;  // of dQ a warp has 16 queries and half of the channels
+  const u32 k_lane = base + K_AT + swizzled<D>(row0 + (lane & 15), lane >> 4), v_lane = base + V_AT + swizzled<DP_BYTES>(row0 + (lane & 15), lane >> 4);
+  const int dq_tile = (warp & (WARPS / HALVES - 1)) * DQ_MT, half = warp >> (DQ_MT == 1 ? 2 : 1);  // of dQ a warp has DQ_MT tiles of queries and one of HALVES of the channels
   const u32 ds_lane = base + DS_AT + swizzled<QUERIES * 2>((lane >> 4) * 8 + (lane & 7), dq_tile * 2 + ((lane >> 3) & 1));
   const u32 ds_store = base + DS_AT + (warp * MT * 8 + g) * 128 + t * 4;
+#if SHARE  // of two warps one adds up dV and one dK, of the keys of both: acc_v of its own, acc_k of its partner's
+  constexpr u32 PARTNER_AT = LARGEST_AT + QUERIES * 8, CODES = 1024, SCALES = 64;  // bytes that a warp hands over
+  const bool of_k = warp & 1;
+  const u32 own_codes = base + PARTNER_AT + warp * CODES + lane * 16, partner_codes = own_codes + (of_k ? -CODES : CODES);
+  const u32 own_scales = base + PARTNER_AT + WARPS * CODES + warp * SCALES + g * 8, partner_scales = own_scales + (of_k ? -SCALES : SCALES);
+#endif
 
 #pragma unroll 1
   for (int j = 0; j < steps; j++) {
@@ -129,6 +159,30 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
     }
     float p[MT][8][4], ds[MT][8][4];
+#if INT8_DP
+    int dp[MT][8][4];  // dP^T = V dO^T, of codes
+    UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 a[MT][2][4];
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
+      UNROLL for (int n = 0; n < 8; n += PAIR) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (do_lane ^ (c << 6)) + (n + e) * 8 * D);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, dp[i][n + e], a[i][0], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(dp[i][n + e], a[i][1], b[e][2], b[e][3]);
+      }
+    }
+    UNROLL for (int n = 0; n < 8; n++) {
+      float c0[4], c1[4];  // of queries 8n + 2t and the next
+      load_shared4(c0, base + VALUES_AT + n * 128 + t * 32);
+      load_shared4(c1, base + VALUES_AT + n * 128 + t * 32 + 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) {
+        const float* c = r & 1 ? c1 : c0;
+        const float y = as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1], z = as_float(dp[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1];
+        p[i][n][r] = exp2_of(y * c[2] - c[0]);  // P = exp2(S - lse)
+        ds[i][n][r] = (z * c[3] - c[1]) * p[i][n][r];  // dS = P (dP - delta), times Q's scale
+      }
+    }
+#else
     UNROLL for (int n = 0; n < 8; n++) {
       float c0[4], c1[4];  // of queries 8n + 2t and the next
       load_shared4(c0, base + VALUES_AT + n * 128 + t * 32);
@@ -150,6 +204,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
     }
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= p[i][n][r];  // dS = P (dP - delta)
+#endif
     if (first_k + KEYS - 1 - first_q > high || first_k - (first_q + QUERIES - 1) < low) {  // the band cuts the tile
       const int above = first_k + token0 - (first_q + t * 2) - low;  // of key - query over the least, of the thread's first pair
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++)
@@ -174,12 +229,17 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     }
     float column[16];  // the largest |dS| of queries 8n + 2t + b, times K's scale
     UNROLL for (int i = 0; i < MT; i++) {  // codes of dS times Q's scale, one scale a key
+#if INT8_DP
+      float top[2] = {LEAST, LEAST};
+      UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) top[r >> 1] = max_nan(top[r >> 1], fabsf(ds[i][n][r]));
+#else
       float top[2] = {LEAST, LEAST}, qs[8][2];
       UNROLL for (int n = 0; n < 8; n++) {
         qs[n][0] = load_shared(base + VALUES_AT + n * 128 + t * 32 + 8);
         qs[n][1] = load_shared(base + VALUES_AT + n * 128 + t * 32 + 24);
         UNROLL for (int r = 0; r < 4; r++) top[r >> 1] = max_nan(top[r >> 1], fabsf(ds[i][n][r] * qs[n][r & 1]));
       }
+#endif
       UNROLL for (int h = 0; h < 2; h++) {
         float y = max_nan(top[h], from_lane_xor(top[h], 1));
         y = max_nan(y, from_lane_xor(y, 2));
@@ -189,8 +249,12 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       UNROLL for (int k = 0; k < 2; k++) UNROLL for (int r = 0; r < 4; r++) {
         const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
         const float z = top[r & 1];
+#if INT8_DP
+        ds8[i][k][r] = pack(ds[i][n][h] * z + MAGIC_F, ds[i][n][h + 1] * z + MAGIC_F, ds[i][n + 1][h] * z + MAGIC_F, ds[i][n + 1][h + 1] * z + MAGIC_F);
+#else
         ds8[i][k][r] = pack(ds[i][n][h] * qs[n][0] * z + MAGIC_F, ds[i][n][h + 1] * qs[n][1] * z + MAGIC_F,
                             ds[i][n + 1][h] * qs[n + 1][0] * z + MAGIC_F, ds[i][n + 1][h + 1] * qs[n + 1][1] * z + MAGIC_F);
+#endif
       }
       UNROLL for (int n = 0; n < 8; n++) {
         UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= ks[i][r >> 1];
@@ -208,6 +272,26 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     max_shared(largest_at + (mine * 8 + t * 2) * 4, column[0]);
     max_shared(largest_at + (mine * 8 + t * 2 + 1) * 4, column[1]);
     const float do8_scale = do_scale[dq_block] * (1 / 127.0f);
+#if INT8_DP
+    float q_inverse[DQ_MT][2];
+    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int h = 0; h < 2; h++)
+      q_inverse[m][h] = reciprocal(max_nan(load_shared(base + VALUES_AT + ((dq_tile + m) * 16 + h * 8 + g) * 16 + 8), LEAST_SCALE));
+#endif
+#if SHARE
+    UNROLL for (int k = 0; k < 2; k++) {
+      u32 given[4];
+      UNROLL for (int r = 0; r < 4; r++) {
+        given[r] = of_k ? p8[0][k][r] : ds8[0][k][r];
+        p8[0][k][r] = of_k ? ds8[0][k][r] : p8[0][k][r];
+      }
+      store_shared4(own_codes + k * 512, given);
+    }
+    UNROLL for (int h = 0; h < 2; h++) {
+      p_scale[0][h] *= do8_scale;
+      if (t == 0) store_shared(own_scales + h * 4, as_word(of_k ? p_scale[0][h] : ds_scale[0][h]));
+      p_scale[0][h] = of_k ? ds_scale[0][h] : p_scale[0][h];
+    }
+#endif
     __syncthreads();  // maxima are whole; rows of this step are free
     advance();
     if (j + 1 < steps) fetch_rows(); else commit_copies();
@@ -219,13 +303,24 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         store_shared(ds_store + i * 8 * 128 + ((n ^ g) << 4),
                      pack(ds[i][n][0] * z[0] + MAGIC_F, ds[i][n][2] * z[0] + MAGIC_F, ds[i][n][1] * z[1] + MAGIC_F, ds[i][n][3] * z[1] + MAGIC_F));
     }
+#if SHARE
+    UNROLL for (int k = 0; k < 2; k++) load_words4(ds8[0][k], partner_codes + k * 512);
+    load_shared2(ds_scale[0], partner_scales);
+    const u32 column_lane = of_k ? qt_lane : dot_lane;
+#else
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) p_scale[i][h] *= do8_scale;
+#endif
     wait_for_copies<1>();
     __syncthreads();  // dS and columns are here
     UNROLL for (int n = 0; n < D / 8; n++) {
+#if SHARE
+      u32 b[4], *d = b;
+      load_matrices(b, column_lane + n * 8 * QUERIES);
+#else
       u32 b[4], d[4];
       load_matrices(b, dot_lane + n * 8 * QUERIES);
       load_matrices(d, qt_lane + n * 8 * QUERIES);
+#endif
       UNROLL for (int i = 0; i < MT; i++) {
         int x[4], y[4];
         mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
@@ -233,32 +328,74 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         mma(x, p8[i][1], b[2], b[3]);
         mma(y, ds8[i][1], d[2], d[3]);
         UNROLL for (int r = 0; r < 4; r++) {
+#if FLUSH
+          acc_v[i][n][r] += as_float(x[r]) * p_scale[i][r >> 1];
+          acc_k[i][n][r] += as_float(y[r]) * ds_scale[i][r >> 1];
+#else
           acc_v[i][n][r] += (as_float(x[r]) - MAGIC_F) * p_scale[i][r >> 1];
           acc_k[i][n][r] += (as_float(y[r]) - MAGIC_F) * ds_scale[i][r >> 1];
+#endif
         }
       }
     }
-    u32 a[KEYS / 32][4];
-    UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[k], ds_lane + k * 16 * 128);
-    float w[2], w_start[2];
-    UNROLL for (int h = 0; h < 2; h++) {  // without its last two bits, so that 1.5 2^23 of it is exact and sums of 0 are 0
-      w[h] = as_float(as_word(load_shared(largest_at + (dq_tile * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E)) & ~3u);
-      w_start[h] = -MAGIC_F * w[h];
+#if FLUSH  // what started from MAGIC is taken off every so many steps: until then sums lack a few units of their codes
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      lacking_v[i][h] += MAGIC_F * p_scale[i][h];
+      lacking_k[i][h] += MAGIC_F * ds_scale[i][h];
     }
-    float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane;
+    if (j % FLUSH == FLUSH - 1 || j + 1 == steps) UNROLL for (int i = 0; i < MT; i++) {
+      UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
+        acc_v[i][n][r] -= lacking_v[i][r >> 1];
+        acc_k[i][n][r] -= lacking_k[i][r >> 1];
+      }
+      UNROLL for (int h = 0; h < 2; h++) lacking_v[i][h] = lacking_k[i][h] = 0;
+    }
+#endif
+    u32 a[DQ_MT][KEYS / 32][4];
+    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[m][k], (ds_lane ^ (m << 5)) + k * 16 * 128);
+    float w[DQ_MT][2], w_start[DQ_MT][2];
+    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int h = 0; h < 2; h++) {  // without its last two bits, so that 1.5 2^23 of it is exact and sums of 0 are 0
+      float y = load_shared(largest_at + ((dq_tile + m) * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E);
+#if INT8_DP
+      y *= q_inverse[m][h];
+#endif
+      w[m][h] = rounded_down(y);
+      w_start[m][h] = -MAGIC_F * w[m][h];
+    }
+    float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane * (ADDS_FOUR ? 4 : 1);
     UNROLL for (int n = 0; n < DQ_TILES; n += PAIR) {
-      int x[PAIR][4];  // dQ += dS K
+      int x[DQ_MT][PAIR][4];  // dQ += dS K
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (kt_lane ^ (c << 6)) + (half * DQ_TILES + n + e) * 8 * KEYS);
-        UNROLL for (int e = 0; e < PAIR; e++) mma(start, c == 0, x[e], a[2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) mma(x[e], a[2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int m = 0; m < DQ_MT; m++) mma(start, c == 0, x[m][e], a[m][2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int m = 0; m < DQ_MT; m++) mma(x[m][e], a[m][2 * c + 1], b[e][2], b[e][3]);
       }
-      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(to + (n + e) * 128 + r * 32, as_float(x[e][r]) * w[r >> 1] + w_start[r >> 1]);
+      UNROLL for (int m = 0; m < DQ_MT; m++) {
+        float* at = to + (m * (D / 8) + n) * 128;
+#if ADDS_FOUR
+        UNROLL for (int h = 0; h < 2; h++) add_global4(at + h * 128, as_float(x[m][0][2 * h]) * w[m][h] + w_start[m][h], as_float(x[m][0][2 * h + 1]) * w[m][h] + w_start[m][h],
+                                                       as_float(x[m][1][2 * h]) * w[m][h] + w_start[m][h], as_float(x[m][1][2 * h + 1]) * w[m][h] + w_start[m][h]);
+#else
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(at + e * 128 + r * 32, as_float(x[m][e][r]) * w[m][r >> 1] + w_start[m][r >> 1]);
+#endif
+      }
     }
   }
   wait_for_copies<0>();
   float* dk = dk_sums + (z_k * pitch_k + (i64)padded_k * KEYS + first_k) * D;
+#if SHARE
+  UNROLL for (int other = 0; other < 2; other++) UNROLL for (int h = 0; h < 2; h++) {
+    const int key = (other ? token0 ^ 16 : token0) + h;
+    if (key >= left_k) continue;
+    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
+    UNROLL for (int n = 0; n < D / 8; n++) {
+      const float low = other ? acc_k[0][n][2 * h] : acc_v[0][n][2 * h], high = other ? acc_k[0][n][2 * h + 1] : acc_v[0][n][2 * h + 1];
+      if (of_k) *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(low, high);
+      else *(u32*)(out + n * 8 + t * 2) = to_16bit(low, high);
+    }
+  }
+#else
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = token0 + i * 16 + h;
     if (key >= left_k) continue;
@@ -268,4 +405,5 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       *(u32*)(out + n * 8 + t * 2) = to_16bit(acc_v[i][n][2 * h], acc_v[i][n][2 * h + 1]);
     }
   }
+#endif
 }

@@ -1,7 +1,9 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; STAGES of forward; K_IN_REGISTERS of backward; HALF, 1 where 16 bits are FP16 and not BF16.
+// multiprocessor holds; STAGES of forward; HALF, 1 where 16 bits are FP16 and not BF16. Of backward: K_IN_REGISTERS;
+// INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose
+// what INT32 sums start from, or 0: at once; SHARE, two warps share the sums of their keys; ADDS_FOUR, to dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -102,6 +104,17 @@ DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;"
 // Of numbers that are not negative; NaN wins.
 DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
 DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
+DEVICE void store_shared4(u32 at, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE void load_words4(u32* r, u32 at) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+#if ADDS_FOUR  // of compute capability 9.0 and more
+DEVICE void add_global4(float* p, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+#endif
 
 // 16 bytes, zeros where they are not there.
 DEVICE void copy16(u32 to, const void* from, bool there) {
@@ -123,6 +136,9 @@ constexpr int MAGIC = 0x4B400000;
 constexpr float MAGIC_F = 12582912.0f;
 
 // ---- registers and tiles ----
+
+// x without its last two bits, so that MAGIC_F x is exact.
+DEVICE float rounded_down(float x) { return as_float(as_word(x) & ~3u); }
 
 // Codes, the low bytes of four numbers MAGIC_F + code.
 DEVICE u32 pack(float a, float b, float c, float d) {

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.common.chunks import CHUNK, MOST_CHUNKS, TURNED_PROGRAMS, chunks_of
 from sagebwd.kernels.common.rotation import (
     PIECE,
     ROUNDING,
@@ -46,14 +47,10 @@ LANES = tl.constexpr(4)
 # Tokens of a step of a program that sums up. On an H200, head_dim 128, 16384 tokens x 2048, K's codes take 33 us with
 # 4 warps, 52 with 8 (benchmarks/results/passes_h200_2026-11-23.txt).
 STEP, WARPS = SAMPLE, 4
-# Where programs hold R's signs: so many channels of all programs together, among which blocks are shared out, and of
-# all tiles of K that are under way in one. On an H100, head_dim 128, 16384 tokens x 2048, K's codes take 45 us plain,
-# 48 rotated, and 69 if each block has a program (dev/log).
-TURNED_PROGRAMS, TURNED_STAGES = 32768, 256
+# Where programs hold R's signs: so many channels of all tiles of K that are under way in one.
+TURNED_STAGES = 256
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
-# Chunks: of so many tokens, or of as many more as leave no more than so many chunks, which every block of K adds up.
-CHUNK, MOST_CHUNKS = 256, 32
-# The same where a quarter of the keys is summed up.
+# Chunks as `chunks_of` has them where a quarter of the keys is summed up.
 SAMPLED_CHUNK, MOST_SAMPLED_CHUNKS = 1024, 16
 # V's: so many steps' loads are under way at a time.
 MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
@@ -297,12 +294,6 @@ def channel_maxima_kernel(
     if part * chunk < length:
         at = maxima + batch_head * head_dim + columns
         tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
-
-
-def chunks_of(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> tuple[int, int]:
-    """Tokens of a chunk and chunks of the longest sequence."""
-    chunk = max(least, triton.next_power_of_2(-(-packing.tokens // most)))
-    return chunk, packing.grid(chunk)
 
 
 def launch_channel_maxima(
