@@ -21,16 +21,18 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
+    split: int = 1  # warps of forward that share rows, each with its part of a block's keys
+    first_keys: int = 0  # of forward, that are apart
 
     @property
     def rows(self) -> int:
         """Queries of a thread block in forward, keys in backward."""
-        return 16 * self.warps * self.row_tiles
+        return 16 * self.warps * self.row_tiles // self.split
 
     @property
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
-        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF")
+        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST")
         return dict(zip(names, map(int, self[1:]), strict=True))
 
     @property
@@ -38,25 +40,30 @@ class Variant(NamedTuple):
         """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16
+            tops = 64 * self.warps * self.row_tiles
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + (tops if self.split > 1 else 0)
         keys = self.rows
         return keys * d * (3 if self.k_in_registers else 4) + keys * QUERIES + QUERIES * (d * 5 + 16) + 8 * QUERIES
 
 
-# (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages.
+# (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages, warps that share rows.
 _TILES = {
-    (FORWARD, 64): (4, 2, 2, 2),
-    (FORWARD, 128): (4, 1, 2, 2),
-    (BACKWARD, 128): (8, 1, 1, 1),
+    (FORWARD, 64): (4, 2, 2, 2, 1),
+    (FORWARD, 128): (4, 2, 2, 2, 2),
+    (BACKWARD, 128): (8, 1, 1, 1, 1),
 }
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
 _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
 
 
-def variant_of(direction: str, head_dim: int, capability: int, *, half: bool) -> Variant:
-    """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16."""
-    variant = Variant(direction, head_dim, *_TILES[direction, head_dim], False, half)
+def variant_of(direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0) -> Variant:
+    """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
+
+    first_keys: the recipe's, for forward.
+    """
+    *tiles, split = _TILES[direction, head_dim]
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
     if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant

@@ -1,7 +1,8 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; STAGES of forward; K_IN_REGISTERS of backward; HALF, 1 where 16 bits are FP16 and not BF16.
+// multiprocessor holds; STAGES, SPLIT and FIRST of forward; K_IN_REGISTERS of backward; HALF, 1 where 16 bits are FP16
+// and not BF16.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -108,6 +109,8 @@ DEVICE void copy16(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until both warps of a pair are here.
+DEVICE void wait_for_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(pair + 1) : "memory"); }
 // Until at most N groups of copies are under way.
 template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
