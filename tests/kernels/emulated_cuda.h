@@ -27,7 +27,7 @@ static int block_threads;
 
 // A place where a group of threads meets, and what each brought there.
 struct Meeting { int count, round; u32 brought[32][16]; };
-static Meeting warps[MOST_THREADS / 32], whole;
+static Meeting warps[MOST_THREADS / 32], pairs[MOST_THREADS / 64], whole;
 
 static void step_aside() {
   const int me = threadIdx.x;
@@ -50,6 +50,7 @@ static u32 (*bring(const u32* x, int words))[16] {
 }
 static void seen() { meet(own_warp(), 32); }
 static void __syncthreads() { meet(whole, block_threads); }
+static void wait_for_pair(int pair) { meet(pairs[pair], 64); }
 
 template <class T> static T max(T a, T b) { return a > b ? a : b; }
 template <class T> static T min(T a, T b) { return a < b ? a : b; }
@@ -182,6 +183,7 @@ extern "C" void run(int blocks, int threads, void** arguments) {
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
     memset(shared_memory, 255, sizeof(shared_memory));  // NaN
     memset(warps, 0, sizeof(warps));
+    memset(pairs, 0, sizeof(pairs));
     memset(&whole, 0, sizeof(whole));
     for (int i = 0; i < threads; i++) {
       ended[i] = false;

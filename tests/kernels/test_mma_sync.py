@@ -114,24 +114,33 @@ def test_a_cpu_is_refused():
         sage_attention(x, x, x, recipe="token", impl="mma_sync")
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 16])
+@pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
-def test_scales_by_pairs(apart, masked, on):
+def test_scales_by_pairs(count, masked, split, on):
     """A sum of codes c reads as the float 12582912 + c: scale times that, and what it lacks, is c times the scale."""
     tokens, head_dim, magic = 200, 64, 12582912.0
-    call, generator = call_of(tokens, head_dim), torch.Generator().manual_seed(0)
+    call, generator = call_of(tokens, head_dim, f"token(first_keys={count})"), torch.Generator().manual_seed(0)
     k_scale, v_scale = torch.rand(2, 3, tokens, generator=generator), torch.rand(6, 2, head_dim, generator=generator)
     column_sum = torch.randint(-20, 20, (6, 2, head_dim), generator=generator).float() * 128
     mask = torch.rand(2, tokens, generator=generator) < 0.7 if masked else None
-    first = mask.int().argmax(1).int() if masked else None
+    if masked:
+        mask[1, 9:] = False  # leaves fewer than 16 keys
+    v = torch.randn(2, 3, tokens, head_dim, generator=generator).bfloat16()
+    mean, first, their = v.float().mean(2), None, torch.arange(count).expand(2, -1)
+    if masked:
+        left = [x.nonzero()[:count, 0] for x in mask]
+        their = torch.stack([torch.nn.functional.pad(x, (0, count - len(x)), value=tokens) for x in left])
+        first = their.int() if count else None
     call = call._replace(key_mask=None if mask is None else mask.to(on))
-    there = [None if x is None else x.to(on) for x in (k_scale, v_scale, column_sum, first)]
-    k_scales, v_scales = (x.cpu() for x in operands.pair_scales(call, *there, apart=apart))
+    there = [None if x is None else x.to(on) for x in (k_scale, v_scale, column_sum, v, mean, first)]
+    made = operands.pair_scales(call, *there, split)
+    k_scales, v_scales, first_values = (None if x is None else x.cpu() for x in made)
 
     seen = torch.ones(2, tokens, dtype=torch.bool) if mask is None else mask.clone()
-    if apart:
-        seen[torch.arange(2), 0 if first is None else first.long()] = False
+    for row, numbers in zip(seen, their):
+        row[numbers[numbers < tokens]] = False
     seen = torch.nn.functional.pad(seen, (0, 56))[:, None]
     wide = torch.nn.functional.pad(k_scale, (0, 56))
     scale, lacking = k_scales.view(2, 3, 128, 2, 2).unbind(3)
@@ -139,7 +148,14 @@ def test_scales_by_pairs(apart, masked, on):
     assert torch.equal(lacking.flatten(2), torch.where(seen, wide * -magic, -torch.inf))
     scale, lacking = v_scales.view(6, 2, head_dim // 2, 2, 2).unbind(3)
     assert torch.equal(scale.flatten(2), v_scale)
-    assert torch.equal(lacking.flatten(2), (column_sum - magic) * v_scale)
+    assert torch.equal(lacking.flatten(2), (column_sum / split - magic) * v_scale)
+    assert (first_values is None) == (count < 16)
+    if count == 16:  # a thread's four tokens of a product, 2 t, 2 t + 1 and 8 more, lie side by side
+        smoothed = torch.nn.functional.pad((v.float() - mean[:, :, None]).bfloat16(), (0, 0, 0, 1))
+        smoothed[:, :, tokens] = 0
+        expected = torch.stack([x[:, numbers] for x, numbers in zip(smoothed, their)])
+        expected = expected.view(2, 3, 2, 4, 2, head_dim).permute(0, 1, 5, 3, 2, 4).flatten(3)
+        assert torch.equal(first_values, expected)
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
@@ -228,6 +244,22 @@ CALLS = {
 }
 
 
+# 16 keys apart: a causal query sees some of them, a mask leaves fewer, or hides the first.
+FIRST_16 = {
+    "16-full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128, sink=12, place=5),
+    "16-causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True, sink=12, place=5),
+    "16-window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
+    "16-holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True, sink=12, place=5),
+    "16-few": AttentionCase(batch=2, tokens_q=40, tokens_k=140, heads=1, head_dim=128, masked=True, every=11),
+    "16-packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
+    "16-packed-causal": AttentionCase(lengths_q=[130, 9], lengths_k=[130, 9], head_dim=128, is_causal=True),
+    "16-64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True, dtype=torch.float16),
+    "16-narrow": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, is_causal=True),
+}
+for _case in FIRST_16.values():
+    _case.recipe = "token(first_keys=16)"
+CALLS |= FIRST_16
+
 # Of a CPU, whose threads of CUDA are fibers: a second or two each.
 SMALL = {
     "full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128),
@@ -242,6 +274,8 @@ SMALL = {
     "narrow-fp16": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, dtype=torch.float16),
     "64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True),
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
+    "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=70, tokens_k=140, heads=1, head_dim=128),
+    **FIRST_16,
 }
 
 

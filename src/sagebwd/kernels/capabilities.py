@@ -71,7 +71,7 @@ _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _MMA_SYNC = {
     **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
     "k_scale": ("token",), "v_scale": ("channel",), "do_scale": ("block",), "p_scale_dv": ("key",),
-    "ds_scale_dq": ("query",), "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1), "block_q": (64,),
+    "ds_scale_dq": ("query",), "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,),
     "block_k": (128,), "smooth_q": (False,),
 }  # fmt: skip
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))

@@ -32,23 +32,24 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     if _is_portable(call):
         return portable.forward(call, q, k, v)
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
-    apart = recipe.first_keys == 1
-    k_mean, v_mean, _, first_key = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False, first_keys=int(apart),
-        k_sampled=recipe.k_mean == "sample",
+    k_mean, v_mean, _, first_keys = launch_statistics(
+        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False,
+        first_keys=recipe.first_keys, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
+    arch = capability(call.device)
+    variant = variant_of(FORWARD, call.head_dim, arch, half=q.dtype == torch.float16, first_keys=recipe.first_keys)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
     q8 = launch_quantize(q, queries, "token", recipe.block_q, codes=True, turned=call.turned)
     k8 = launch_quantize(k, keys, "token", KEYS, k_shift, key_mask, codes=True, turned=call.turned)
     v8 = launch_quantize(
-        v, keys, "channel", KEYS, v_shift, key_mask, transposed=True, column_sum=True, first_row=apart,
-        first_key=first_key,
+        v, keys, "channel", KEYS, v_shift, key_mask, transposed=True, column_sum=True,
+        first_row=recipe.first_keys == 1, first_key=first_keys if recipe.first_keys == 1 else None,
     )  # fmt: skip
-    scales = pair_scales(call, k8.token_scale, v8.block_scale, v8.column_sum, first_key, apart=apart)
+    k_scales, v_scales, first_values = pair_scales(
+        call, k8.token_scale, v8.block_scale, v8.column_sum, v, v_shift, first_keys, variant.split
+    )
 
     o, lse = empty_like_rows(q), queries.per_token(q.device)
-    arch = capability(call.device)
-    variant = variant_of(FORWARD, call.head_dim, arch, half=q.dtype == torch.float16)
     grid = queries.grid(variant.rows)
     launch(
         kernel_of(variant, arch),
@@ -57,12 +58,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         q8.token_scale,
         *_strided(k8.codes, keys),
         k8.token_scale,
-        scales[0],
+        k_scales,
         v8.transposed,
-        scales[1],
+        v_scales,
         v_shift,
-        v8.first_row,
-        first_key,
+        v8.first_row if recipe.first_keys == 1 else first_values,
+        first_keys,
         *_strided(o, queries),
         lse,
         queries.cu_seqlens,

@@ -21,6 +21,9 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
+    # of forward
+    split: int = 1  # warps that share rows, each with its part of a block's keys
+    first_keys: int = 0  # that are apart
     # of backward
     int8_dp: bool = False  # dP is a product of codes
     dq_tiles: int = 1  # of 16 queries of dQ, a warp
@@ -31,14 +34,14 @@ class Variant(NamedTuple):
     @property
     def rows(self) -> int:
         """Queries of a thread block in forward, keys in backward."""
-        return 16 * self.warps * self.row_tiles
+        return 16 * self.warps * self.row_tiles // self.split
 
     @property
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "INT8_DP", "DQ_MT", "FLUSH", "SHARE",
-            "ADDS_FOUR",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "INT8_DP", "DQ_MT",
+            "FLUSH", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -47,17 +50,18 @@ class Variant(NamedTuple):
         """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16
+            tops = 64 * self.warps * self.row_tiles
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + (tops if self.split > 1 else 0)
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
         return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
 
 
-# (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages.
+# (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages, warps that share rows.
 _TILES = {
-    (FORWARD, 64): (4, 2, 2, 2),
-    (FORWARD, 128): (4, 1, 2, 2),
-    (BACKWARD, 128): (8, 1, 1, 1),
+    (FORWARD, 64): (4, 2, 2, 2, 1),
+    (FORWARD, 128): (4, 2, 2, 2, 2),
+    (BACKWARD, 128): (8, 1, 1, 1, 1),
 }
 # What else a backward whose dP is INT8 has, predicted and not timed (dev/log).
 INT8_DP = {"dq_tiles": 2, "flush": 8}
@@ -66,9 +70,15 @@ _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
 
 
-def variant_of(direction: str, head_dim: int, capability: int, *, half: bool, int8_dp: bool = False) -> Variant:
-    """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16."""
-    variant = Variant(direction, head_dim, *_TILES[direction, head_dim], False, half)
+def variant_of(
+    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False
+) -> Variant:
+    """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
+
+    first_keys and int8_dp: the recipe's, for forward and backward.
+    """
+    *tiles, split = _TILES[direction, head_dim]
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, **INT8_DP)
     if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:

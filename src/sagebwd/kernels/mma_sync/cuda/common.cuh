@@ -1,9 +1,10 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; STAGES of forward; HALF, 1 where 16 bits are FP16 and not BF16. Of backward: K_IN_REGISTERS;
-// INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose
-// what INT32 sums start from, or 0: at once; SHARE, two warps share the sums of their keys; ADDS_FOUR, to dQ at a time.
+// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of backward:
+// K_IN_REGISTERS; INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp; FLUSH, steps after which sums of
+// dK and dV lose what INT32 sums start from, or 0: at once; SHARE, two warps share the sums of their keys; ADDS_FOUR, to
+// dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -121,6 +122,8 @@ DEVICE void copy16(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until both warps of a pair are here.
+DEVICE void wait_for_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(pair + 1) : "memory"); }
 // Until at most N groups of copies are under way.
 template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 

@@ -1,24 +1,30 @@
 // O and lse of one block of queries of one head, over key blocks of 128: S = Q K^T and O = P V of INT8 codes.
+// SPLIT warps share rows, each has its part of every block's keys: a product's rows read half of K and V each, and twice
+// as many of them fit a warp's registers. FIRST keys of a sequence (0, 1 or 16) are apart, not in the blocks.
 
 constexpr int KEYS = 128;
 constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
-constexpr u32 START_AT = STAGES * STAGE;
+constexpr u32 START_AT = STAGES * STAGE, TOPS_AT = START_AT + 16;
+constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT;  // of a thread block, of a warp
+constexpr u32 SENT = MT * (D / 16 * 4 + 2) * 128;  // bytes that a warp hands to the other one at the end
+static_assert(SPLIT == 1 || SPLIT == 2 && WARPS * SENT <= START_AT, "sums of a thread block lie where tiles lay");
 
 // q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
 // v8_t (heads_k, D, blocks_k 128): codes of V less its mean, tokens interleaved. v_mean (batch, heads_k, D) or null.
 // k_scales (heads_k, blocks_k, 64, 4): two keys' scales, then what a sum that starts from MAGIC lacks, times them: of
 // a key that nobody sees, or that is apart, 0 and -inf. v_scales (heads_k, blocks_k, D / 2, 4): of two channels.
-// first_value (batch, heads_k, D): V of the key that is apart, less the mean, or null; first_number (batch,) or null.
+// first_values, V of the keys that are apart, less the mean: (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) of 16
+// bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
 KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
                i64 k_token, const float* k_scale, const float* k_scales, const i8* v8_t, const float* v_scales, const float* v_mean,
-               const float* first_value, const int* first_number, u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse,
+               const void* first_values, const int* first_numbers, u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse,
                const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int batch_head = blockIdx.x / (int)grid, batch = batch_head / (int)heads, head = batch_head % (int)heads, head_k = head / (int)group;
   const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
-  const int first_q = ((int)grid - 1 - (int)(blockIdx.x % (int)grid)) * ROWS;  // the last queries see the most keys: start them first
+  const int first_q = ((int)grid - 1 - (int)(blockIdx.x % (int)grid)) * QUERIES;  // the last queries see the most keys: start them first
   if (first_q >= queries.length) return;
   const int heads_k = (int)heads / (int)group, owner = batch * heads_k + head_k;
   const i64 z_q = cu_seqlens_q ? head : batch_head, z_k = cu_seqlens_k ? head_k : owner;
@@ -26,7 +32,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   // key - query is within [low, high]
   const int shift = cu_seqlens_q ? keys.length - queries.length : 0;
   const int low = (int)lower + shift, high = (int)upper + shift;
-  const int row0 = first_q + warp * MT * 16;
+  const int part = warp % SPLIT, row0 = first_q + warp / SPLIT * MT * 16;
   const float scale_2 = scale * LOG2_E;
 
   const u32 base = shared_base();
@@ -36,7 +42,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   v_scales += (z_k * blocks_k + padded_k) * (D * 2);
   v8_t += z_k * D * blocks_k * KEYS + padded_k * KEYS;
   const i64 pitch_v = blocks_k * KEYS;
-  int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + ROWS + high);
+  int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + QUERIES + high);
   end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
   auto fetch = [&](int block, int slot) {
     const u32 to = base + slot * STAGE;
@@ -62,12 +68,18 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     l[i][h] = 0;
     UNROLL for (int n = 0; n < D / 8; n++) acc[i][n][2 * h] = acc[i][n][2 * h + 1] = 0;
   }
-  // the key that is apart: a row's state begins with it
-  const int apart = first_value ? (first_number ? first_number[batch] : 0) : keys.length;
-  if (apart < keys.length) {
-    const i8* at = k8 + apart * k_token + t * 4;
-    const float ks = k_scale[z_k * total_k + keys.start + apart];
-    const float* value = first_value + (i64)owner * D + t * 2;
+  // a row's state begins with the keys that are apart
+  auto number_of = [&](int n) { return first_numbers ? first_numbers[batch * FIRST + n] : n; };
+  auto scale_of = [&](int key) { return key < keys.length ? k_scale[z_k * total_k + keys.start + key] : 0.0f; };
+  auto shown = [&](int key, int i, int h) {
+    const int distance = key - (row0 + i * 16 + h * 8 + g);
+    return key < keys.length && distance >= low && distance <= high;
+  };
+  if (FIRST == 1 && number_of(0) < keys.length) {
+    const int key = number_of(0);
+    const i8* at = k8 + key * k_token + t * 4;
+    const float ks = scale_of(key);
+    const float* value = (const float*)first_values + (i64)owner * D + t * 2;
     int s[MT][2];
     UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
     UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
@@ -77,14 +89,54 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
       s[i][h] += from_lane_xor(s[i][h], 1);
       s[i][h] += from_lane_xor(s[i][h], 2);
-      const int distance = apart - (row0 + i * 16 + h * 8 + g);
-      if (distance < low || distance > high) continue;
+      if (!shown(key, i, h)) continue;
       m[i][h] = (float)s[i][h] * ks * qs[i][h];
+      if (part) continue;
       l[i][h] = t == 0 ? 1.0f : 0.0f;  // lanes of a row are added up at the end
       UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
     }
   }
-  const u32 k_lane = K_AT + swizzled<D>(lane & 7, lane >> 3), v_lane = V_AT + swizzled<KEYS>(lane & 7, lane >> 3);
+  if (FIRST == 16) {
+    int s[MT][2][4];
+    UNROLL for (int j = 0; j < 2; j++) {
+      const int key = number_of(j * 8 + g);
+      const i8* at = k8 + (key < keys.length ? key : 0) * k_token + t * 4;
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
+      UNROLL for (int k = 0; k < D / 32; k++) {
+        const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);
+        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // S = Q K^T
+      }
+    }
+    u32 p[MT][4];
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      float x[4];
+      UNROLL for (int c = 0; c < 4; c++) {
+        const int key = number_of((c >> 1) * 8 + t * 2 + (c & 1));
+        x[c] = shown(key, i, h) ? (float)s[i][c >> 1][2 * h + (c & 1)] * scale_of(key) * qs[i][h] : -INF;
+        m[i][h] = fmaxf(m[i][h], x[c]);
+      }
+      m[i][h] = fmaxf(m[i][h], from_lane_xor(m[i][h], 1));
+      m[i][h] = fmaxf(m[i][h], from_lane_xor(m[i][h], 2));
+      const float safe = m[i][h] == -INF ? 0.0f : m[i][h];
+      UNROLL for (int c = 0; c < 4; c++) {
+        x[c] = exp2_of(x[c] - safe);  // P = exp2(S - m)
+        if (!part) l[i][h] += x[c];
+      }
+      UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
+    }
+    if (!part) {
+      const u16* at = (const u16*)first_values + ((i64)owner * D + g) * 16 + t * 4;
+      UNROLL for (int n = 0; n < D / 8; n++) {
+        const u32* words = (const u32*)(at + n * 8 * 16);
+        const u32 low_word = words[0], high_word = words[1];
+        UNROLL for (int i = 0; i < MT; i++) {
+          mma_16bit(acc[i][n], p[i], low_word, high_word);  // O = P V
+          UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= LEVELS;
+        }
+      }
+    }
+  }
+  const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
   __syncthreads();
   int start[4];
   UNROLL for (int r = 0; r < 4; r++) start[r] = as_word(load_shared(base + START_AT + r * 4));
@@ -101,32 +153,42 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     const u32 at = base + slot * STAGE;
     slot = slot + 1 == STAGES ? 0 : slot + 1;
 
-    int s[MT][KEYS / 8][4];  // S = Q K^T
-    UNROLL for (int n = 0; n < KEYS / 8; n += PAIR) UNROLL for (int c = 0; c < D / 64; c++) {
+    int s[MT][OWN_KEYS / 8][4];  // S = Q K^T
+    UNROLL for (int n = 0; n < OWN_KEYS / 8; n += PAIR) UNROLL for (int c = 0; c < D / 64; c++) {
       u32 b[PAIR][4];
       UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
       UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
       UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
     }
-    float x[MT][KEYS / 8][4], top[MT][2], decay[MT][2], weight[MT][2];
+    float x[MT][OWN_KEYS / 8][4], top[MT][2], decay[MT][2], weight[MT][2];
     UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
-    UNROLL for (int n = 0; n < KEYS / 8; n++) {
+    UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) {
       float ks[4];
-      load_shared4(ks, at + K_SCALES_AT + n * 64 + t * 16);
+      load_shared4(ks, at + K_SCALES_AT + part * OWN_KEYS * 8 + n * 64 + t * 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) x[i][n][r] = as_float(s[i][n][r]) * ks[r & 1] + ks[2 + (r & 1)];
     }
-    const int first_k = block * KEYS;
-    if (first_k + KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
+    const int first_k = block * KEYS + part * OWN_KEYS;
+    if (first_k + OWN_KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
       const int above = first_k + t * 2 - (row0 + g) - low;  // of key - query over the least, of the thread's first pair
-      UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
+      UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
         if ((u32)(above + n * 8 + (r & 1) - i * 16 - (r >> 1) * 8) > (u32)(high - low)) x[i][n][r] = -INF;
     }
-    UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
+    UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 1));
+      top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 2));
+    }
+    if (SPLIT == 2) {  // the largest of all the block's keys
+      const u32 tops = base + TOPS_AT + g * 4;
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++)
+        if (t == 0) store_shared(tops + (warp * MT * 16 + i * 16 + h * 8) * 4, as_word(top[i][h]));
+      wait_for_pair(warp / 2);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++)
+        top[i][h] = fmaxf(top[i][h], load_shared(tops + ((warp ^ 1) * MT * 16 + i * 16 + h * 8) * 4));
+    }
     bool changed = false;
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      float y = top[i][h];
-      y = fmaxf(y, from_lane_xor(y, 1));
-      y = fmaxf(y, from_lane_xor(y, 2)) * qs[i][h];
+      const float y = top[i][h] * qs[i][h];
       const float larger = fmaxf(m[i][h], y), safe = larger == -INF ? 0.0f : larger;
       changed |= larger > m[i][h];
       decay[i][h] = exp2_of(m[i][h] - safe);
@@ -134,16 +196,16 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       m[i][h] = larger;
       top[i][h] = y == -INF ? 0.0f : y;
     }
-    u32 p[MT][KEYS / 32][4];
+    u32 p[MT][OWN_KEYS / 32][4];
     UNROLL for (int i = 0; i < MT; i++) {
       float sum[2] = {0, 0};
-      UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
+      UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
         const float y = exp2_of(x[i][n][r] * qs[i][r >> 1] - top[i][r >> 1]);  // P = exp2(S - block_max)
         sum[r >> 1] += y;
         x[i][n][r] = y * LEVELS + (MAGIC_F - 128.0f);
       }
       UNROLL for (int h = 0; h < 2; h++) l[i][h] = l[i][h] * decay[i][h] + sum[h] * weight[i][h];  // l = alpha l + beta rowsum(P)
-      UNROLL for (int k = 0; k < KEYS / 32; k++) UNROLL for (int r = 0; r < 4; r++) {
+      UNROLL for (int k = 0; k < OWN_KEYS / 32; k++) UNROLL for (int r = 0; r < 4; r++) {
         const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
         p[i][k][r] = pack(x[i][n][h], x[i][n][h + 1], x[i][n + 1][h], x[i][n + 1][h + 1]);
       }
@@ -151,21 +213,39 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     if (__any_sync(0xffffffffu, changed))
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= decay[i][r >> 1];
     UNROLL for (int n = 0; n < D / 8; n += PAIR) {
-      int part[PAIR][MT][4];  // P V
-      UNROLL for (int c = 0; c < KEYS / 64; c++) {
+      int sum[PAIR][MT][4];  // P V
+      UNROLL for (int c = 0; c < OWN_KEYS / 64; c++) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, part[e][i], p[i][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(part[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
       }
       UNROLL for (int e = 0; e < PAIR; e++) {
         float vs[4];
         load_shared4(vs, at + V_SCALES_AT + (n + e) * 64 + t * 16);
         UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
-          acc[i][n + e][r] += (as_float(part[e][i][r]) * vs[r & 1] + vs[2 + (r & 1)]) * weight[i][r >> 1];  // O = alpha O + beta P V
+          acc[i][n + e][r] += (as_float(sum[e][i][r]) * vs[r & 1] + vs[2 + (r & 1)]) * weight[i][r >> 1];  // O = alpha O + beta P V
       }
     }
   }
+  if (SPLIT == 2) {  // of two warps each adds up half of the channels
+    __syncthreads();
+    const u32 mine = base + warp * SENT + lane * 4, other = base + (warp ^ 1) * SENT + lane * 4;
+    UNROLL for (int i = 0; i < MT; i++) {
+      UNROLL for (int n = 0; n < D / 16; n++) UNROLL for (int r = 0; r < 4; r++) {
+        const float low_half = acc[i][n][r], high_half = acc[i][n + D / 16][r];
+        store_shared(mine + ((i * D / 16 + n) * 4 + r) * 128, as_word(part ? low_half : high_half));
+        acc[i][n][r] = part ? high_half : low_half;
+      }
+      UNROLL for (int h = 0; h < 2; h++) store_shared(mine + (MT * D / 4 + i * 2 + h) * 128, as_word(l[i][h]));
+    }
+    wait_for_pair(warp / 2);
+    UNROLL for (int i = 0; i < MT; i++) {
+      UNROLL for (int n = 0; n < D / 16; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] += load_shared(other + ((i * D / 16 + n) * 4 + r) * 128);
+      UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (MT * D / 4 + i * 2 + h) * 128);
+    }
+  }
+  const int first_d = part * (D / SPLIT);
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     float sum = l[i][h];
     sum += from_lane_xor(sum, 1);
@@ -174,15 +254,15 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     if (row >= queries.length) continue;
     const bool blind = sum == 0;
     const float inverse = 1.0f / (sum * LEVELS);
-    if (t == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum)) * LN_2;
+    if (t == 0 && part == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum)) * LN_2;
     u16* out = o + offset_of(o_batch, o_head, o_token, batch, head, queries.start + row);
-    UNROLL for (int n = 0; n < D / 8; n++) {
+    UNROLL for (int n = 0; n < D / 8 / SPLIT; n++) {
       float y[2];
       UNROLL for (int b = 0; b < 2; b++) {
-        const float mean = v_mean ? v_mean[(i64)owner * D + n * 8 + t * 2 + b] : 0.0f;
+        const float mean = v_mean ? v_mean[(i64)owner * D + first_d + n * 8 + t * 2 + b] : 0.0f;
         y[b] = blind ? 0.0f : acc[i][n][2 * h + b] * inverse + mean;  // O /= l
       }
-      *(u32*)(out + n * 8 + t * 2) = to_16bit(y[0], y[1]);
+      *(u32*)(out + first_d + n * 8 + t * 2) = to_16bit(y[0], y[1]);
     }
   }
 }
