@@ -158,18 +158,20 @@ def test_scales_by_pairs(count, masked, split, on):
         assert torch.equal(first_values, expected)
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS])
 @pytest.mark.parametrize("recipe", ["token", "token(rotate=False)"])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
-def test_gradients_from_sums(in_registers, recipe, on):
-    tokens, head_dim, block = 150, 64, 64 if in_registers else 128
+def test_gradients_from_sums(order, recipe, on):
+    tokens, head_dim, block = 150, 64, 128 if order == operands.IN_ROWS else 64
     call, blocks = call_of(tokens, head_dim, recipe), -(-tokens // block)
     sums = torch.randn(2, 3, blocks * block, head_dim, generator=torch.Generator().manual_seed(0))
     given = sums.view(6, blocks, block, head_dim)
-    if in_registers:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
+    if order == operands.IN_REGISTERS:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
         given = given.view(6, blocks, 4, 2, 8, head_dim // 8, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
+    elif order == operands.PAIRS_IN_REGISTERS:  # and channel 16 n + 8 e + 2 t + b
+        given = given.view(6, blocks, 4, 2, 8, head_dim // 16, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 7, 6, 8)
     out = torch.full((2, 3, tokens, head_dim), torch.nan, dtype=torch.float16, device=on)
-    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, in_registers=in_registers)
+    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, order)
     expected = rotated(sums.double()) if call.turned else sums.double()
     torch.testing.assert_close(out.cpu().double(), expected[:, :, :tokens] * 0.5, atol=2e-3, rtol=2e-3)
 
@@ -249,7 +251,9 @@ FIRST_16 = {
     "16-full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128, sink=12, place=5),
     "16-causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True, sink=12, place=5),
     "16-window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
-    "16-holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True, sink=12, place=5),
+    "16-holes": AttentionCase(
+        batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True, sink=12, place=5
+    ),
     "16-few": AttentionCase(batch=2, tokens_q=40, tokens_k=140, heads=1, head_dim=128, masked=True, every=11),
     "16-packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
     "16-packed-causal": AttentionCase(lengths_q=[130, 9], lengths_k=[130, 9], head_dim=128, is_causal=True),
