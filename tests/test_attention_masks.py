@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from sagebwd import read_block_mask, sage_attention
+from sagebwd import read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.masks.mask import shown
 from tests.attention_case import outcome, softmax_attention
 from tests.inputs import draw
@@ -204,3 +204,25 @@ def test_kernels_refuse_recipes_with_fp8_gradients(recipe):
     mask = torch.ones(70, 90, dtype=torch.bool, device=leaves[0].device).tril()
     with pytest.raises(NotImplementedError, match=f"recipe '{recipe}' has dv=fp8"):
         sage_attention(*leaves, mask, enable_gqa=True, recipe=recipe, impl="triton")
+
+
+@pytest.mark.parametrize("recipe", ["auto", "full", "token"])
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40, 2**70])
+def test_a_side_of_a_window_beyond_every_token_is_open(far, recipe):
+    """Dense, under a mask, packed, and as an operator, whose integers have 64 bits."""
+    q, k, v = (torch.randn(1, 2, 70, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    shown = torch.rand(70, 70, generator=torch.Generator().manual_seed(4)) > 0.3
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    for window, same in (((far, 5), (-1, 5)), ((5, far), (5, -1)), ((far, far), None)):
+        for mask in (None, shown):
+            found, expected = (sage_attention(q, k, v, mask, window=x, recipe=recipe) for x in (window, same))
+            assert torch.equal(found, expected)
+        found, expected = (
+            sage_attention_varlen(*packed, offsets, offsets, 40, 40, window=x, recipe=recipe) for x in (window, same)
+        )
+        assert torch.equal(found, expected)
+        compiled = torch.compile(sage_attention, backend="eager", fullgraph=True)
+        assert torch.equal(
+            compiled(q, k, v, window=window, recipe=recipe), sage_attention(q, k, v, window=same, recipe=recipe)
+        )

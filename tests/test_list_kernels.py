@@ -102,6 +102,38 @@ def test_lists_longer_than_a_chunk(name, monkeypatch):
     check_keys(name, 64, False)
 
 
+FAR = {"int32": 2**31 - 1, "beyond int32": 2**31, "int64": 2**40, "beyond int64": 2**70}
+
+
+@pytest.mark.parametrize("far", [pytest.param(name, marks=gpu) for name in FAR])
+def test_a_window_beyond_every_key_is_none(far):
+    """Of each side, beside a near one on the other; kernels' sums of bounds and places fit 32 bits."""
+    tokens, tile, group, heads = (130, 140), (128, 96), 2, 1
+    mask, key_mask = drawn("bool-matrix", (1, 2, *tokens), torch.bfloat16, 3, "cpu"), torch.ones(1, 140).bool()
+    blocks, keys, tiles = on_device(mask.blocks, key_mask, sm90_block_lists._packed(mask, tokens, True)[1])
+    for near in (5, -1):
+        for window in ((FAR[far], near), (near, FAR[far])):
+            open_ended = tuple(-1 if side == FAR[far] else side for side in window)
+            expected, found = Band.of(False, *open_ended), Band.of(False, *window)
+            assert found != expected
+            assert all(bound is None or -(2**31) <= bound < 2**31 for bound in (found.lower, found.upper))
+            ours, exact = (list_kernels.of_queries(blocks, keys, tokens, band, tile) for band in (found, expected))
+            assert torch.equal(ours, exact)
+            settings = (64, 128), group, heads, True
+            ours, exact = (
+                list_kernels.of_keys(blocks, tiles, keys, tokens, band, *settings)[0] for band in (found, expected)
+            )
+            assert torch.equal(ours, exact)
+            for by_key in (False, True):
+                ours, exact = (
+                    list_kernels.lists_of(blocks, None, keys, None, tokens, (64, 64), band, by_key)
+                    for band in (found, expected)
+                )
+                assert torch.equal(ours, exact)
+                made = lists.lists_of(mask.blocks, None, key_mask, tokens, (64, 64), found, by_key)
+                assert torch.equal(exact.cpu(), made)
+
+
 @pytest.mark.parametrize("interleave_heads", [pytest.param(x, marks=gpu) for x in (False, True)])
 @pytest.mark.parametrize(("most", "least"), [(264, 1), (5, 2), (40, 3)])
 @pytest.mark.parametrize("heads", [1, 3])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.model import FULL, MASK
+from sagebwd.masks.band import FARTHEST
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.rotation import sizes
@@ -24,10 +25,6 @@ from sagebwd.reference.rotation import sizes
 if TYPE_CHECKING:
     from sagebwd.masks.lists import Lists
     from sagebwd.masks.sm90_block_lists import BlockLists
-
-
-# Tokens on either side that a window counts at most, which no sequence has.
-FARTHEST = 1 << 30
 
 
 class Packing(NamedTuple):

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.kernels import capabilities
+from sagebwd.masks.band import FARTHEST
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in capabilities.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -79,7 +80,7 @@ def options(impl: str | None, **flags: bool) -> None:
 
 
 def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tuple[float, tuple[int, int]]:
-    """The scale as a float, and the window as two integers."""
+    """The scale as a float, and the window as two integers, at most `FARTHEST`."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal={is_causal!r} must be True or False")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
@@ -97,7 +98,7 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     for side in window:
         if isinstance(side, bool) or not isinstance(side, int) or side < -1:
             raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
-    return window[0], window[1]
+    return min(window[0], FARTHEST), min(window[1], FARTHEST)
 
 
 def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:

@@ -158,7 +158,10 @@ class Recipe:
                 f"recipe: {AUTO!r} is chosen call by call and fixes no numbers; name one: {', '.join(RECIPES)}"
             )
         if name not in RECIPES:
-            raise ValueError(f"recipe: there is none called {name!r}; named recipes: {', '.join(RECIPES)}")
+            raise ValueError(
+                f"recipe: there is none called {name!r}; named recipes: {', '.join(RECIPES)}; calls of attention take "
+                f"{AUTO!r} too"
+            )
         return RECIPES[name]
 
     @classmethod

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from sagebwd import sage_attention, sage_attention_varlen
@@ -75,6 +76,32 @@ def test_packed_sequences_count_each_its_own():
     found = counted(lambda: sage_attention_varlen(q, k, v, offsets, kv_offsets, 5, 5, is_causal=True))
     each = [expected((1, 4, n, 8), (1, 2, m, 8), (1, 2, m, 16)) for n, m in zip(lengths, kv_lengths)]
     assert found == tuple(map(sum, zip(*each)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("way", ["compiled", "recomputed", "recomputed reentrant"])
+def test_compiled_and_checkpointed_calls_count_what_runs(way, packed):
+    """Checkpointing runs forward twice."""
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    tensors = leaves(*[(8, 2, 8) if packed else (1, 2, 8, 8)] * 3)
+
+    def attend(*tensors):
+        if packed:
+            return sage_attention_varlen(*tensors, offsets, offsets, 5, 5, is_causal=True, recipe="token")
+        return sage_attention(*tensors, is_causal=True, recipe="token")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager")
+
+    def call():
+        if way == "compiled":
+            return compiled(*tensors)
+        return checkpoint(attend, *tensors, use_reentrant=way.endswith("reentrant"))
+
+    shapes = [(1, 2, n, 8) for n in ((3, 5) if packed else (8,))]
+    forward, backward = map(sum, zip(*(expected(x, x, x) for x in shapes)))
+    for _ in range(2):
+        assert counted(call) == (forward * (1 if way == "compiled" else 2), backward)
 
 
 def test_tensors_without_values_count_their_longest():

@@ -86,6 +86,8 @@ def test_one_object_is_entered_once():
     with sdpa:  # and again afterwards
         F.scaled_dot_product_attention(*qkv())
     assert sdpa.counts["replaced"] == 1
+    with pytest.raises(ValueError, match="this object is not in use"):
+        sdpa.__exit__(None, None, None)
 
 
 def test_counts_hold_across_threads():

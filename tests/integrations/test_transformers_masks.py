@@ -262,6 +262,57 @@ def test_prompt_tuning_beside_padding_is_sdpas(side):
         assert relative_l2(a, e) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("side", ["left", "holes"])
+def test_prefix_tuning_beside_padding_is_sdpas(side, name):
+    """Its prefix is a KV cache, through which gradients go."""
+    peft = pytest.importorskip("peft")
+    ids, attention_mask = padded("left") if side == "left" else (tokens(3, 8), HOLES)
+    outcomes = []
+    for model in pair(DECODERS[name]()):
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        outcomes.append(loss_and_gradients(tuned, attention_mask, input_ids=ids, labels=ids)[1:])
+    for a, e in zip(outcomes[1], outcomes[0]):
+        assert relative_l2(a, e) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_training_through_a_cache_is_sdpas(name):
+    """A batch in two parts, padded on the left, at positions that stride."""
+    ids, attention_mask = padded("left", (20, 14))
+    positions, outcomes = (3 * torch.arange(20))[None], []
+    for model in pair(DECODERS[name]()):
+        first = model(ids[:, :9], attention_mask[:, :9], position_ids=positions[:, :9], use_cache=True)
+        outcomes.append(
+            loss_and_gradients(
+                model, attention_mask, input_ids=ids[:, 9:], labels=ids[:, 9:], position_ids=positions[:, 9:],
+                past_key_values=first.past_key_values,
+            )
+        )  # fmt: skip
+    for a, e in zip(outcomes[1], outcomes[0]):
+        assert relative_l2(a, e) < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["PoSE", "interpolated", "repeated", "strided"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_positions_of_a_padded_batch_are_sdpas(name, kind, side):
+    ids, attention_mask = padded(side, (20, 13))
+    positions = JUMPING[kind](20).expand(2, -1)
+    assert_same(pair(DECODERS[name]()), attention_mask, input_ids=ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_axes_of_positions_beside_padding_are_sdpas(side):
+    config = Qwen2_5_VLTextConfig(**SIZES, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]})
+    ids, attention_mask = padded(side, (20, 13))
+    axes = torch.stack([torch.arange(20) % n for n in (20, 5, 7)])[:, None].expand(3, 2, 20)
+    assert_same(pair(config, Qwen2_5_VLTextModel), attention_mask, input_ids=ids, position_ids=axes)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_batch_without_holes_is_packed(side, monkeypatch):
     """No token of padding reaches a kernel."""

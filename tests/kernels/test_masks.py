@@ -24,6 +24,8 @@ CALLS = {
     "bias-columns": AttentionCase(mask="bias-columns", heads=1, tokens_k=40),
     "bias-matrix-key-mask": AttentionCase(mask="bias-matrix", heads=1, tokens_q=130, is_causal=True, masked=True),
     "bias-float32-window": AttentionCase(mask="bias-float32", window=(50, 5)),
+    "bool-window-without-end": AttentionCase(mask="bool-all", heads=1, tokens_q=140, window=(2**31 - 1, 5)),
+    "bias-window-without-end": AttentionCase(mask="bias-all", heads=1, tokens_q=140, window=(20, 2**40)),
     "bias-fp16": AttentionCase(mask="bias-all", dtype=torch.float16, heads=1),
     "one-token": AttentionCase(mask="bias-none", tokens_q=1, tokens_k=1),
     "document": AttentionCase(mask="document", tokens_q=270, tokens_k=270, heads=1),

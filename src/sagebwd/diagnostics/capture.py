@@ -235,7 +235,8 @@ def load(path: str | Path, layers: Sequence[int] | None = None, device: str = "c
     Raises ValueError for a file that is missing or another's, and for a layer that it does not hold.
     """
     if not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file")
+        what = "a folder" if Path(path).is_dir() else "there is no such file"
+        raise ValueError(f"{path}: {what}; accepted: a file that `sagebwd trace --save` wrote")
     try:
         with safe_open(path, "pt", device=device) as file:
             metadata = file.metadata() or {}

@@ -114,6 +114,8 @@ class SdpaReplacement:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with _lock:
+            if not self._entered:
+                raise ValueError("replace_sdpa: this object is not in use; enter it first")
             self._entered = False
             _active.remove(self)
             # threads may leave in another order than they entered

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 UNLIMITED = -1
+# Tokens on either side that a window counts at most, which no sequence has: sums with places fit 32 bits.
+FARTHEST = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,12 @@ class Band:
 
     @classmethod
     def of(cls, is_causal: bool, window_left: int = UNLIMITED, window_right: int = UNLIMITED, offset: int = 0) -> Band:
-        """The band of a causal flag and a window (-1: unlimited), its diagonal shifted right by ``offset`` keys."""
-        lower = None if window_left == UNLIMITED else offset - window_left
-        upper = None if window_right == UNLIMITED else offset + window_right
+        """The band of a causal flag and a window (-1: unlimited), its diagonal shifted right by ``offset`` keys.
+
+        Of a window no more than `FARTHEST` counts.
+        """
+        lower = None if window_left == UNLIMITED else offset - min(window_left, FARTHEST)
+        upper = None if window_right == UNLIMITED else offset + min(window_right, FARTHEST)
         if is_causal:
             upper = offset if upper is None else min(upper, offset)
         return cls(lower, upper)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.call import FARTHEST, Call, Packing, Saved, empty_gradients, empty_like_rows
+from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import launch_quantize
@@ -22,6 +22,7 @@ from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
 from sagebwd.kernels.runtime.program import copy, launch, zeros
+from sagebwd.masks.band import FARTHEST
 from sagebwd.recipe import INT8
 
 prepare = portable.prepare
