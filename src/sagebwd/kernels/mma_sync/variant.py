@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, QUANTIZE = "forward", "backward", "quantize"
 HEAD_DIMS = (64, 128)
-# Keys of forward's tiles and queries of backward's.
-KEYS, QUERIES = 128, 64
+# Keys of forward's tiles and queries of backward's; rows of Q or K of a thread block that makes codes.
+KEYS, QUERIES, ROWS_OF_CODES = 128, 64, 256
 
 
 class Variant(NamedTuple):
@@ -21,8 +21,9 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
-    split: int = 1  # warps of forward that share rows, each with its part of a block's keys
-    first_keys: int = 0  # of forward, that are apart
+    split: int = 1  # warps of forward that share rows
+    first_keys: int = 0  # of forward and the codes, that are apart
+    turned: int = 0  # channels of the codes' rotation
 
     @property
     def rows(self) -> int:
@@ -32,7 +33,7 @@ class Variant(NamedTuple):
     @property
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
-        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST")
+        names = ("D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED")
         return dict(zip(names, map(int, self[1:]), strict=True))
 
     @property
@@ -40,8 +41,10 @@ class Variant(NamedTuple):
         """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
-            tops = 64 * self.warps * self.row_tiles
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + (tops if self.split > 1 else 0)
+            exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
+        if self.direction == QUANTIZE:
+            return (KEYS + 8) * d
         keys = self.rows
         return keys * d * (3 if self.k_in_registers else 4) + keys * QUERIES + QUERIES * (d * 5 + 16) + 8 * QUERIES
 
@@ -52,6 +55,8 @@ _TILES = {
     (FORWARD, 128): (4, 2, 2, 2, 2),
     (BACKWARD, 128): (8, 1, 1, 1, 1),
 }
+# Of cards whose multiprocessors have shared memory for one thread block of those.
+_TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
 _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
@@ -62,11 +67,17 @@ def variant_of(direction: str, head_dim: int, capability: int, *, half: bool, fi
 
     first_keys: the recipe's, for forward.
     """
-    *tiles, split = _TILES[direction, head_dim]
+    little = capability not in _MORE_SHARED
+    *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
-    if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
+    if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant
+
+
+def quantize_variant(head_dim: int, *, half: bool, first_keys: int, turned: int) -> Variant:
+    """The variant of the codes' pass; turned: channels of the rotation, or 0."""
+    return Variant(QUANTIZE, head_dim, 8, 1, 2, 1, False, half, 1, first_keys, turned)
 
 
 def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
