@@ -12,6 +12,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 struct float2 { float x, y; };
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
 struct Index { int x; };
 #define DEVICE inline
 #define KERNEL static void
@@ -62,6 +64,8 @@ static float reciprocal(float x) { return 1.0f / x; }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static int opaque(int x) { return x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static u32 from_lane_xor_word(u32 x, int mask) {
   const u32 y = bring(&x, 1)[lane_of_thread() ^ mask][0];
   seen();
@@ -154,10 +158,12 @@ static float load_shared(u32 at) { float x; memcpy(&x, shared_memory + at, 4); r
 static void load_shared2(float* x, u32 at) { memcpy(x, shared_memory + at, 8); }
 static void load_shared4(float* x, u32 at) { memcpy(x, shared_memory + at, 16); }
 static void store_shared(u32 at, u32 x) { memcpy(shared_memory + at, &x, 4); }
+static void store_shared4(u32 at, const u32* x) { memcpy(shared_memory + at, x, 16); }
 static void max_shared(u32 at, float x) {
   const u32 now = as_word(load_shared(at));
   if (as_word(x) > now) store_shared(at, as_word(x));
 }
+static void add_shared(u32 at, int x) { store_shared(at, as_word(load_shared(at)) + x); }
 static void add_global(float* p, float x) { *p += x; }
 static void store_shared4(u32 at, const u32* x) { memcpy(shared_memory + at, x, 16); }
 static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }

@@ -1,6 +1,9 @@
 """The CUDA kernels of mma.sync: passes beside them, machine code without a GPU, and whole calls where there is one."""
 
 import ctypes
+import dataclasses
+import re
+import subprocess
 
 import pytest
 import torch
@@ -13,11 +16,22 @@ from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
 from tests.kernels import emulated_cuda
+from tools.cross_compile import BINARIES
 
 pytest.importorskip("triton")
+from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.mma_sync import compile as nvrtc
 from sagebwd.kernels.mma_sync import launch, operands
-from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, HEAD_DIMS, variant_of
+from sagebwd.kernels.mma_sync.variant import (
+    BACKWARD,
+    FORWARD,
+    HEAD_DIMS,
+    QUANTIZE,
+    Variant,
+    quantize_variant,
+    variant_of,
+)
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -26,7 +40,9 @@ on_gpu = pytest.mark.gpu if HAS_GPU else []
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 # Bytes of shared memory of a thread block.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-VARIANTS = [*((FORWARD, head_dim) for head_dim in HEAD_DIMS), (BACKWARD, 128)]
+VARIANTS = [*((x, head_dim) for x in (FORWARD, QUANTIZE) for head_dim in HEAD_DIMS), (BACKWARD, 128)]
+# Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
+STACK_BYTES = {FORWARD: 64, QUANTIZE: 32, BACKWARD: 256}
 # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 LOCAL_BYTES = 3
 
@@ -37,10 +53,16 @@ def call_of(tokens: int, head_dim: int, recipe: str = "token") -> Call:
     return Call.of(x, x, (head_dim, head_dim), *settings)
 
 
+def variant(direction: str, head_dim: int, capability: int, *, half: bool = False, first_keys: int = 16) -> Variant:
+    if direction == QUANTIZE:
+        return quantize_variant(head_dim, half=half, first_keys=first_keys, turned=head_dim)
+    return variant_of(direction, head_dim, capability, half=half, first_keys=first_keys)
+
+
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_variant_has_room_in_shared_memory(capability):
     for direction, head_dim in VARIANTS:
-        assert variant_of(direction, head_dim, capability, half=False).shared_bytes <= SHARED_BYTES[capability]
+        assert variant(direction, head_dim, capability).shared_bytes <= SHARED_BYTES[capability]
 
 
 @needs_nvrtc
@@ -49,14 +71,17 @@ def test_every_variant_has_room_in_shared_memory(capability):
 def test_compiles_for(capability, direction, head_dim, tmp_path, monkeypatch):
     """And machine code is read again from disk, where it is whole."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    variant = variant_of(direction, head_dim, capability, half=capability == 86)
-    made = nvrtc.machine_code(variant, capability)
-    assert made[:4] == b"\x7fELF"
+    asked = variant(direction, head_dim, capability, half=capability == 86)
+    made = nvrtc.machine_code(asked, capability)
+    (tmp_path / "made.cubin").write_bytes(made)
+    command = [BINARIES / "cuobjdump", "--dump-resource-usage", tmp_path / "made.cubin"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES[direction]
     (kept,) = (tmp_path / "mma_sync").iterdir()
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"compiled again")
-    assert nvrtc.machine_code(variant, capability) == made
+    assert nvrtc.machine_code(asked, capability) == made
     kept.write_bytes(kept.read_bytes()[:-1])
-    assert nvrtc.machine_code(variant, capability) == b"compiled again"
+    assert nvrtc.machine_code(asked, capability) == b"compiled again"
 
 
 @needs_nvrtc
@@ -114,48 +139,101 @@ def test_a_cpu_is_refused():
         sage_attention(x, x, x, recipe="token", impl="mma_sync")
 
 
-@pytest.mark.parametrize("count", [0, 1, 16])
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
-def test_scales_by_pairs(count, masked, split, on):
-    """A sum of codes c reads as the float 12582912 + c: scale times that, and what it lacks, is c times the scale."""
-    tokens, head_dim, magic = 200, 64, 12582912.0
-    call, generator = call_of(tokens, head_dim, f"token(first_keys={count})"), torch.Generator().manual_seed(0)
-    k_scale, v_scale = torch.rand(2, 3, tokens, generator=generator), torch.rand(6, 2, head_dim, generator=generator)
-    column_sum = torch.randint(-20, 20, (6, 2, head_dim), generator=generator).float() * 128
-    mask = torch.rand(2, tokens, generator=generator) < 0.7 if masked else None
-    if masked:
-        mask[1, 9:] = False  # leaves fewer than 16 keys
-    v = torch.randn(2, 3, tokens, head_dim, generator=generator).bfloat16()
-    mean, first, their = v.float().mean(2), None, torch.arange(count).expand(2, -1)
-    if masked:
-        left = [x.nonzero()[:count, 0] for x in mask]
-        their = torch.stack([torch.nn.functional.pad(x, (0, count - len(x)), value=tokens) for x in left])
-        first = their.int() if count else None
-    call = call._replace(key_mask=None if mask is None else mask.to(on))
-    there = [None if x is None else x.to(on) for x in (k_scale, v_scale, column_sum, v, mean, first)]
-    made = operands.pair_scales(call, *there, split)
-    k_scales, v_scales, first_values = (None if x is None else x.cpu() for x in made)
+CODES = {
+    "128": AttentionCase(batch=2, tokens_q=70, tokens_k=200, head_dim=128),
+    "64-fp16": AttentionCase(tokens_q=300, tokens_k=140, head_dim=64, dtype=torch.float16),
+    "holes": AttentionCase(batch=2, tokens_q=1, tokens_k=140, head_dim=64, masked=True),
+    "few": AttentionCase(batch=2, tokens_q=1, tokens_k=140, head_dim=128, masked=True, every=11),
+    "packed": AttentionCase(lengths_q=[30, 0, 70], lengths_k=[20, 9, 140], head_dim=64),
+    "as-it-is": AttentionCase(recipe="token(rotate=False)", tokens_q=20, tokens_k=20, head_dim=128),
+}
 
-    seen = torch.ones(2, tokens, dtype=torch.bool) if mask is None else mask.clone()
-    for row, numbers in zip(seen, their):
-        row[numbers[numbers < tokens]] = False
-    seen = torch.nn.functional.pad(seen, (0, 56))[:, None]
-    wide = torch.nn.functional.pad(k_scale, (0, 56))
-    scale, lacking = k_scales.view(2, 3, 128, 2, 2).unbind(3)
-    assert torch.equal(scale.flatten(2), torch.where(seen, wide, 0.0))
-    assert torch.equal(lacking.flatten(2), torch.where(seen, wide * -magic, -torch.inf))
-    scale, lacking = v_scales.view(6, 2, head_dim // 2, 2, 2).unbind(3)
-    assert torch.equal(scale.flatten(2), v_scale)
-    assert torch.equal(lacking.flatten(2), (column_sum / split - magic) * v_scale)
-    assert (first_values is None) == (count < 16)
-    if count == 16:  # a thread's four tokens of a product, 2 t, 2 t + 1 and 8 more, lie side by side
-        smoothed = torch.nn.functional.pad((v.float() - mean[:, :, None]).bfloat16(), (0, 0, 0, 1))
-        smoothed[:, :, tokens] = 0
-        expected = torch.stack([x[:, numbers] for x, numbers in zip(smoothed, their)])
-        expected = expected.view(2, 3, 2, 4, 2, head_dim).permute(0, 1, 5, 3, 2, 4).flatten(3)
-        assert torch.equal(first_values, expected)
+
+def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None, arch: int) -> operands.Operands:
+    """Codes by the kernel, compiled or emulated, of q, k and v and the means of these."""
+    settings = {"half": inputs[0].dtype == torch.float16, "first_keys": call.recipe.first_keys, "turned": call.turned}
+    asked = quantize_variant(call.head_dim, **settings)
+    kernel = nvrtc.kernel_of(asked, arch) if HAS_GPU else emulated_cuda.EmulatedKernel(asked)
+    return operands.quantize(call, kernel, *inputs, first_keys)
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("count", [0, 1, 16])
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_codes(name, count, on):
+    """Those of Triton's passes but for what FP32 sums of the rotation round; their scales by pairs; keys apart."""
+    case, magic = CODES[name], 12582912.0
+    recipe = Recipe.parse(case.recipe).replace(first_keys=count)
+    case = dataclasses.replace(case, device=on, recipe=str(recipe))
+    q, k, v, *_ = case.inputs()
+    call = case.call(q, k)
+    keys, head_dim = call.keys, call.head_dim
+    k_mean, v_mean, _, first_keys = launch_statistics(
+        k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
+    )
+    arch = 89
+    if HAS_GPU:
+        arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys, arch)
+    rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
+    for which, (x, packing, mean, mask) in rows.items():
+        expected = launch_quantize(x, packing, "token", 64, mean, mask, codes=True, turned=call.turned)
+        codes, scale = (made.q8, made.q_scale) if which == "q" else (made.k8, made.k_scale)
+        torch.testing.assert_close(scale, expected.token_scale, rtol=1e-5, atol=0)
+        apart = (codes.int() - expected.codes.int()).abs()
+        assert apart.max() <= 1
+        assert apart.float().mean() < 1e-3
+    expected = launch_quantize(v, keys, "channel", 128, v_mean, call.key_mask, transposed=True, column_sum=True)
+    lengths = case.lengths_k or [case.tokens_k] * case.batch
+    at = 0  # the first block of a sequence, among its heads'
+    for batch, length in enumerate(lengths):
+        number = torch.arange(length, device=on)
+        seen = number >= 0 if call.key_mask is None else call.key_mask[batch]
+        their = number[seen][:count]
+        seen = seen & (number > (their[-1] if len(their) == count > 0 else length if count else -1))
+        for head in range(keys.heads):
+            z = head if call.packed else batch * keys.heads + head
+            begin = sum(lengths[:batch]) if call.packed else 0
+            at = begin // 128 + batch if call.packed else 0
+            blocks = slice(at, at + -(-length // 128))
+            scale, lacking = (x.flatten() for x in made.k_scales[z, blocks].view(-1, 64, 2, 2).unbind(2))
+            of_keys = (made.k_scale[head, begin:] if call.packed else made.k_scale[batch, head])[:length]
+            assert torch.equal(scale[:length], torch.where(seen, of_keys, 0.0))
+            assert torch.equal(lacking[:length], torch.where(seen, of_keys * -magic, -torch.inf))
+            assert (lacking[length:] == -torch.inf).all()
+            assert (scale[length:] == 0).all()
+            scale, lacking = (x.flatten(1) for x in made.v_scales[z, blocks].view(-1, head_dim // 2, 2, 2).unbind(2))
+            assert torch.equal(scale, expected.block_scale[z, blocks])
+            assert torch.equal(lacking, (expected.column_sum[z, blocks] - magic) * scale)
+            width = keys.blocks(128) * 128
+            codes, others = (
+                x.flatten()[z * head_dim * width :][: head_dim * width].view(head_dim, width)
+                for x in (made.v8_t, expected.transposed)
+            )
+            of_sequence = slice(at * 128, (at + -(-length // 128)) * 128)
+            assert torch.equal(codes[:, of_sequence], others[:, of_sequence])
+            if count:
+                values = (v[begin:, head] if call.packed else v[batch, head])[their].float() - v_mean[batch, head]
+                found = made.first_values[batch, head]
+                if count == 16:  # a thread's four tokens of a product, 2 t, 2 t + 1 and 8 more, lie side by side
+                    found = found.view(head_dim, 4, 2, 2).permute(0, 2, 1, 3).reshape(head_dim, 16).T
+                    assert (found[len(their) :] == 0).all()
+                    values = values.to(v.dtype)
+                assert torch.equal(found.view(count, head_dim)[: len(their)], values)
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf])
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="emulated"))])
+def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
+    case = AttentionCase(tokens_q=9, tokens_k=140, head_dim=64, device=on)
+    q, k, v, *_ = case.inputs()
+    q[0, 0, 4, 7] = k[0, 0, 5, 7] = v[0, 0, 130, 7] = lost
+    made = codes_of(case.call(q, k), (q, k, v, None, None), None, 89)
+    assert made.q_scale[0].isnan().nonzero().tolist() == [[0, 4]]
+    assert made.k_scale[0].isnan().nonzero().tolist() == [[0, 5]]
+    assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
 
 
 @pytest.mark.parametrize("order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS])
@@ -204,7 +282,7 @@ def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatc
     saved = launch.forward(call, q, k, v)
     gradients = launch.backward(call, saved._replace(o=torch.zeros_like(do)), do, dlse, None, None, v)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-    for direction, arguments in zip((FORWARD, BACKWARD), kernel.calls, strict=True):
+    for direction, arguments in zip((QUANTIZE, FORWARD, BACKWARD), kernel.calls, strict=True):
         kinds = [
             "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
             for x in arguments
@@ -364,7 +442,7 @@ def test_loops_hold_their_registers(on):
     device = torch.device(on, torch.cuda.current_device())
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     for direction, head_dim in VARIANTS:
-        kernel = nvrtc.kernel_of(variant_of(direction, head_dim, capability, half=False), capability)
+        kernel = nvrtc.kernel_of(variant(direction, head_dim, capability), capability)
         local = ctypes.c_int()
         function = kernel.function(device)
         assert libcuda().cuFuncGetAttribute(ctypes.byref(local), ctypes.c_int(LOCAL_BYTES), function) == 0

@@ -12,12 +12,11 @@ from torch import Tensor
 from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
-from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.mma_sync.compile import kernel_of
 from sagebwd.kernels.mma_sync.int8_dp import launch_int8_dp
-from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, IN_ROWS, PAIRS_IN_REGISTERS, finish, pair_scales
-from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, variant_of
+from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, IN_ROWS, PAIRS_IN_REGISTERS, finish, quantize
+from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, quantize_variant, variant_of
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
@@ -37,33 +36,26 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False,
         first_keys=recipe.first_keys, k_sampled=recipe.k_mean == "sample",
     )  # fmt: skip
-    arch = capability(call.device)
-    variant = variant_of(FORWARD, call.head_dim, arch, half=q.dtype == torch.float16, first_keys=recipe.first_keys)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
-    q8 = launch_quantize(q, queries, "token", recipe.block_q, codes=True, turned=call.turned)
-    k8 = launch_quantize(k, keys, "token", KEYS, k_shift, key_mask, codes=True, turned=call.turned)
-    v8 = launch_quantize(
-        v, keys, "channel", KEYS, v_shift, key_mask, transposed=True, column_sum=True,
-        first_row=recipe.first_keys == 1, first_key=first_keys if recipe.first_keys == 1 else None,
-    )  # fmt: skip
-    k_scales, v_scales, first_values = pair_scales(
-        call, k8.token_scale, v8.block_scale, v8.column_sum, v, v_shift, first_keys, variant.split
-    )
+    arch, settings = capability(call.device), {"half": q.dtype == torch.float16, "first_keys": recipe.first_keys}
+    codes = kernel_of(quantize_variant(call.head_dim, turned=call.turned, **settings), arch)
+    x = quantize(call, codes, _in_chunks(q), _in_chunks(k), _in_chunks(v), k_shift, v_shift, first_keys)
 
     o, lse = empty_like_rows(q), queries.per_token(q.device)
+    variant = variant_of(FORWARD, call.head_dim, arch, **settings)
     grid = queries.grid(variant.rows)
     launch(
         kernel_of(variant, arch),
         (grid * queries.batch * queries.heads,),
-        *_strided(q8.codes, queries),
-        q8.token_scale,
-        *_strided(k8.codes, keys),
-        k8.token_scale,
-        k_scales,
-        v8.transposed,
-        v_scales,
+        *_strided(x.q8, queries),
+        x.q_scale,
+        *_strided(x.k8, keys),
+        x.k_scale,
+        x.k_scales,
+        x.v8_t,
+        x.v_scales,
         v_shift,
-        v8.first_row if recipe.first_keys == 1 else first_values,
+        x.first_values,
         first_keys,
         *_strided(o, queries),
         lse,
@@ -80,7 +72,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         *_band(call),
         float(call.scale),
     )
-    return Saved(o, lse, q8.codes, q8.token_scale, k8.codes, k8.token_scale, None, k_mean)
+    return Saved(o, lse, x.q8, x.q_scale, x.k8, x.k_scale, None, k_mean)
 
 
 def backward(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, QUANTIZE = "forward", "backward", "quantize"
 HEAD_DIMS = (64, 128)
-# Keys of forward's tiles and queries of backward's.
-KEYS, QUERIES = 128, 64
+# Keys of forward's tiles and queries of backward's; rows of Q or K of a thread block that makes codes.
+KEYS, QUERIES, ROWS_OF_CODES = 128, 64, 256
 
 
 class Variant(NamedTuple):
@@ -21,9 +21,10 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
-    # of forward
-    split: int = 1  # warps that share rows, each with its part of a block's keys
+    # of forward and the codes
+    split: int = 1  # warps of forward that share rows
     first_keys: int = 0  # that are apart
+    turned: int = 0  # channels of the codes' rotation
     # of backward
     int8_dp: bool = False  # dP is a product of codes
     dq_tiles: int = 1  # of 16 queries of dQ, a warp
@@ -40,8 +41,8 @@ class Variant(NamedTuple):
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "INT8_DP", "DQ_MT",
-            "FLUSH", "SHARE", "ADDS_FOUR",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
+            "DQ_MT", "FLUSH", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -50,8 +51,10 @@ class Variant(NamedTuple):
         """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
-            tops = 64 * self.warps * self.row_tiles
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + (tops if self.split > 1 else 0)
+            exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
+        if self.direction == QUANTIZE:
+            return (KEYS + 8) * d
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
         return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
@@ -63,6 +66,8 @@ _TILES = {
     (FORWARD, 128): (4, 2, 2, 2, 2),
     (BACKWARD, 128): (8, 1, 1, 1, 1),
 }
+# Of cards whose multiprocessors have shared memory for one thread block of those.
+_TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
 # What else a backward whose dP is INT8 has, predicted and not timed (dev/log).
 INT8_DP = {"dq_tiles": 2, "flush": 8}
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
@@ -77,13 +82,19 @@ def variant_of(
 
     first_keys and int8_dp: the recipe's, for forward and backward.
     """
-    *tiles, split = _TILES[direction, head_dim]
+    little = capability not in _MORE_SHARED
+    *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, **INT8_DP)
-    if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
+    if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant
+
+
+def quantize_variant(head_dim: int, *, half: bool, first_keys: int, turned: int) -> Variant:
+    """The variant of the codes' pass; turned: channels of the rotation, or 0."""
+    return Variant(QUANTIZE, head_dim, 8, 1, 2, 1, False, half, 1, first_keys, turned)
 
 
 def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:

@@ -1,10 +1,10 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of backward:
-// K_IN_REGISTERS; INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp; FLUSH, steps after which sums of
-// dK and dV lose what INT32 sums start from, or 0: at once; SHARE, two warps share the sums of their keys; ADDS_FOUR, to
-// dQ at a time.
+// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
+// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp;
+// FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once; SHARE, two warps share the
+// sums of their keys; ADDS_FOUR, to dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -57,6 +57,16 @@ DEVICE u32 to_16bit(float low, float high) {
   return y;
 }
 
+DEVICE float from_16bit(u16 x) {
+#if HALF
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+#else
+  return as_float((u32)x << 16);
+#endif
+}
+
 // ---- products ----
 
 // c += a b, (16 x 32) (32 x 8) INT8.
@@ -102,12 +112,13 @@ DEVICE void load_shared4(float* r, u32 at) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]) : "r"(at) : "memory");
 }
 DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
-// Of numbers that are not negative; NaN wins.
-DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
-DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
 DEVICE void store_shared4(u32 at, const u32* x) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+// Of numbers that are not negative; NaN wins.
+DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
+DEVICE void add_shared(u32 at, int x) { asm volatile("red.shared.add.s32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
+DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
 DEVICE void load_words4(u32* r, u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }

@@ -1,14 +1,15 @@
 // O and lse of one block of queries of one head, over key blocks of 128: S = Q K^T and O = P V of INT8 codes.
-// SPLIT warps share rows, each has its part of every block's keys: a product's rows read half of K and V each, and twice
-// as many of them fit a warp's registers. FIRST keys of a sequence (0, 1 or 16) are apart, not in the blocks.
+// SPLIT warps share rows: of two each has half of every block's keys in S and half of the channels in P V, and hands its
+// codes of P to the other. Twice as many rows fit a warp's registers, and its products read half as much a row.
+// FIRST keys of a sequence (0, 1 or 16) are apart from the blocks.
 
 constexpr int KEYS = 128;
 constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
 constexpr u32 START_AT = STAGES * STAGE, TOPS_AT = START_AT + 16;
-constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT;  // of a thread block, of a warp
-constexpr u32 SENT = MT * (D / 16 * 4 + 2) * 128;  // bytes that a warp hands to the other one at the end
-static_assert(SPLIT == 1 || SPLIT == 2 && WARPS * SENT <= START_AT, "sums of a thread block lie where tiles lay");
+constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT, OWN_D = D / SPLIT;  // of a thread block, of a warp
+constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
+static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 
 // q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
 // v8_t (heads_k, D, blocks_k 128): codes of V less its mean, tokens interleaved. v_mean (batch, heads_k, D) or null.
@@ -32,7 +33,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   // key - query is within [low, high]
   const int shift = cu_seqlens_q ? keys.length - queries.length : 0;
   const int low = (int)lower + shift, high = (int)upper + shift;
-  const int part = warp % SPLIT, row0 = first_q + warp / SPLIT * MT * 16;
+  const int part = warp % SPLIT, first_d = part * OWN_D, row0 = first_q + warp / SPLIT * MT * 16;
   const float scale_2 = scale * LOG2_E;
 
   const u32 base = shared_base();
@@ -57,7 +58,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   }
 
   u32 q[MT][D / 32][4];
-  float qs[MT][2], m[MT][2], l[MT][2], acc[MT][D / 8][4];
+  float qs[MT][2], m[MT][2], l[MT][2], acc[MT][OWN_D / 8][4];
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int row = row0 + i * 16 + h * 8 + g;
     const bool there = row < queries.length;
@@ -66,7 +67,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     qs[i][h] = there ? max_nan(q_scale[z_q * total_q + queries.start + row] * scale_2, 1e-37f) : 1.0f;
     m[i][h] = -INF;
     l[i][h] = 0;
-    UNROLL for (int n = 0; n < D / 8; n++) acc[i][n][2 * h] = acc[i][n][2 * h + 1] = 0;
+    UNROLL for (int n = 0; n < OWN_D / 8; n++) acc[i][n][2 * h] = acc[i][n][2 * h + 1] = 0;
   }
   // a row's state begins with the keys that are apart
   auto number_of = [&](int n) { return first_numbers ? first_numbers[batch * FIRST + n] : n; };
@@ -79,7 +80,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     const int key = number_of(0);
     const i8* at = k8 + key * k_token + t * 4;
     const float ks = scale_of(key);
-    const float* value = (const float*)first_values + (i64)owner * D + t * 2;
+    const float* value = (const float*)first_values + (i64)owner * D + first_d + t * 2;
     int s[MT][2];
     UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
     UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
@@ -91,9 +92,8 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       s[i][h] += from_lane_xor(s[i][h], 2);
       if (!shown(key, i, h)) continue;
       m[i][h] = (float)s[i][h] * ks * qs[i][h];
-      if (part) continue;
-      l[i][h] = t == 0 ? 1.0f : 0.0f;  // lanes of a row are added up at the end
-      UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
+      l[i][h] = t == 0 && part == 0 ? 1.0f : 0.0f;  // lanes of a row are added up at the end
+      UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
     }
   }
   if (FIRST == 16) {
@@ -120,23 +120,21 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       const float safe = m[i][h] == -INF ? 0.0f : m[i][h];
       UNROLL for (int c = 0; c < 4; c++) {
         x[c] = exp2_of(x[c] - safe);  // P = exp2(S - m)
-        if (!part) l[i][h] += x[c];
+        if (part == 0) l[i][h] += x[c];
       }
       UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
     }
-    if (!part) {
-      const u16* at = (const u16*)first_values + ((i64)owner * D + g) * 16 + t * 4;
-      UNROLL for (int n = 0; n < D / 8; n++) {
-        const u32* words = (const u32*)(at + n * 8 * 16);
-        const u32 low_word = words[0], high_word = words[1];
-        UNROLL for (int i = 0; i < MT; i++) {
-          mma_16bit(acc[i][n], p[i], low_word, high_word);  // O = P V
-          UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= LEVELS;
-        }
+    const u16* at = (const u16*)first_values + ((i64)owner * D + first_d + g) * 16 + t * 4;
+    UNROLL for (int n = 0; n < OWN_D / 8; n++) {
+      const u32* words = (const u32*)(at + n * 8 * 16);
+      const u32 low_word = words[0], high_word = words[1];
+      UNROLL for (int i = 0; i < MT; i++) {
+        mma_16bit(acc[i][n], p[i], low_word, high_word);  // O = P V
+        UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= LEVELS;
       }
     }
   }
-  const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
+  const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + first_d * KEYS + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
   __syncthreads();
   int start[4];
   UNROLL for (int r = 0; r < 4; r++) start[r] = as_word(load_shared(base + START_AT + r * 4));
@@ -196,7 +194,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       m[i][h] = larger;
       top[i][h] = y == -INF ? 0.0f : y;
     }
-    u32 p[MT][OWN_KEYS / 32][4];
+    u32 p[MT][KEYS / 32][4];  // of a warp's own keys, then of the other's
     UNROLL for (int i = 0; i < MT; i++) {
       float sum[2] = {0, 0};
       UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
@@ -210,11 +208,21 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         p[i][k][r] = pack(x[i][n][h], x[i][n][h + 1], x[i][n + 1][h], x[i][n + 1][h + 1]);
       }
     }
+    if (SPLIT == 2) {
+      const u32 mine = base + CODES_AT + warp * CODES + lane * 16, other = base + CODES_AT + (warp ^ 1) * CODES + lane * 16;
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < OWN_KEYS / 32; k++) store_shared4(mine + (i * (OWN_KEYS / 32) + k) * 512, p[i][k]);
+      wait_for_pair(warp / 2);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < OWN_KEYS / 32; k++) {
+        float words[4];
+        load_shared4(words, other + (i * (OWN_KEYS / 32) + k) * 512);
+        UNROLL for (int r = 0; r < 4; r++) p[i][OWN_KEYS / 32 * (SPLIT - 1) + k][r] = as_word(words[r]);
+      }
+    }
     if (__any_sync(0xffffffffu, changed))
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= decay[i][r >> 1];
-    UNROLL for (int n = 0; n < D / 8; n += PAIR) {
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= decay[i][r >> 1];
+    UNROLL for (int n = 0; n < OWN_D / 8; n += PAIR) {
       int sum[PAIR][MT][4];  // P V
-      UNROLL for (int c = 0; c < OWN_KEYS / 64; c++) {
+      UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
         UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
@@ -222,30 +230,19 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       }
       UNROLL for (int e = 0; e < PAIR; e++) {
         float vs[4];
-        load_shared4(vs, at + V_SCALES_AT + (n + e) * 64 + t * 16);
+        load_shared4(vs, at + V_SCALES_AT + first_d * 8 + (n + e) * 64 + t * 16);
         UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
           acc[i][n + e][r] += (as_float(sum[e][i][r]) * vs[r & 1] + vs[2 + (r & 1)]) * weight[i][r >> 1];  // O = alpha O + beta P V
       }
     }
   }
-  if (SPLIT == 2) {  // of two warps each adds up half of the channels
+  if (SPLIT == 2) {  // l of all keys
     __syncthreads();
-    const u32 mine = base + warp * SENT + lane * 4, other = base + (warp ^ 1) * SENT + lane * 4;
-    UNROLL for (int i = 0; i < MT; i++) {
-      UNROLL for (int n = 0; n < D / 16; n++) UNROLL for (int r = 0; r < 4; r++) {
-        const float low_half = acc[i][n][r], high_half = acc[i][n + D / 16][r];
-        store_shared(mine + ((i * D / 16 + n) * 4 + r) * 128, as_word(part ? low_half : high_half));
-        acc[i][n][r] = part ? high_half : low_half;
-      }
-      UNROLL for (int h = 0; h < 2; h++) store_shared(mine + (MT * D / 4 + i * 2 + h) * 128, as_word(l[i][h]));
-    }
+    const u32 mine = base + warp * MT * 256 + lane * 4, other = base + (warp ^ 1) * MT * 256 + lane * 4;
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) store_shared(mine + (i * 2 + h) * 128, as_word(l[i][h]));
     wait_for_pair(warp / 2);
-    UNROLL for (int i = 0; i < MT; i++) {
-      UNROLL for (int n = 0; n < D / 16; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] += load_shared(other + ((i * D / 16 + n) * 4 + r) * 128);
-      UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (MT * D / 4 + i * 2 + h) * 128);
-    }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (i * 2 + h) * 128);
   }
-  const int first_d = part * (D / SPLIT);
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     float sum = l[i][h];
     sum += from_lane_xor(sum, 1);
@@ -256,7 +253,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     const float inverse = 1.0f / (sum * LEVELS);
     if (t == 0 && part == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum)) * LN_2;
     u16* out = o + offset_of(o_batch, o_head, o_token, batch, head, queries.start + row);
-    UNROLL for (int n = 0; n < D / 8 / SPLIT; n++) {
+    UNROLL for (int n = 0; n < OWN_D / 8; n++) {
       float y[2];
       UNROLL for (int b = 0; b < 2; b++) {
         const float mean = v_mean ? v_mean[(i64)owner * D + first_d + n * 8 + t * 2 + b] : 0.0f;
