@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,11 @@ def metrics(folder):
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
 def test_a_run_learns_and_says_what_it_did(tiny, tmp_path, recipe, qk_norm):
     config = tiny.replace({"attention.recipe": recipe, "model.qk_norm": qk_norm})
-    pretrain.run(config, tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pretrain.run(config, tmp_path / "run")
+    warned = any("without QK-norm INT8 attention can diverge" in str(one.message) for one in caught)
+    assert warned == (recipe == "token" and not qk_norm)
     lines = metrics(tmp_path / "run")
     assert lines[8, "loss"] < lines[1, "loss"] - 0.5
     assert lines[8, "held_out_loss"] < lines[4, "held_out_loss"]
