@@ -78,6 +78,13 @@ def after_an_element(x: Tensor) -> Tensor:
     return flat[1:].view(x.shape).copy_(x)
 
 
+def tensors_in(x: object) -> list[Tensor]:
+    """Tensors in named tuples in named tuples."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [tensor for field in x for tensor in tensors_in(field)] if hasattr(x, "_fields") else []
+
+
 @dataclass
 class AttentionCase:
     """Shapes and options of a call; lengths_q and lengths_k make it a packed one.

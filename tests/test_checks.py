@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sagebwd import checks, replace_sdpa, sage_attention
+from tests.threads import at_once
 
 
 @contextmanager
@@ -33,11 +33,7 @@ def divided():
 
 def elsewhere(function):
     """What a function returns in another thread."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    return at_once(lambda _: function(), [None])[0]
 
 
 def test_a_ring_lets_its_own_threads_calls_through(divided):

@@ -9,14 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from lab.studies import int8_dp
-from lab.studies.ablations import Ablation
-from lab.studies.study import Sample
-from lab.studies.study import draw as draw_kind
-from lab.studies.variants import DP_STEPS
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.call import Ask
 from sagebwd.diagnostics import capture
-from sagebwd.masks.band import Band
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
@@ -136,10 +131,11 @@ def test_sixteen_bit_inputs_are_as_good(recipe, dtype):
 
 
 def test_the_studys_steps_together_are_the_recipe():
-    one = Sample.of("outliers", draw_kind("outliers", 150, 32, 0), Band.of(True))
+    ((_, *sample),) = int8_dp.drawn(["outliers"], 150, (32, 32), 1)
+    tensors, scale, band = sample
     for recipe in ("token", "mixed"):
-        steps = one.run(Ablation(recipe, variant={"dp_steps": DP_STEPS}))
-        found = one.run(Ablation(f"{recipe}(dp=int8)"))
+        steps = int8_dp.outputs(tensors, Recipe.named(recipe), scale, band, int8_dp.DP_STEPS)
+        found = int8_dp.outputs(tensors, Recipe.parse(f"{recipe}(dp=int8)"), scale, band)
         assert all(torch.equal(steps[name], found[name]) for name in found)
 
 

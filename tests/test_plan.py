@@ -9,7 +9,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +30,9 @@ from sagebwd.reference.metrics import relative_l2
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import launchers, program
+from tests.attention_case import after_an_element
 from tests.attention_case import leaves as leaves_of
+from tests.threads import at_once
 
 SHAPE = 2, 3, 8, 4
 STEP = 0.5
@@ -188,11 +189,6 @@ def test_packed_calls_share_a_plan_whatever_their_offsets_say(stand_ins, describ
 def side_by_side(x: Tensor) -> Tensor:
     """The same with the heads of a token side by side."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def after_an_element(x: Tensor) -> Tensor:
-    """The same 4 bytes past an address that kernels read from."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 @pytest.mark.parametrize(
@@ -603,9 +599,7 @@ def test_threads_share_plans(stand_ins):
                 PLANS.clear()
             check(with_lse=seed % 2 == 0, seed=100 * number + seed)
 
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, number) for number in range(4)]:
-            done.result()
+    at_once(work, range(4))
 
 
 def test_threads_share_the_programs_of_a_plan(stand_ins):
@@ -621,9 +615,7 @@ def test_threads_share_the_programs_of_a_plan(stand_ins):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(4) as pool:
-            for done in [pool.submit(work, number) for number in range(4)]:
-                done.result()
+        at_once(work, range(4))
     finally:
         sys.setswitchinterval(interval)
 

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -33,10 +32,12 @@ from sagebwd.reference.metrics import relative_l2
 from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
-from sagebwd.kernels.runtime import device, program
+from sagebwd.kernels.runtime import program
 from tests.attention_case import leaves as leaves_of
-from tests.attention_case import outcome
+from tests.attention_case import outcome, tensors_in
+from tests.gpus import as_if_on_hopper
 from tests.test_plan import DEVICE, SHAPE, Kernel, draw
+from tests.threads import at_once
 
 BATCH, HEADS, TOKENS, WIDTH = SHAPE
 LENGTH = 96
@@ -250,8 +251,7 @@ def test_a_mask_object_is_read_once(form, monkeypatch):
 )
 def test_what_is_made_of_a_mask_object_is_of_the_calls_own_shape(impl, direction, change, monkeypatch):
     """As where a last batch is smaller; kernels would read beyond the end of what has another shape."""
-    monkeypatch.setattr(device, "capability", lambda device: 90)
-    monkeypatch.setattr(device, "num_sms", lambda device: 132)
+    as_if_on_hopper(monkeypatch)
     recipe = Recipe.parse("mixed" if impl == "hopper" else "token(first_keys=1)")
     choice = dispatch.named(recipe, f"{impl}/{impl}")
     elements = bias(0)[None, None, :1] if change == "queries" else pairs(0)[None, None]
@@ -267,13 +267,6 @@ def test_what_is_made_of_a_mask_object_is_of_the_calls_own_shape(impl, direction
         found, expected = lists(shared, batch, tokens), lists(read_mask(elements), batch, tokens)
         assert [x.shape for x in found] == [x.shape for x in expected]
         assert all(torch.equal(x, e) for x, e in zip(found, expected))
-
-
-def tensors_in(x) -> list[Tensor]:
-    """Tensors in named tuples in named tuples."""
-    if isinstance(x, Tensor):
-        return [x]
-    return [tensor for field in x for tensor in tensors_in(field)] if hasattr(x, "_fields") else []
 
 
 # stand-ins
@@ -444,9 +437,7 @@ def test_threads_share_a_mask_object(stand_ins):
         for seed in range(10):
             check(shown, seed, scale=1.0 + (seed + number) % 3, block_mask=mask)
 
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, number) for number in range(4)]:
-            done.result()
+    at_once(work, range(4))
 
 
 def test_masks_of_inference_mode(stand_ins):

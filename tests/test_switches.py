@@ -14,6 +14,7 @@ from sagebwd import sage_attention, switches
 from sagebwd.integrations import flash_attn
 from sagebwd.integrations.flash_attn import flash_attn_func
 from sagebwd.switches import current
+from tests.threads import at_once
 
 SWITCHES = sys.modules["sagebwd.switches"]
 NAMES = [field.name for field in dataclasses.fields(current)]
@@ -33,16 +34,11 @@ class Thread:
     def __init__(self):
         self.stack = ExitStack()
 
-    def does(self, function, *arguments):
-        thread = threading.Thread(target=function, args=arguments)
-        thread.start()
-        thread.join()
-
     def enters(self, **given):
-        self.does(self.stack.enter_context, switches(**given))
+        at_once(self.stack.enter_context, [switches(**given)])
 
     def leaves(self):
-        self.does(self.stack.pop_all().close)
+        at_once(lambda stack: stack.close(), [self.stack.pop_all()])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,16 +77,12 @@ def test_blocks_within_one_another():
 
 
 def test_many_threads_leave_nothing_on():
-    def enter_and_leave():
+    def enter_and_leave(_):
         for n in range(300):
             with switches(deterministic=True, disabled=bool(n % 2)):
                 assert current.deterministic
 
-    threads = [threading.Thread(target=enter_and_leave) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(enter_and_leave, range(4))
 
 
 def test_deterministic_calls_of_two_threads_leave_nothing_on(monkeypatch):

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
+from sagebwd import sage_attention
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
-from tools.beside import Case, runs_of
 
 RECIPES = ("mixed", "mixed(dp=int8)")
 TOKENS = 16384
@@ -64,18 +65,31 @@ def errors(widths: Iterable[str]) -> int:
     return broken
 
 
+def runs_of(shape: tuple[int, int, int], value_dim: int, is_causal: bool) -> dict[str, Callable[[], object]]:
+    """Both directions and backward of each recipe, by name; shape: batch, tokens and head_dim."""
+    batch, tokens, head_dim = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(batch, 2048 // head_dim, tokens, dim, generator=generator, device="cuda").bfloat16()
+        for dim in (head_dim, head_dim, value_dim, value_dim)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    runs: dict[str, Callable[[], object]] = {}
+    for recipe in RECIPES:
+        forward = partial(sage_attention, *leaves, is_causal=is_causal, recipe=recipe)
+        backward = partial(torch.autograd.grad, forward(), leaves, do, retain_graph=True)
+        runs[f"{recipe} both"] = lambda forward=forward: torch.autograd.grad(forward(), leaves, do)
+        runs[f"{recipe} backward"] = backward
+    return runs
+
+
 def times(widths: Iterable[str], lengths: Iterable[int], rounds: int) -> None:
     """Print a line a width, mask and length: milliseconds of `mixed`, and how many times as fast the other is."""
     for width in widths:
         head_dim, value_dim = of_width(width)
-        heads = 2048 // head_dim
         for is_causal in (True, False):
             for tokens in lengths:
-                case = Case(head_dim, TOKENS // tokens, heads, heads, tokens, value_dim, is_causal)
-                runs = {}
-                for recipe in RECIPES:
-                    made = runs_of(case, recipe, "cuda")
-                    runs |= {f"{recipe} {way}": made[way] for way in ("both", "backward")}
+                runs = runs_of((TOKENS // tokens, tokens, head_dim), value_dim, is_causal)
                 found = {name: ms for name, (ms, _) in time_interleaved(runs, "cuda", rounds).items()}
                 cells = []
                 for way in ("both", "backward"):

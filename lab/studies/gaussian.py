@@ -5,8 +5,7 @@ Three kinds of input, all Gaussian, standard deviation sigma_QK for Q and K and 
 - ``plain``: independent entries, as in the paper's Table 1.
 - ``bias-and-sink``: K and V get a channel mean of 3 sigma, Q a common direction of 2 sigma, one draw a head, as
   trained heads have. With a mean in V, a delta from a quantised O no longer cancels dP, and dS leaks into every key.
-- ``sink``: a key, the first unless told, stands 12 logits above the rest and has a tenth of their value
-  (`lab.studies.sinks`).
+- ``sink``: a key, the first unless told, stands 12 logits above the rest and has a tenth of their value.
 
 The error is against full precision in FP64 on the same inputs, which are drawn in BF16 and then promoted.
 

@@ -3,10 +3,10 @@
 ``python -m lab.studies.int8_dp recipes | steps`` measure, write JSON and print a Markdown table; ``show FILE`` prints
 that of a file, or of some of its kinds and recipes. Products are emulated in FP32 from inputs drawn in BF16 and
 compared with FP64 on the same inputs, causal; relative L2 throughout. ``steps`` takes the steps of
-`lab.studies.variants.DP_STEPS` away one at a time, all but the scales a token, and all four; its last line is the
+`DP_STEPS` away one at a time, all but the scales a token, and all four; its last line is the
 recipe with dP in 16 bit.
 
-Kinds: ``gaussian``, N(0, 1); ``outliers``, with means and channels of outliers in K and V (`lab.studies.study`);
+Kinds: ``gaussian``, N(0, 1); ``outliers``, with means and channels of outliers in K and V;
 ``sink at N``, with key N 12 logits above the rest (`lab.studies.gaussian`); and what ``--load`` brings.
 """
 
@@ -21,19 +21,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.studies import gaussian, study
+from lab.studies import gaussian
 from lab.studies.study_tables import table, write
-from lab.studies.variants import DP_STEPS, Variant
 from sagebwd.diagnostics import capture
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
+from sagebwd.reference.emulator import DpOperands, Emulator
 from sagebwd.reference.metrics import relative_l2
+from sagebwd.reference.quantize import pad_tokens, quantize_tokens
+from sagebwd.reference.rotation import rotated
 
 RECIPES = (
     "mixed", "mixed(dp=int8)", "token", "token(dp=int8)", "token(first_keys=16)", "token(first_keys=16, dp=int8)",
     "paper",
 )  # fmt: skip
 BASES = ("mixed", "token(first_keys=16)")
+DP_STEPS = ("rotation", "token scales", "delta of codes", "mean of O")
+"""Of an INT8 dP: dO and V are rotated; V has a scale a token, not one for 128 keys; delta is made of dO's codes, not
+of dO; V is less the mean of O."""
+KEYS_A_SCALE = 128
 LABELS = {"o": "O", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
 SHOWN = {"recipes": ("o", "dq", "dk", "dv"), "steps": ("ds", "dq", "dk")}
 KINDS = ("gaussian", "outliers", *(f"sink at {place}" for place in (0, 1, 5, 15, 40)))
@@ -55,10 +61,13 @@ def draw(kind: str, tokens: int, head_dim: int, value_dim: int, seed: int) -> Te
     if base == "sink" and place.isdigit():
         drawn = gaussian.draw("sink", 1.0, tokens, head_dim, seed, int(place))
     elif kind in ("gaussian", "outliers"):
-        drawn = study.draw("sigma 1" if kind == "gaussian" else kind, tokens, head_dim, seed)
+        drawn = gaussian.draw("plain" if kind == "gaussian" else "bias-and-sink", 1.0, tokens, head_dim, seed)
     else:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     q, k, v, do = (x.float() for x in drawn)
+    if kind == "outliers":
+        k[..., 3] *= 8
+        v[..., 5] *= 8
     return q, k, v[..., :value_dim], do[..., :value_dim]
 
 
@@ -77,10 +86,37 @@ def loaded(name: str, path: str | Path) -> Iterator[Sample]:
             yield name, tensors, call.scale, Band.of(call.is_causal, *(call.window or (-1, -1)))
 
 
-def outputs(tensors: Tensors, recipe: Recipe, scale: float, band: Band, **variant: object) -> dict[str, Tensor]:
-    """O, dS, dQ, dK and dV; variant, of `lab.studies.variants.Variant`."""
+class Stepwise(Emulator):
+    """The emulator of a dP in INT8 that takes some of the steps which keep dS.
+
+    Attributes: steps, those of `DP_STEPS`; None for the recipe's own dP.
+    """
+
+    steps: Collection[str] | None = None
+
+    def _dp_operands(self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None) -> DpOperands:
+        if self.steps is None:
+            return super()._dp_operands(do, o, lse, dlse)
+        do, o = self._group_heads(do), self._group_heads(o)
+        center = o.mean((2, 3), keepdim=True) if "mean of O" in self.steps else torch.zeros_like(self.v[..., :1, :])
+        turned = rotated if "rotation" in self.steps else torch.clone
+        do_codes, do_scale = quantize_tokens(turned(do), "token", 1)
+        group = "token" if "token scales" in self.steps else "block"
+        v_codes, v_scale = quantize_tokens(turned(self.v - center), group, KEYS_A_SCALE)
+        coded = do_codes * do_scale
+        products = coded * turned(o - center) if "delta of codes" in self.steps else do * (o - center)
+        delta, shared = products.sum(-1, keepdim=True), (coded * turned(center)).sum(-1, keepdim=True)
+        do_codes, do_scale, shared = (pad_tokens(x, self.recipe.block_q) for x in (do_codes, do_scale, shared))
+        return DpOperands(do_codes, do_scale, v_codes, v_scale, delta, shared)
+
+
+def outputs(
+    tensors: Tensors, recipe: Recipe, scale: float, band: Band, steps: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """O, dS, dQ, dK and dV; steps, as `Stepwise` takes them."""
     q, k, v, do = tensors
-    emulator = Variant(q, k, v, recipe, scale, band, **variant)
+    emulator = Stepwise(q, k, v, recipe, scale, band)
+    emulator.steps = steps
     tokens_q, tokens_k = q.shape[2], k.shape[2]
     ds = q.new_zeros(*q.shape[:2], tokens_q, tokens_k)
 
@@ -102,7 +138,7 @@ def measure(part: str, samples: Iterable[Sample], recipes: Sequence[str]) -> lis
         for text in recipes:
             recipe = Recipe.parse(text)
             for step, taken in STEPS.items() if part == "steps" else [("", None)]:
-                actual = outputs(tensors, recipe, scale, band, dp_steps=taken)
+                actual = outputs(tensors, recipe, scale, band, taken)
                 names = {"kind": kind, "recipe": text, **({"step": step} if step else {})}
                 row = rows.setdefault((kind, text, step), {**names, "errors": {name: [] for name in LABELS}})
                 for name, values in row["errors"].items():

@@ -15,6 +15,7 @@ from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAIN
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
 from sagebwd.reference.metrics import relative_l2
+from tests.threads import at_once
 
 SMALL = 1 << 11
 
@@ -189,20 +190,7 @@ def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "measure", lambda *given, **options: [[row]])
     both, replace = threading.Barrier(2), os.replace  # neither is moved before both are written
     monkeypatch.setattr(os, "replace", lambda *given: both.wait(60) is None or replace(*given))
-    failed = []
-
-    def measure():
-        try:
-            command.measure("cpu", [], None, "abc")
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=measure) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    at_once(lambda _: command.measure("cpu", [], None, "abc"), range(2))
     path = model.kept_at("cpu", torch.__version__)
     assert model.rows_kept(path)
     assert [x.name for x in path.parent.iterdir()] == [path.name]

@@ -324,6 +324,9 @@ def test_a_dtype_is_refused_for_itself_and_not_for_its_padding():
     mask = MASKS["over-heads-and-queries"](padding())
     with replace_sdpa(impl="triton", unsupported="raise"), pytest.raises(TypeError, match=r"float32.*torch\.autocast"):
         F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
+    with replace_sdpa(impl="triton") as sdpa:
+        F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
+    assert sdpa.counts == {"replaced": 0, "kept": {"dtype float32": 1}}
 
 
 def test_function_transforms_are_refused():

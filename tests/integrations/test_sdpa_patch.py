@@ -3,7 +3,6 @@
 import collections
 import itertools
 import re
-import threading
 import warnings
 
 import pytest
@@ -15,6 +14,7 @@ from sagebwd.integrations import sdpa as sdpa_integration
 from sagebwd.reference.metrics import relative_l2
 from tests.inputs import draw
 from tests.integrations.test_sdpa import is_original_or_int8
+from tests.threads import at_once
 
 ORIGINAL = F.scaled_dot_product_attention
 
@@ -94,29 +94,21 @@ def test_counts_hold_across_threads():
     x = torch.zeros(1, 1, 2, 8)
     with replace_sdpa(impl="reference", min_tokens=1000) as sdpa:
 
-        def calls():
+        def calls(_):
             for _ in range(200):
                 F.scaled_dot_product_attention(x, x, x)
 
-        threads = [threading.Thread(target=calls) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(calls, range(8))
     assert sdpa.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1600}}
 
 
 def test_threads_that_enter_and_leave_restore_the_original():
-    def enter_and_leave():
+    def enter_and_leave(_):
         for _ in range(200):
             with replace_sdpa(impl="reference"):
                 pass
 
-    threads = [threading.Thread(target=enter_and_leave) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(enter_and_leave, range(8))
     assert F.scaled_dot_product_attention is ORIGINAL
 
 

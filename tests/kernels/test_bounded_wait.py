@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 
 from sagebwd.kernels.sm90.widths import WIDTHS  # noqa: E402 (triton may be missing)
+from tests.gpus import HAS_HOPPER  # noqa: E402
 from tests.kernels.ptx_loops import loops  # noqa: E402
 from tools import machine_code  # noqa: E402
 
@@ -164,7 +164,6 @@ try:
 finally:
     print(f"{time.monotonic() - began:.1f} seconds", flush=True)
 """
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 # each way to add to dQ: by columns, by rows, and from the second of two kernels

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sagebwd.kernels.runtime import device
+from tests.threads import at_once
 
 GPU = torch.device("cuda", 1)
 
@@ -64,20 +65,8 @@ def test_bytes_of_a_cpu_are_cleared():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_new_thread_clears():
-    import threading
-
     x = torch.ones(1024, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    failed = []
-
-    def run() -> None:
-        try:
-            device.clear(x.data_ptr(), 512, x.device, torch.cuda.current_stream().cuda_stream)
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failed
+    stream = torch.cuda.current_stream().cuda_stream
+    at_once(lambda size: device.clear(x.data_ptr(), size, x.device, stream), [512])
     assert x.sum().item() == 512

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import AttentionCase
+from tests.attention_case import AttentionCase, tensors_in
+from tests.gpus import as_if_on_hopper
 from tests.kernels.test_masks import CALLS as MASKED
 from tests.kernels.test_portable import CALLS as PORTABLE
 from tests.kernels.test_sm90_backward import CALLS as OF_HOPPER
@@ -19,7 +20,7 @@ from tests.kernels.test_sm90_backward import VARIED
 pytest.importorskip("triton")
 from sagebwd import dispatch
 from sagebwd.cache import PLANS
-from sagebwd.kernels.runtime import device, program
+from sagebwd.kernels.runtime import program
 
 # a forward in CuTe DSL is no kernel of Triton's, whose launches are watched here
 HOPPER = "triton/hopper"
@@ -131,18 +132,10 @@ def run(impl: str, call: AttentionCase, notes: Notes) -> list[tuple[list, list, 
     ]
 
 
-def tensors_in(x) -> list[Tensor]:
-    """Tensors in named tuples in named tuples."""
-    if isinstance(x, Tensor):
-        return [x]
-    return [tensor for field in x for tensor in tensors_in(field)] if hasattr(x, "_fields") else []
-
-
 @pytest.fixture
 def notes(monkeypatch):
     """What is launched as if there were an H200."""
-    monkeypatch.setattr(device, "capability", lambda device: 90)
-    monkeypatch.setattr(device, "num_sms", lambda device: 132)
+    as_if_on_hopper(monkeypatch)
     noted, prepared = Notes(), dispatch.prepared
     monkeypatch.setattr(program, "_start", noted.launch)
     monkeypatch.setattr(program, "compiled", noted.compiled)

@@ -13,6 +13,7 @@ from sagebwd.reference.float8 import RESTORED
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens
 from tests.attention_case import AttentionCase
+from tests.gpus import needs_hopper
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
@@ -22,8 +23,6 @@ from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
 from tests.kernels import test_sm90_backward, test_sm90_masks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
 RECIPE = "mixed(dp=int8)"
 LOG2_E = 1.4426950408889634
 
@@ -230,7 +229,7 @@ CASES = [
 
 
 class TestIsTheRecipe:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     @pytest.mark.parametrize(("change", "name", "dims"), CASES)
     def test_is_the_recipe(self, change, name, dims):
@@ -240,7 +239,7 @@ class TestIsTheRecipe:
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     @pytest.mark.parametrize(("head_dim", "value_dim"), widths.FORMS)
     def test_deterministic_gradients_are_the_same_bits(self, head_dim, value_dim):

@@ -6,9 +6,9 @@ import torch
 from sagebwd import sage_attention
 from sagebwd.switches import switches
 from tests.attention_case import outcome
+from tests.gpus import HAS_HOPPER
 
 pytest.importorskip("triton")
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 BATCH, TOKENS, HEADS, KV_HEADS = 2, 80, 4, 2

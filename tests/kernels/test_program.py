@@ -2,7 +2,6 @@
 
 import ctypes
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 program = pytest.importorskip("sagebwd.kernels.runtime.program")
 launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
 from sagebwd.cache import PLANS, Cache  # noqa: E402
+from tests.threads import at_once  # noqa: E402
 
 
 class Kernel:
@@ -165,9 +165,7 @@ def test_launches_are_noted_in_the_thread_that_describes_alone():
     def call(x: Tensor) -> tuple[Tensor]:
         out = torch.empty(8)
         program.launch(kernel, (1,), x, x, out, 8, BLOCK=16, scale=0.0, num_warps=4)
-        with ThreadPoolExecutor(1) as pool:
-            y = torch.zeros(8)
-            pool.submit(program.launch, other, (1,), y, y, y, 8, BLOCK=16, scale=0.0, num_warps=4).result()
+        at_once(lambda y: program.launch(other, (1,), y, y, y, 8, BLOCK=16, scale=0.0, num_warps=4), [torch.zeros(8)])
         return (out,)
 
     kernel = Kernel()
@@ -317,7 +315,5 @@ def test_threads_share_a_cache():
             if number % 97 == 0:
                 cache.clear()
 
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, seed) for seed in (1, 2, 3, 5)]:
-            done.result()
+    at_once(work, (1, 2, 3, 5))
     assert len(cache) <= 8

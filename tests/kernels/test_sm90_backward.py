@@ -11,6 +11,7 @@ from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import switches
 from tests.attention_case import TENSORS, AttentionCase
+from tests.gpus import needs_hopper
 from tests.kernels.test_portable import CALLS, UNALIGNED
 
 pytest.importorskip("triton")
@@ -19,10 +20,6 @@ from sagebwd.call import Call, Packing
 from sagebwd.kernels.sm90.backward import launch
 from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_tiles_per_cta
 from sagebwd.kernels.sm90.widths import FORMS
-
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
-
 
 VARIED = (
     "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
@@ -64,7 +61,7 @@ TURNS = {
 @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
 @pytest.mark.parametrize("name", CALLS)
 class TestIsTheRecipe:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     def test_is_the_recipe(self, name, head_dim, value_dim):
         dataclasses.replace(CALLS[name], head_dim=head_dim, value_dim=value_dim, device="cuda").check("hopper")
@@ -77,7 +74,7 @@ def drawn(shape, dims):
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
     def test_rotated_queries_with_outlier_channels(self, head_dim, value_dim):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.attention_case import AttentionCase
+from tests.gpus import needs_hopper
 
 pytest.importorskip("triton")
 from sagebwd.kernels.sm90.backward.launch import prepare
 from sagebwd.kernels.sm90.widths import FORMS
 from sagebwd.masks import work_splits
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
+pytestmark = needs_hopper
 
 CALLS = {
     "bool-all-gqa": AttentionCase(mask="bool-all", batch=2, heads=4, kv_heads=2, tokens_q=300, tokens_k=500),

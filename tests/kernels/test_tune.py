@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from sagebwd.kernels.portable import tune
 from sagebwd.kernels.portable.config import Config, choose, smaller
 from sagebwd.kernels.runtime import device
 from sagebwd.recipe import Recipe
+from tests.threads import at_once
 
 TOKEN, PAPER, FULL = map(Recipe.named, ("token", "paper", "full"))
 
@@ -146,23 +146,14 @@ def test_a_malformed_file_is_told_and_written_anew(text, tuning, caplog):
 
 def test_threads_that_tune_at_once_do_not_collide(tuning, caplog):
     """Regression: threads of a process wrote one temporary file, and the second one found it gone."""
-    failed = []
 
     def write(name):
-        try:
-            for n in range(100):
-                tune._read()[f"{name} {n}"] = dataclasses.asdict(Config(64, 4, 2))
-                tune._write(tune._read())
-        except Exception as error:
-            failed.append(error)
+        for n in range(100):
+            tune._read()[f"{name} {n}"] = dataclasses.asdict(Config(64, 4, 2))
+            tune._write(tune._read())
 
     tune._read()
-    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    at_once(write, "abc")
     assert not caplog.messages
     assert os.listdir(tune.CACHE.parent) == [tune.CACHE.name]
     assert json.loads(tune.CACHE.read_text())

@@ -2,8 +2,9 @@
 
 They run on a CPU with the reference, and those that need kernels also on a GPU (`-m gpu`).
 
-1 kernel swap, 7 strides, 8 compile, 9 numerics: test_kernels. 2 SDPA patch, 3 padding, 4 packing, 5 Trainer:
-test_models. 6 parity: tests/lab/test_story.py. 10 install and bench: `make package`, tests/cli and tests/benchmarks.
+1 kernel swap, 7 strides, 8 compile, 9 numerics: test_kernels. 3 padding, 4 packing, 5 Trainer: test_models. 2 SDPA
+patch: tests/integrations/test_sdpa.py. 6 parity: tests/lab/training/test_compare.py and test_pretrain.py. 10 install
+and bench: `make package`, tests/cli and tests/benchmarks.
 """
 
 import pytest

@@ -1,8 +1,7 @@
-"""Stories 2 to 5: attention inside models, Transformers and its Trainer."""
+"""Stories 3 to 5: attention inside models, Transformers and its Trainer."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -14,7 +13,6 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 import sagebwd
-from sagebwd import sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.reference.metrics import cosine
 from tests.stories import low_precision, on_each_device, randn
@@ -36,65 +34,6 @@ def qwen3(attention, dtype=torch.float32, device="cpu", recipe="auto"):
 
 def document(length, seed):
     return torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def calls_it_cannot_do():
-    def qkv(head_dim=64):
-        return [randn(1, 2, 20, head_dim, seed=n, dtype=torch.bfloat16) for n in range(3)]
-
-    return {
-        "head_dim 512": (qkv(512), {}),
-        "dtype float32": ([x.float() for x in qkv()], {}),
-        "dropout": (qkv(), {"dropout_p": 0.1}),
-        "attn_mask needs a gradient": (qkv(), {"attn_mask": torch.zeros(1, 2, 20, 20).bfloat16().requires_grad_()}),
-    }
-
-
-each_refusal = pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("head_dim 512", "head_dim 512 is not supported"),
-        ("dtype float32", "dtype float32 is not supported"),
-        ("dropout", r"dropout_p=0\.1 is not supported"),
-        ("attn_mask needs a gradient", "gradients of an additive mask are not supported"),
-    ],
-)
-
-
-@each_refusal
-def test_story_2_what_it_cannot_do_is_refused_with_the_value(reason, message):
-    """“each raises with the value in the message”."""
-    tensors, options = calls_it_cannot_do()[reason]
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-        sage_attention(*tensors, impl="triton", **options)
-
-
-@each_refusal
-def test_story_2_sdpa_patch_refuses_those_calls(reason, message):
-    """“Inside [the patch] each raises with the value in the message”."""
-    tensors, options = calls_it_cannot_do()[reason]
-    original = F.scaled_dot_product_attention
-    with (
-        sagebwd.replace_sdpa(impl="triton", unsupported="raise") as sdpa,
-        pytest.raises((ValueError, TypeError, NotImplementedError), match=message),
-    ):
-        F.scaled_dot_product_attention(*tensors, **options)
-    assert sdpa.counts == {"replaced": 0, "kept": {}}
-    assert F.scaled_dot_product_attention is original
-
-
-def test_story_2_sdpa_patch_leaves_those_calls_to_sdpa_and_counts_them():
-    """“each equals SDPA and [the count is] 4; after exit F.scaled_dot_product_attention is the original object”."""
-    original = F.scaled_dot_product_attention
-    calls = calls_it_cannot_do()
-    with sagebwd.replace_sdpa(impl="triton") as sdpa:
-        for tensors, options in calls.values():
-            torch.manual_seed(0)
-            ours = F.scaled_dot_product_attention(*tensors, **options)
-            torch.manual_seed(0)
-            assert torch.equal(ours, original(*tensors, **options))
-    assert sdpa.counts == {"replaced": 0, "kept": dict.fromkeys(calls, 1)}
-    assert F.scaled_dot_product_attention is original
 
 
 @on_each_device

@@ -53,17 +53,23 @@ def test_a_value_of_zero_comes_back_within_the_rounding_of_the_mean():
     assert fuzz.check(ZERO_VALUE, "triton", device) is None
 
 
+def changed(monkeypatch, change):
+    """Let `fuzz.check` find of a kernel, called "kernel", what ``change`` makes of inputs and right results."""
+    outcome = fuzz.outcome
+
+    def instead(case, inputs, impl, dtype, o=None):
+        results = outcome(case, inputs, "reference", dtype, o)
+        return change(inputs, results) if impl == "kernel" else results
+
+    monkeypatch.setattr(fuzz, "outcome", instead)
+
+
 @pytest.mark.parametrize(("recipe", "wrong"), [(RECIPE, 1e-5), ("token(smooth_v=False)", 1e-8), ("mixed", 1e-8)])
 def test_more_than_the_rounding_of_the_mean_is_found(monkeypatch, recipe, wrong):
-    case, outcome = fuzz.replace(ZERO_VALUE, recipe=recipe), fuzz.outcome
-
-    def shifted(case, inputs, impl, dtype, o=None):
-        o, *others = outcome(case, inputs, "reference", dtype, o)
-        return [o + wrong if impl == "shifted" else o, *others]
-
-    monkeypatch.setattr(fuzz, "outcome", shifted)
+    case = fuzz.replace(ZERO_VALUE, recipe=recipe)
+    changed(monkeypatch, lambda inputs, results: [results[0] + wrong, *results[1:]])
     assert fuzz.check(case, "reference", "cpu") is None
-    assert fuzz.check(case, "shifted", "cpu").startswith("o: ")
+    assert fuzz.check(case, "kernel", "cpu").startswith("o: ")
 
 
 def replaced(monkeypatch, results):
@@ -159,7 +165,6 @@ def first_drawn(wanted):
 
 
 def test_cases_repeated_beyond_a_dimension_of_a_grid(monkeypatch):
-    outcome = fuzz.outcome
     for case in first_drawn(lambda case: case.repeats > 1).values():
         assert len(case.lengths_q) * case.heads * case.repeats > 65535
         assert max(case.lengths_q + case.lengths_k) <= fuzz.FEW_TOKENS
@@ -167,14 +172,12 @@ def test_cases_repeated_beyond_a_dimension_of_a_grid(monkeypatch):
         assert fuzz.check(case, "reference", "cpu") is None
         for name in ("o", "dq"):
 
-            def last_is_wrong(case, inputs, impl, dtype, o=None, name=name):
-                results = outcome(case, inputs, "reference", dtype, o)
-                if impl == "kernel":
-                    results[fuzz.RESULTS.index(name)][-1] += 1
+            def last_is_wrong(inputs, results, name=name):
+                results[fuzz.RESULTS.index(name)][-1] += 1
                 return results
 
             with monkeypatch.context() as patch:
-                patch.setattr(fuzz, "outcome", last_is_wrong)
+                changed(patch, last_is_wrong)
                 assert fuzz.check(case, "kernel", "cpu").startswith(f"{name}: error")
 
 
@@ -184,6 +187,10 @@ SPOILT = fuzz.Case(
     lengths_k=(5, 9), layout="packed", mask="", is_causal=False, window=None, scale=0.25, recipe=RECIPE, spoilt="k",
 )  # fmt: skip
 DENSE = fuzz.replace(SPOILT, layout="dense", lengths_q=(9, 9), lengths_k=(9, 9))
+
+
+def is_spoilt(inputs):
+    return any(x.isnan().any() for x in inputs)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -196,15 +203,11 @@ def test_the_emulator_keeps_what_is_spoilt_apart(case, name, poison):
 @pytest.mark.parametrize("spoilt", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("case", [SPOILT, DENSE], ids=["packed", "dense"])
 def test_what_is_spoilt_and_reaches_others_or_nothing_is_found(monkeypatch, case, spoilt):
-    case, outcome = fuzz.replace(case, spoilt=spoilt), fuzz.outcome
+    case = fuzz.replace(case, spoilt=spoilt)
 
     def found(change):
-        def changed(case, inputs, impl, dtype, o=None):
-            results = outcome(case, inputs, "reference", dtype, o)
-            return change(results) if impl == "kernel" and any(x.isnan().any() for x in inputs) else results
-
         with monkeypatch.context() as patch:
-            patch.setattr(fuzz, "outcome", changed)
+            changed(patch, lambda inputs, results: change(results) if is_spoilt(inputs) else results)
             return fuzz.check(case, "kernel", "cpu")
 
     assert found(lambda results: results) is None
@@ -216,16 +219,12 @@ def test_what_is_spoilt_and_reaches_others_or_nothing_is_found(monkeypatch, case
 
 @pytest.mark.parametrize(("factor", "problem"), [(1.001, None), (1.5, "dq: error")])
 def test_dq_that_is_added_in_any_order_is_held_to_the_rule(monkeypatch, factor, problem):
-    case, outcome = fuzz.replace(SPOILT, recipe="mixed"), fuzz.outcome
+    def scaled(inputs, results):
+        o, lse, dq, *others = results
+        return [o, lse, dq * factor if is_spoilt(inputs) else dq, *others]
 
-    def scaled(case, inputs, impl, dtype, o=None):
-        results = outcome(case, inputs, "reference", dtype, o)
-        if impl == "kernel" and any(x.isnan().any() for x in inputs):
-            results[2] = results[2] * factor
-        return results
-
-    monkeypatch.setattr(fuzz, "outcome", scaled)
-    found = fuzz.check(case, "kernel", "cpu")
+    changed(monkeypatch, scaled)
+    found = fuzz.check(fuzz.replace(SPOILT, recipe="mixed"), "kernel", "cpu")
     assert found is None if problem is None else found.startswith(problem)
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lab.studies import sinks
 from lab.studies.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measure, with_sinks
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import rms
@@ -68,55 +67,6 @@ def test_the_sink_is_the_key_at_its_place():
     assert (q @ k.mT / 4).softmax(-1)[..., 5].mean() > 0.8
     (row, *_) = measure(["token"], [1], kind="sink", tokens=64, head_dim=16, place=5)
     assert row.as_dict()["place"] == 5
-
-
-def measured(kind="first", logits=12, recipes=("token", "token(first_keys=0)"), tokens=1536, head_dim=64):
-    rows = sinks.measure_strengths([kind], recipes, [logits], tokens, head_dim, 1)
-    return {row["recipe"]: row for row in rows}
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_first_key_apart_mends_a_sink(head_dim):
-    """Bounds: those asked of `token`; with the first key in INT8 more of dQ is wrong than a third."""
-    rows = measured(head_dim=head_dim)
-    apart, together = rows["token"], rows["token(first_keys=0)"]
-    assert apart["weight"] > 0.9
-    assert apart["o"] <= 0.01
-    assert max(apart["dq"], apart["dk"]) <= 0.05
-    assert together["o"] > 10 * apart["o"]
-    assert together["dq"] > 10 * apart["dq"]
-
-
-def test_paper_has_the_switch():
-    rows = measured(recipes=("paper", "paper(first_keys=1)"), tokens=512)
-    assert rows["paper"]["dq"] > 5 * rows["paper(first_keys=1)"]["dq"]
-
-
-@pytest.mark.parametrize(("kind", "better"), [("first and mean", 3), ("four", 1), ("delimiter", 1)])
-def test_other_sinks_are_no_worse(kind, better):
-    rows = measured(kind, tokens=512)
-    assert better * rows["token"]["dq"] < 1.1 * rows["token(first_keys=0)"]["dq"]
-
-
-def test_backward_does_not_want_it():
-    """Apart in dV only the sink's own row gains, in dQ a little, in dK nothing: its neighbours are as they were."""
-    rows = {row["apart"]: row for row in sinks.measure_keys([12.0], 512, 64)}
-    assert rows["dv"]["dv first"] < 0.7 * rows[""]["dv first"]
-    assert all(row["dv rest"] == rows[""]["dv rest"] for row in rows.values())
-    assert 0.5 * rows[""]["dq"] < rows["dq"]["dq"] < rows[""]["dq"]
-    assert rows["dk"]["dk rest"] == rows[""]["dk rest"]
-
-
-def test_drawn_sinks():
-    q, k, _, do = sinks.draw("delimiter", 12, 64, 16, seed=1)
-    plain = sinks.draw("delimiter", 0, 64, 16, seed=1)
-    changed = [key for key in range(64) if not torch.equal(k[:, :, key], plain[1][:, :, key])]
-    assert changed == [0, 32]
-    more = (q @ (k - plain[1]).mT)[0, 0, :, changed] / 4
-    assert more.mean(0).tolist() == pytest.approx([12, 12], rel=0.1)
-    assert torch.equal(do, plain[3])
-    with pytest.raises(ValueError, match="kind='last' is not known"):
-        sinks.draw("last", 1, 8, 8, 0)
 
 
 def test_queries_of_a_group_share_their_sink():

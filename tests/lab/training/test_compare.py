@@ -9,7 +9,7 @@ from rich.console import Console
 from lab.training import compare as comparison
 from lab.training import pretrain, run_dir
 from lab.training.report import Run, gap, smoothed
-from tests.lab.training.runs import losses
+from tests.lab.training.runs import interrupted, lose, losses
 
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
@@ -103,14 +103,10 @@ def test_an_interrupted_variant_goes_on(config, tmp_path, calls, monkeypatch):
 
 @pytest.mark.rounding
 def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_path, monkeypatch, capsys):
-    real = pretrain._Trainer.training_step
+    def is_broken(trainer):
+        return trainer.model.config._attn_implementation == "sagebwd" and trainer.state.global_step >= 5
 
-    def training_step(self, *args, **kwargs):
-        loss = real(self, *args, **kwargs)
-        broken = self.model.config._attn_implementation == "sagebwd" and self.state.global_step >= 5
-        return loss * math.nan if broken else loss
-
-    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
+    lose(monkeypatch, pretrain._Trainer, is_broken)
     variants = {"token": {}, "full precision": {"attention.recipe": "sdpa"}}
     config = config.replace({"variants": variants})
     token, full = comparison.compare(config, tmp_path / "out")
@@ -153,20 +149,11 @@ def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, 
 
 
 @pytest.mark.rounding
-def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path, monkeypatch):
+def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path):
     config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
     whole = comparison.compare(config, tmp_path / "whole")
-    real = pretrain._Record.on_log
-
-    def on_log(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == 5 and self.config.attention.recipe == "token":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(pretrain._Record, "on_log", on_log)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(pretrain._Record, 5, lambda record: record.config.attention.recipe == "token"):
         comparison.compare(config, tmp_path / "broken")
-    monkeypatch.undo()
     resumed = comparison.compare(config, tmp_path / "broken")
     assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]
     assert abs(whole[1].gap) < 0.05

@@ -11,6 +11,7 @@ from lab.training import config as settings
 from lab.training import finetune, finetune_model, finetune_report
 from lab.training.finetune_config import Finetuning
 from lab.training.run_dir import DIVERGED, METRICS, RESULT
+from tests.lab.training.runs import interrupted, lose
 
 pytestmark = pytest.mark.rounding
 
@@ -182,23 +183,14 @@ def test_differences_are_between_runs_of_one_seed():
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_an_interrupted_run_resumes_to_the_same_result(answers, tmp_path, monkeypatch, rank):
+def test_an_interrupted_run_resumes_to_the_same_result(answers, tmp_path, rank):
     if rank:
         pytest.importorskip("peft")
     variants = {"token": TOKEN} if rank else {"full precision": FULL, "token": TOKEN}
     config = answers.replace({"lora.rank": rank, "lora.dropout": 0.1, "variants": variants})
     whole = finetune.finetune(config, tmp_path / "whole")
-    real = finetune._Record.on_log
-
-    def on_log(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == 10 and self.output.name.startswith("token"):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(finetune._Record, "on_log", on_log)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(finetune._Record, 10, lambda record: record.output.name.startswith("token")):
         finetune.finetune(config, tmp_path / "broken")
-    monkeypatch.undo()
     assert (tmp_path / "broken" / "token-seed-0" / "checkpoint-8" / "complete").exists()
     assert (tmp_path / "broken" / "comparison.md").exists() == (rank == 0)  # full precision's, which had finished
     with pytest.raises(ValueError, match=r"of these . runs; go on with --resume"):
@@ -210,13 +202,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(answers, tmp_path, monkey
 
 
 def test_a_run_that_diverges_is_reported_and_the_others_go_on(answers, tmp_path, monkeypatch, capsys):
-    real = finetune.Trainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        loss = real(self, *args, **kwargs)
-        return loss * math.nan if self.model.config._attn_implementation == "sagebwd" else loss
-
-    monkeypatch.setattr(finetune.Trainer, "training_step", training_step)
+    lose(monkeypatch, finetune.Trainer, lambda trainer: trainer.model.config._attn_implementation == "sagebwd")
     config = answers.replace({"variants": {"token": TOKEN, "full precision": FULL}})
     token, full = finetune.finetune(config, tmp_path / "out")
     assert "token-seed-0: the loss (nan) is not finite at step 1" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from sagebwd.diagnostics.capture import capture
 from sagebwd.diagnostics.monitor import AttentionMonitor, choose_heads, ladder, worst_head
 from sagebwd.diagnostics.trace import measure
 from sagebwd.recipe import Recipe
+from tests.lab.training.runs import interrupted
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
 
@@ -214,20 +215,11 @@ def test_a_move_changes_what_the_layer_computes(model_and_ids):
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_recipes_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, monkeypatch, outlier):
+def test_recipes_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, outlier):
     config = watched.replace({"monitor.precision": "auto", "monitor.checks": 1})
     pretrain.run(config, tmp_path / "whole")
-    real = pretrain._Record.on_log
-
-    def stop(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(pretrain._Record, "on_log", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(pretrain._Record, 5):
         pretrain.run(config, tmp_path / "broken")
-    monkeypatch.setattr(pretrain._Record, "on_log", real)
     state = json.loads((tmp_path / "broken" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"][monitoring.STATE]["layers"]["1"]["recipe"] != "token"
     pretrain.run(config, tmp_path / "broken", resume=True)

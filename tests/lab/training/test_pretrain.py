@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import yaml
 
 from lab.training import pretrain
 from lab.training.model import build
+from tests.lab.training.runs import interrupted, lose
 
 
 def metrics(folder):
@@ -23,28 +25,16 @@ def metrics(folder):
     }
 
 
-class Interrupted(Exception):
-    pass
-
-
-def stop_at(monkeypatch, step, error):
-    """Make the run fail when it logs ``step``."""
-    real = pretrain._Record.on_log
-
-    def on_log(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == step:
-            raise error
-
-    monkeypatch.setattr(pretrain._Record, "on_log", on_log)
-
-
 @pytest.mark.rounding
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
 def test_a_run_learns_and_says_what_it_did(tiny, tmp_path, recipe, qk_norm):
     config = tiny.replace({"attention.recipe": recipe, "model.qk_norm": qk_norm})
-    pretrain.run(config, tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pretrain.run(config, tmp_path / "run")
+    warned = any("without QK-norm INT8 attention can diverge" in str(one.message) for one in caught)
+    assert warned == (recipe == "token" and not qk_norm)
     lines = metrics(tmp_path / "run")
     assert lines[8, "loss"] < lines[1, "loss"] - 0.5
     assert lines[8, "held_out_loss"] < lines[4, "held_out_loss"]
@@ -73,13 +63,11 @@ def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["sdpa", "token"])
-def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, monkeypatch, recipe):
+def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, recipe):
     config = tiny.replace({"attention.recipe": recipe})
     pretrain.run(config, tmp_path / "whole")
-    stop_at(monkeypatch, 5, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(pretrain._Record, 5):
         pretrain.run(config, tmp_path / "broken")
-    monkeypatch.undo()
     assert [path.name for path in pretrain.checkpoints(tmp_path / "broken")] == ["checkpoint-2", "checkpoint-4"]
     before = {
         line["step"]: line["seconds"] for line in pretrain.read_metrics(tmp_path / "broken") if "seconds" in line
@@ -104,13 +92,7 @@ def test_accumulation_does_not_change_the_loss(tiny, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
-    real = pretrain._Trainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        loss = real(self, *args, **kwargs)
-        return loss * math.nan if self.state.global_step >= 5 else loss
-
-    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
+    lose(monkeypatch, pretrain._Trainer, lambda trainer: trainer.state.global_step >= 5)
     with pytest.raises(pretrain.TrainingStopped, match=r"loss \(nan\) is not finite at step 6.*checkpoint-4"):
         pretrain.run(tiny, tmp_path / "run")
     assert [path.name for path in pretrain.checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]
@@ -153,11 +135,9 @@ def test_a_full_disk_leaves_no_half_checkpoint(tiny, tmp_path, monkeypatch, erro
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypatch):
-    stop_at(monkeypatch, 5, Interrupted())
-    with pytest.raises(Interrupted):
+def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path):
+    with interrupted(pretrain._Record, 5):
         pretrain.run(tiny, tmp_path / "run")
-    monkeypatch.undo()
     (tmp_path / "run" / "checkpoint-4" / pretrain.COMPLETE).unlink()
     pretrain.run(tiny, tmp_path / "run", resume=True)
     pretrain.run(tiny, tmp_path / "whole")
@@ -167,13 +147,13 @@ def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path, monkeypat
 def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path, monkeypatch):
     def rmtree(folder, **_):
         next(Path(folder).glob("scheduler.pt")).unlink()  # without it Trainer warms up again, and says nothing
-        raise Interrupted
+        raise KeyboardInterrupt
 
     config = tiny.replace({"logging.keep_checkpoints": 1})
     with monkeypatch.context() as patch:
         for module in ("lab.training.run_dir", "transformers.trainer_utils"):
             patch.setattr(f"{module}.shutil", SimpleNamespace(rmtree=rmtree))
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             pretrain.run(config, tmp_path / "run")
     assert [path.name for path in pretrain.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     pretrain.run(config, tmp_path / "run", resume=True)
@@ -182,13 +162,11 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path,
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-def test_folders_that_hold_something_else(tiny, tmp_path, monkeypatch):
+def test_folders_that_hold_something_else(tiny, tmp_path):
     with pytest.raises(ValueError, match="no whole checkpoint to resume from"):
         pretrain.run(tiny, tmp_path / "run", resume=True)
-    stop_at(monkeypatch, 3, Interrupted())
-    with pytest.raises(Interrupted):
+    with interrupted(pretrain._Record, 3):
         pretrain.run(tiny, tmp_path / "run")
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="unfinished; go on with --resume"):
         pretrain.run(tiny, tmp_path / "run")
     other = tiny.replace({"model.width": 64})
@@ -210,21 +188,15 @@ def test_logits_are_observed_in_each_layer_and_change_nothing(tiny):
     assert model.config._attn_implementation == "full-precision-sdpa"
 
 
-def stopped(config, folder, step, resume=False):
-    """A run that is interrupted at ``step``; the checkpoint before it is whole."""
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, step, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            pretrain.run(config, folder, resume)
-
-
 @pytest.mark.rounding
 def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     full = tiny.replace({"attention.recipe": "sdpa", "monitor.every": 1})
     mixed = full.replace({"attention.recipe": "mixed"})
     pretrain.run(full, tmp_path / "whole")
-    stopped(full, tmp_path / "run", 5)
-    stopped(mixed, tmp_path / "run", 7, resume=True)
+    with interrupted(pretrain._Record, 5):
+        pretrain.run(full, tmp_path / "run")
+    with interrupted(pretrain._Record, 7):
+        pretrain.run(mixed, tmp_path / "run", resume=True)
     pretrain.run(full, tmp_path / "run", resume=True)
 
     switched = [{"until": 4, "recipe": "sdpa", "impl": None}, {"until": 6, "recipe": "mixed", "impl": None}]
@@ -244,6 +216,7 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
 
 def test_not_under_automatic_precision(tiny, tmp_path):
     automatic = tiny.replace({"monitor.every": 2, "monitor.precision": "auto"})
-    stopped(automatic, tmp_path / "run", 5)
+    with interrupted(pretrain._Record, 5):
+        pretrain.run(automatic, tmp_path / "run")
     with pytest.raises(ValueError, match=r"attention\.recipe cannot change on --resume under monitor\.precision=auto"):
         pretrain.run(automatic.replace({"attention.recipe": "mixed"}), tmp_path / "run", resume=True)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import chain
 
 import pytest
 
@@ -24,8 +25,7 @@ def document(number, paragraphs=40):
 @pytest.fixture
 def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
-    texts = [document(number) for number in range(30)]
-    path.write_text("".join(f"{text}\n<|endoftext|>\n" for text in texts), encoding="utf-8")
+    path.write_text("".join(f"{text}\n<|endoftext|>\n" for text in TEXTS), encoding="utf-8")
     return path
 
 
@@ -33,76 +33,71 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_answer_goes_on_where_the_prompt_ends_and_nothing_else_does(corpus, tmp_path):
-    tasks.make("continuation", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
-    for line in lines(tmp_path / "train.jsonl") + lines(tmp_path / "held_out.jsonl"):
-        homes = [text for text in map(document, range(30)) if line["prompt"] + line["answer"] in text]
-        assert len(homes) == 1
-        assert len(line["choices"]) == 4
-        assert line["choices"].count(line["answer"]) == 1
-        assert 200 <= len(line["prompt"].split()) <= 800
-        for choice in line["choices"]:
-            assert len(choice.split()) == tasks.ANSWER_WORDS
-            place = homes[0].index(choice)
-            assert homes[0][place - 2 : place] == "\n\n"  # it begins a paragraph, not the document
-            assert not choice.startswith("Heading")
-            assert choice[:100] not in line["prompt"]
-            if choice != line["answer"]:
-                assert line["prompt"] + choice not in homes[0]
+TEXTS = [document(number) for number in range(30)]
 
 
-def test_answers_stand_in_each_place_equally_often(corpus, tmp_path):
-    tasks.make("continuation", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=8)
-    places = [line["choices"].index(line["answer"]) for line in lines(tmp_path / "train.jsonl")]
+def made(task, corpus, folder):
+    """Training and held-out examples of a task."""
+    tasks.make(task, str(corpus), folder, held_out_share=0.3, examples=40, held_out_examples=10)
+    return lines(folder / "train.jsonl"), lines(folder / "held_out.jsonl")
+
+
+@pytest.mark.parametrize("task", ["continuation", "subject"])
+def test_choices_are_four_of_one_length_and_the_answer_stands_in_each_place_equally_often(task, corpus, tmp_path):
+    train, held_out = made(task, corpus, tmp_path)
+    for line in train + held_out:
+        assert len(set(line["choices"])) == 4
+        assert line["answer"] in line["choices"]
+        assert all(len(choice.split()) == tasks.ANSWER_WORDS for choice in line["choices"])
+    places = [line["choices"].index(line["answer"]) for line in train]
     assert [places.count(place) for place in range(4)] == [10] * 4
 
 
-def test_order_is_balanced_and_true(corpus, tmp_path):
-    tasks.make("order", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
-    made = lines(tmp_path / "train.jsonl")
-    assert [line["label"] for line in made].count("ordered") == 20
-    texts = [document(number) for number in range(30)]
-    for line in made:
-        pair = (line["text"], line["pair"]) if line["label"] == "ordered" else (line["pair"], line["text"])
-        assert any("\n\n".join(pair) in text for text in texts)
+def test_the_answer_goes_on_where_the_prompt_ends_and_nothing_else_does(corpus, tmp_path):
+    for line in chain(*made("continuation", corpus, tmp_path)):
+        (home,) = [text for text in TEXTS if line["prompt"] + line["answer"] in text]
+        assert 200 <= len(line["prompt"].split()) <= 800
+        for choice in line["choices"]:
+            place = home.index(choice)
+            assert home[place - 2 : place] == "\n\n"  # it begins a paragraph, not the document
+            assert not choice.startswith("Heading")
+            assert choice[:100] not in line["prompt"]
+            assert (line["prompt"] + choice in home) == (choice == line["answer"])
 
 
 def test_wrong_subjects_are_other_documents(corpus, tmp_path):
-    tasks.make("subject", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
-    texts = [document(number) for number in range(30)]
-    for line in lines(tmp_path / "train.jsonl") + lines(tmp_path / "held_out.jsonl"):
-        (home,) = [number for number, text in enumerate(texts) if line["prompt"] + line["answer"] in text]
-        assert len(set(line["choices"])) == 4
-        assert line["answer"] in line["choices"]
-        for choice in line["choices"]:
-            assert len(choice.split()) == tasks.ANSWER_WORDS
-            assert (choice in texts[home]) == (choice == line["answer"])
-    places = [line["choices"].index(line["answer"]) for line in lines(tmp_path / "train.jsonl")]
-    assert [places.count(place) for place in range(4)] == [10] * 4
+    for line in chain(*made("subject", corpus, tmp_path)):
+        (home,) = [text for text in TEXTS if line["prompt"] + line["answer"] in text]
+        assert all((choice in home) == (choice == line["answer"]) for choice in line["choices"])
+
+
+def test_order_is_balanced_and_true(corpus, tmp_path):
+    train, _ = made("order", corpus, tmp_path)
+    assert [line["label"] for line in train].count("ordered") == 20
+    for line in train:
+        pair = (line["text"], line["pair"]) if line["label"] == "ordered" else (line["pair"], line["text"])
+        assert any("\n\n".join(pair) in text for text in TEXTS)
 
 
 def test_neighbours_are_balanced_and_true(corpus, tmp_path):
-    tasks.make("neighbours", str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
-    made = lines(tmp_path / "train.jsonl")
-    assert [line["label"] for line in made].count("neighbours") == 20
-    texts = [document(number) for number in range(30)]
-    for line in made:
-        together = any("\n\n".join((line["text"], line["pair"])) in text for text in texts)
+    train, _ = made("neighbours", corpus, tmp_path)
+    assert [line["label"] for line in train].count("neighbours") == 20
+    for line in train:
+        together = any("\n\n".join((line["text"], line["pair"])) in text for text in TEXTS)
         assert together == (line["label"] == "neighbours")
-        assert any(line["text"] in text and line["pair"] in text for text in texts) == together
+        assert any(line["text"] in text and line["pair"] in text for text in TEXTS) == together
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_documents_are_on_one_side_alone(corpus, tmp_path, task):
-    tasks.make(task, str(corpus), tmp_path, held_out_share=0.3, examples=40, held_out_examples=10)
-    texts = [document(number) for number in range(30)]
     key = "answer" if task in ("continuation", "subject") else "text"
-    sides = []
-    for part in ("train", "held_out"):
-        parts = [line[key] for line in lines(tmp_path / f"{part}.jsonl")]
-        sides.append({number for number, text in enumerate(texts) if any(part in text for part in parts)})
-    assert all(sides)
-    assert not sides[0] & sides[1]
+    train, held_out = (
+        {number for number, text in enumerate(TEXTS) if any(line[key] in text for line in side)}
+        for side in made(task, corpus, tmp_path)
+    )
+    assert train
+    assert held_out
+    assert not train & held_out
 
 
 def test_a_document_of_a_held_out_file_is_left_out_of_training(corpus, tmp_path):
