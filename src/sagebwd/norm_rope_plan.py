@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, norm_rope_ops, switches
+from sagebwd import checks, dispatch, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import arguments_of, autocast_dtype, packed_arguments_of
 from sagebwd.auto.counts import counts
@@ -128,10 +128,10 @@ def _plan_of(
 
 
 def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
-    """Whether forward's passes normalise and rotate Q and K, and backward reads neither's rows."""
+    """Whether both directions' passes take the prologue too, and backward reads codes alone."""
     dims = head_dim, value_dim
     return (
-        choice.forward.impl == "hopper"
+        choice.forward.impl == choice.backward.impl == "hopper"
         and choice.forms(*dims) == (dims, dims)
         and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
     )
@@ -146,29 +146,22 @@ class NormRopeAttention(torch.autograd.Function):
         prologue = Prologue(*prologue)
         with plans.device_of(q):
             o, lse, workspace = plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)
-        ctx.plan, ctx.interleaved, ctx.dtypes = plan, prologue.interleaved, (q.dtype, k.dtype)
+        ctx.plan, ctx.settings = plan, prologue[:2]
         inputs = (None, None) if prologue.eps is None else (q, k)  # a rotation reads none
         ctx.save_for_backward(*inputs, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *prologue[2:])
         return o
 
     @staticmethod
     def backward(ctx, do):
-        """`sagebwd.plan.Plan.backward`, then that of rotary embedding and norm."""
+        """`sagebwd.plan.Plan.backward`."""
         q, k, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
-        plan = ctx.plan
+        prologue = Prologue(*ctx.settings, *tensors)
         with torch.no_grad(), plans.device_of(v):
-            dq, dk, dv, _ = plan.backward(
-                do, None, None, None, v, o, lse, workspace, None, None, cu_seqlens_q, cu_seqlens_k
+            *gradients, _ = ctx.plan.backward(
+                do, None, q, k, v, o, lse, workspace, None, None, cu_seqlens_q, cu_seqlens_k, prologue
             )
-            dq, dk, q, k = (x if x is None or x.dim() == 4 else x.transpose(0, 1)[None] for x in (dq, dk, q, k))
-            dq, dk, *dweights = norm_rope_ops.qk_norm_rope_backward(
-                dq, dk, q, k, *plan.inverse_rms(workspace), *tensors, ctx.interleaved, *ctx.dtypes
-            )
-            if plan.packed:
-                dq, dk = (x[0].transpose(0, 1) for x in (dq, dk))
-        gradients = [dq, dk, dv]
-        for weight, gradient in zip(tensors[:2], dweights):
-            gradients.append(None if weight is None else gradient.to(weight.dtype))
+        for n, weight in enumerate(tensors[:2], 3):
+            gradients[n] = None if weight is None else gradients[n].to(weight.dtype)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = plans.once_differentiable(o, gradients)
         return None, *gradients[:3], None, None, None, None, *gradients[3:], *(None,) * 4

@@ -222,9 +222,12 @@ class Plan:
     def backward(
         self, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
         workspace: Tensor, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """dq, dk, dv, and where there are sinks their gradient in lse's dtype; q and k where they are kept."""
+        cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """dq, dk, dv, and where there are sinks their gradient in lse's dtype; q and k where they are kept.
+
+        With a prologue those of its weights stand between, FP32, None where it has none; q and k where it has a norm.
+        """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
         if self.is_empty or self.choice.backward.impl == "reference":
@@ -233,16 +236,17 @@ class Plan:
         read = self._read(BACKWARD, mask, key_mask, deterministic)
         given = [x for x in (workspace, o, lse, do, dlse, q, k, v) if x is not None]
         key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in given])
-        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None] + given
+        before = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(() if prologue is None else prologue)
+        tensors = [x for x in before if isinstance(x, Tensor)] + given
         program = self.programs.get(key)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
-            call = call._replace(deterministic=deterministic, **read.fields)
+            call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
             program = self._keep(key, self._backward_program(call, workspace, o, lse, do, dlse, q, k, v))
-        dq, dk, dv, by_block = program.run(tensors)
+        dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
-        return dq, dk, dv, by_block
+        return dq, dk, dv, *(None if x is None else x.sum(0) for x in shares), by_block
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
@@ -301,14 +305,6 @@ class Plan:
     def k_mean(self, workspace: Tensor) -> Tensor:
         """K's mean, (B, Hkv, D) or (sequences, Hkv, D)."""
         return self.pieces["k_mean"].of(workspace)
-
-    def inverse_rms(self, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """1 / rms of the rows of q and k, (B, H, N), (1, H, total) of packed ones; empty where there is no norm."""
-        if "q_inverse_rms" not in self.pieces:
-            nothing = workspace.new_empty(0, dtype=torch.float32)
-            return nothing, nothing
-        found = (self.pieces[name].of(workspace) for name in ("q_inverse_rms", "k_inverse_rms"))
-        return tuple(x[None] if self.packed else x for x in found)
 
     def _forward_in_torch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, workspace: Tensor

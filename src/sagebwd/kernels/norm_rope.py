@@ -88,11 +88,12 @@ def place(program, heads, tokens, BLOCK: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def forward_rows(
     x, y, inverse_rms, weight, cos, sin, heads, tokens, eps, program, head_dim: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A program of `forward_kernel`."""
     batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
     rows, left = tl.arange(0, BLOCK), tokens - first
     one, alone = tl.arange(0, 1), 1
@@ -137,12 +138,13 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def backward_rows(
     dy, dx, x, inverse_rms, weight, dweight, cos, sin, heads, tokens, program, head_dim: tl.constexpr,
     ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A program of `backward_kernel`."""
     batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
     rows, left = tl.arange(0, BLOCK), tokens - first
     one, alone = tl.arange(0, 1), 1
@@ -215,12 +217,12 @@ def forward_kernel(
     """Rows of Q and K (`Strided`) normalised and rotated, and r of each, (B, H, N); None where there is no norm."""
     program = tl.program_id(0)
     if program < q_programs:
-        _forward(
+        forward_rows(
             q, q_out, q_inverse_rms, q_weight, q_cos, q_sin, q_heads, q_tokens, eps, program, head_dim, ROTARY, HALF,
             REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
     else:
-        _forward(
+        forward_rows(
             k, k_out, k_inverse_rms, k_weight, k_cos, k_sin, k_heads, k_tokens, eps, program - q_programs, head_dim,
             ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
@@ -236,12 +238,12 @@ def backward_kernel(
     """Gradients of the rows, and of the weights a share a program, (programs, D) FP32."""
     program = tl.program_id(0)
     if program < q_programs:
-        _backward(
+        backward_rows(
             dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_heads, q_tokens, program, head_dim,
             ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
     else:
-        _backward(
+        backward_rows(
             dk_out, dk, k, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, k_heads, k_tokens, program - q_programs,
             head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
