@@ -28,8 +28,8 @@ OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
 # Of `sage_attention`, and what of it has to be left out.
 TAKES = {"is_causal", "scale", "enable_gqa", "window", "recipe", "impl", *OFFSETS, *LENGTHS}
 LEFT_OUT = {"attn_mask", "block_mask", "sinks", "dropout_p", "return_lse"}
-# Widths whose pairs of channels are all of a row, and whose rotation is one block.
-HEAD_DIMS = (64, 128, 256)
+# Widths that Hopper's passes take whole.
+HEAD_DIMS = (64, 128)
 _COMPOSED = "composed"
 
 
@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
 
 def _may_take(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> bool:
     """Whether a family may have the call for all that is known before one is chosen; cheap, as most calls do not."""
-    if torch.compiler.is_compiling() or not q.is_cuda or q.dim() != v.dim():
+    if torch.compiler.is_compiling() or q.dim() != v.dim():
         return False
     if autocast_dtype(q.device) not in (None, q.dtype) or not q.dtype == k.dtype == v.dtype:
         return False

@@ -44,19 +44,19 @@ from sagebwd.kernels.sm90.operands.quantize_k import (
 
 
 class Tiles(NamedTuple):
-    """Rows and heads of a program of Q, warps, and how many heads' loads are under way; the same of K, whose rows are
-    a block of scales. Not timed yet."""
+    """Rows and heads of a program of Q, warps, stages of its loads; the same of K, whose rows are a scale block."""
 
-    q_block: int = 64
-    q_heads: int = 8
-    q_warps: int = 4
-    q_stages: int = 1
-    k_heads: int = 4
-    k_warps: int = 8
-    k_stages: int = 1
+    q_block: int
+    q_heads: int
+    q_warps: int
+    q_stages: int
+    k_heads: int
+    k_warps: int
+    k_stages: int
 
 
-TILES = Tiles()
+# By head_dim: at 256 a block of keys does not fit registers. Not timed yet.
+TILES = {64: Tiles(32, 8, 4, 2, 4, 8, 2), 128: Tiles(32, 8, 4, 2, 4, 8, 2)}
 
 
 class Codes(NamedTuple):
@@ -265,17 +265,14 @@ def key_codes_kernel(
             )  # fmt: skip
 
 
-def takes(head_dim: int, channels: int | None) -> bool:
-    """Whether pairs are all of a row, and R one block: a head_dim of 64, 128 or 256 that rotates whole, or not."""
-    return head_dim in (64, 128, 256) and channels in (None, head_dim)
-
-
-def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, block_k: int, tiles: Tiles = TILES) -> Codes:
+def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, block_k: int, tiles: Tiles | None = None) -> Codes:
     """Codes of q and k normalised and rotated as ``call.prologue`` says; k_mean of a sample if the recipe says so.
 
-    q, k: 16 bit, (B, H, N, D) or packed, any strides but the last dimension's; D as `takes` has it. No key is masked.
+    q, k: 16 bit, (B, H, N, D) or packed, any strides but the last dimension's; D of `TILES`, all of which rotates or
+    none. No key is masked.
     """
     queries, keys, prologue, device = call.queries, call.keys, call.prologue, q.device
+    tiles = tiles or TILES[call.head_dim]
     head_dim, with_norm, sampled = q.shape[-1], prologue.eps is not None, call.recipe.k_mean == "sample"
     all_heads = keys.batch * keys.heads
     out = Codes(

@@ -27,18 +27,19 @@ from sagebwd.kernels.sm90.widths import BackwardTile
 
 
 class Tiles(NamedTuple):
-    """Heads of a program of Q, whose rows are a block of sums; rows and heads of one of K; warps for each 64 rows of
-    128 channels. Not timed yet."""
+    """Rows (part of a block of sums) and heads of a program of Q, stages of its loads; the same of K; warps of both."""
 
-    q_heads: int = 4
-    q_stages: int = 1
-    k_block: int = 16
-    k_heads: int = 8
-    k_stages: int = 1
-    warps: int = 4
+    q_block: int
+    q_heads: int
+    q_stages: int
+    k_block: int
+    k_heads: int
+    k_stages: int
+    warps: int
 
 
-TILES = Tiles()
+# By head_dim. Not timed yet.
+TILES = {64: Tiles(32, 8, 2, 16, 8, 2, 4), 128: Tiles(32, 8, 2, 16, 8, 2, 4)}
 
 
 class Gradients(NamedTuple):
@@ -75,13 +76,16 @@ def load_sums(
 def finish_queries(
     summed, spread, largest, cu_seqlens, x, dx, inverse_rms, weight, dweight, cos, sin, heads, heads_k, tokens, total,
     blocks, scale, program, head_dim: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of several heads; dweight: the program's share, zeros where a sequence has no such block."""
-    batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
+    """ROWS queries of several heads; dweight: the program's share, zeros where a sequence ends before.
+
+    summed: of sequences that are padded to whole BLOCKs.
+    """
+    batch, first, head = place(program, heads, tokens, ROWS, HEADS)
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
-    local, one, left = tl.arange(0, BLOCK), tl.arange(0, 1), length - first
+    local, one, left = tl.arange(0, ROWS), tl.arange(0, 1), length - first
     padded = padded_block(start, batch, BLOCK, VARLEN) * BLOCK + first
     if weight is not None:
         weight_a, weight_b = load_pairs(weight, one, 0, 1, head_dim, HALF, INTERLEAVED)
@@ -94,7 +98,7 @@ def finish_queries(
             owner = batch * heads_k + number // (heads // heads_k)
             row = z * total + start + first + local
             # dQ = dQ' R
-            a, b = load_sums(summed, z, padded, blocks * BLOCK, head_dim, HALF, INTERLEAVED, IN_ROWS, BLOCK)
+            a, b = load_sums(summed, z, padded, blocks * BLOCK, head_dim, HALF, INTERLEAVED, IN_ROWS, ROWS)
             a, b = times_r(a, b, signs)
             factor = tl.load(spread + row, mask=local < left, other=0)
             factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
@@ -133,8 +137,8 @@ def finish_gradients_kernel(
     summed, spread, largest, cu_seqlens, q, dq, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, heads, tokens, total,
     blocks, scale, dk_out, k, dk, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, heads_k, k_tokens,
     q_programs, head_dim: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_K: tl.constexpr, HEADS_K: tl.constexpr, STAGES_K: tl.constexpr,
+    IN_ROWS: tl.constexpr, VARLEN: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, STAGES: tl.constexpr, BLOCK_K: tl.constexpr, HEADS_K: tl.constexpr, STAGES_K: tl.constexpr,
 ):  # fmt: skip
     """`finish_queries`, then rows of dK; q, k, dq, dk, dk_out, cos and sin: `Strided`. largest: of key heads' K."""
     program = tl.program_id(0)
@@ -142,7 +146,7 @@ def finish_gradients_kernel(
         finish_queries(
             summed, spread, largest, cu_seqlens, q, dq, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, heads,
             heads_k, tokens, total, blocks, scale, program, head_dim, HALF, TURNED, INTERLEAVED, IN_ROWS, VARLEN,
-            BLOCK, HEADS, STAGES,
+            BLOCK, ROWS, HEADS, STAGES,
         )  # fmt: skip
     else:
         backward_rows(
@@ -153,17 +157,19 @@ def finish_gradients_kernel(
 
 def launch_finish_gradients(
     call: Call, saved: Saved, summed: Tensor, spread: Tensor, largest: Tensor, dk_out: Tensor, q: Tensor | None,
-    k: Tensor | None, dq: Tensor, tile: BackwardTile, tiles: Tiles = TILES,
+    k: Tensor | None, dq: Tensor, tile: BackwardTile, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients of the projections' outputs: dq, whose memory it is, from its FP16 sums; dk from ``dk_out``.
 
     q, k: as forward was given them; None where there is no norm. summed, spread, largest: as `launch_finish_dq`.
     """
     queries, keys, prologue, block = call.queries, call.keys, call.prologue, tile.queries
+    tiles = tiles or TILES[call.head_dim]
     head_dim, device, all_packed = call.head_dim, dq.device, call.packed
     dk = empty_like_rows(dk_out if k is None else k)
     k_batch, k_tokens = (1, keys.total) if all_packed else (keys.batch, keys.tokens)
-    q_programs = queries.batch * max(queries.grid(block), 1) * -(-queries.heads // tiles.q_heads)
+    q_block = min(tiles.q_block, block)
+    q_programs = queries.batch * max(queries.grid(q_block), 1) * -(-queries.heads // tiles.q_heads)
     k_programs = k_batch * -(-keys.heads // tiles.k_heads) * -(-k_tokens // tiles.k_block)
 
     def shares(weight: Tensor | None, programs: int) -> Tensor | None:
@@ -181,8 +187,8 @@ def launch_finish_gradients(
         saved.k_inverse_rms, contiguous(prologue.k_weight), out.dk_weight, k_cos, k_sin, keys.heads, k_tokens,
         q_programs, head_dim=head_dim, HALF=head_dim // 2, TURNED=call.turned,
         INTERLEAVED=prologue.interleaved, IN_ROWS=tile.dq_in_rows, VARLEN=all_packed,
-        ROTARY=0 if k_cos is None else head_dim, BLOCK=block, HEADS=tiles.q_heads, STAGES=tiles.q_stages,
+        ROTARY=0 if k_cos is None else head_dim, BLOCK=block, ROWS=q_block, HEADS=tiles.q_heads, STAGES=tiles.q_stages,
         BLOCK_K=tiles.k_block, HEADS_K=tiles.k_heads, STAGES_K=tiles.k_stages,
-        num_warps=max(1, tiles.warps * block * head_dim // (64 * 128)),
+        num_warps=tiles.warps,
     )  # fmt: skip
     return out
