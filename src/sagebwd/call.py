@@ -108,6 +108,23 @@ class Ask(NamedTuple):
         return self.kind == MASK
 
 
+class Prologue(NamedTuple):
+    """RMS norm and rotary embedding that Q and K get first (`sagebwd.norm_rope`); None is what there is not.
+
+    Weights (D,); cos and sin (B or 1, N or M, R), packed (1, total, R); eps None for no norm; which channels are a
+    pair, i and i + R / 2 unless interleaved.
+    """
+
+    eps: float | None
+    interleaved: bool
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_cos: Tensor | None
+    q_sin: Tensor | None
+    k_cos: Tensor | None
+    k_sin: Tensor | None
+
+
 class Call(NamedTuple):
     """One attention call, but for q, k and v themselves."""
 
@@ -129,6 +146,7 @@ class Call(NamedTuple):
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where the recipe rotates: those of its own head_dim
     value_rotation: tuple[int, ...] = ()  # of value's, where dP's operands are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
+    prologue: Prologue | None = None  # what q and k are before it, where a family's passes do it too
 
     @classmethod
     def of(
@@ -202,7 +220,8 @@ class Saved(NamedTuple):
     ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean
     taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape but as wide as
     the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
-    product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse.
+    product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse. Where the call has
+    a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse.
     """
 
     o: Tensor
@@ -213,6 +232,8 @@ class Saved(NamedTuple):
     k_scale: Tensor | None
     row_max: Tensor | None
     k_mean: Tensor
+    q_inverse_rms: Tensor | None = None
+    k_inverse_rms: Tensor | None = None
 
 
 def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import checks, norm_rope_ops
+from sagebwd import checks, norm_rope_ops, norm_rope_plan
 from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.call import Prologue
 from sagebwd.dispatch import check_known
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED, ROPES, norm_rope
@@ -53,10 +54,12 @@ def qk_norm_rope_attention(
         wanted = "3 dimensions, (total_tokens, heads, head_dim), beside" if packed else "4 dimensions without"
         raise ValueError(f"query: expected {wanted} cu_seqlens_q, got shape {tuple(query.shape)}")
     checks.kind(query, key, value)
-    query, key = qk_norm_rope(
-        query, key, q_weight=q_weight, k_weight=k_weight, eps=eps, cos=cos, sin=sin, rope=rope,
-        position_ids=position_ids, impl=attention.get("impl"),
-    )  # fmt: skip
+    tables = _checked(query, key, q_weight, k_weight, eps, cos, sin, rope, position_ids, attention.get("impl"))
+    prologue = _prologue(q_weight, k_weight, eps, tables, rope)
+    out = norm_rope_plan.attend(query, key, value, prologue, attention)
+    if out is not None:
+        return out
+    query, key = _composed(query, key, prologue, rope, attention.get("impl"))
     return (sage_attention_varlen if packed else sage_attention)(query, key, value, **attention)
 
 
@@ -107,23 +110,44 @@ def qk_norm_rope(
         NotImplementedError: cos or sin that need a gradient; nested and sparse tensors; of the kernels, in backward,
             a second derivative.
     """
+    tables = _checked(query, key, q_weight, k_weight, eps, cos, sin, rope, position_ids, impl)
+    return _composed(query, key, _prologue(q_weight, k_weight, eps, tables, rope), rope, impl)
+
+
+def _checked(
+    query: Tensor, key: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float | None,
+    cos: Tensor | None, sin: Tensor | None, rope: str, position_ids: Tensor | tuple[Tensor, Tensor] | None,
+    impl: str | None,
+) -> tuple[Table, Table]:  # fmt: skip
+    """Query's cos and sin, and key's, of arguments that were checked."""
     _check_rows(query, key)
     check_known(impl)
     _check_norm(query, q_weight, k_weight, eps)
-    tables = _tables(query, key, cos, sin, rope, position_ids)
+    return _tables(query, key, cos, sin, rope, position_ids)
+
+
+def _prologue(
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float | None, tables: tuple[Table, Table], rope: str
+) -> Prologue:
+    return Prologue(
+        None if eps is None else float(eps), rope == INTERLEAVED, q_weight, k_weight, *tables[0], *tables[1]
+    )
+
+
+def _composed(
+    query: Tensor, key: Tensor, prologue: Prologue, rope: str, impl: str | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """query and key normalised and rotated, by the operator or by torch's own."""
+    eps, interleaved, q_weight, k_weight, *tables = prologue
     dtypes = [_result_dtype(x) for x in (query, key)]
     rows = [x if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
-    eps = None if eps is None else float(eps)
     if _runs_kernels(query, key, impl):
-        q_table, k_table = tables
-        weights = (q_weight, k_weight) if eps is not None else (None, None)
         dtype = dtypes[0] if dtypes[0] == dtypes[1] else None
-        given = *weights, *q_table, *k_table, eps, rope == INTERLEAVED, dtype
-        *found, _, _ = norm_rope_ops.qk_norm_rope(*rows, *given)
+        *found, _, _ = norm_rope_ops.qk_norm_rope(*rows, q_weight, k_weight, *tables, eps, interleaved, dtype)
     else:
         found = [
             norm_rope(x, weight, eps, *table, rope, dtype)
-            for x, weight, table, dtype in zip(rows, (q_weight, k_weight), tables, dtypes)
+            for x, weight, table, dtype in zip(rows, (q_weight, k_weight), (tables[:2], tables[2:]), dtypes)
         ]
     q, k = (y if x.dim() == 4 else y[0].transpose(0, 1) for x, y in zip((query, key), found))
     return q, k

@@ -20,7 +20,7 @@ from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import answer, handed_over
 from sagebwd.cache import TAKEN, Cache, rounded
-from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
@@ -104,11 +104,12 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool
+    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool, norm: bool = False
 ) -> tuple[dict[str, Piece], int]:
     """What a workspace holds of `sagebwd.call.Saved`, and ``weight`` where there are sinks; and its bytes.
 
-    Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed.
+    Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
+    whether the call has one of its own (`sagebwd.call.Prologue`).
     """
     recipe, kernels = choice.recipe, choice.forward.impl != "reference"
     rows_q, rows_k = tuple(q.shape[:-1]), tuple(k.shape[:-1])
@@ -127,6 +128,9 @@ def pieces_of(
     means = 2 if choice.forward.impl in ("triton", "mma_sync") else 1
     batch = sequences if packed else k.shape[0]
     wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), means))
+    if norm:
+        for name, tokens in (("q_inverse_rms", tokens_q), ("k_inverse_rms", tokens_k)):
+            wanted.append((name, torch.float32, tokens, 1))
     if sinks:
         wanted.append(("weight", accumulator, tokens_q, 1))
     pieces, end = {}, 0
@@ -168,11 +172,12 @@ class Plan:
         self.choice, self.packed = choice, call.packed
         self.answer = answer(str(choice.recipe), choice.name)
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
-        self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None)
+        self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
         self.keeps = keeps_inputs(call.recipe, choice.backward.impl)
         self.pieces, self.bytes = pieces_of(
-            choice, (call.head_dim, call.value_dim), q, k, queries.batch if call.packed else None, sinks
-        )
+            choice, (call.head_dim, call.value_dim), q, k, queries.batch if call.packed else None, sinks,
+            call.prologue is not None and call.prologue.eps is not None,
+        )  # fmt: skip
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.programs = Cache(MOST_PROGRAMS)
@@ -190,9 +195,9 @@ class Plan:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """O, lse of the smoothed scores, and the workspace."""
+        """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values."""
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
@@ -202,12 +207,14 @@ class Plan:
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
         read = self._read(FORWARD, mask, key_mask, False)
         tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None]
+        if prologue is not None:
+            tensors += (x for x in prologue if isinstance(x, Tensor))
         tensors += q, k, v
         if sinks is not None:
             tensors.append(sinks)
         program = self.programs.get(read.layouts)
         if program is None:
-            call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields)
+            call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
             program = self._keep(read.layouts, self._forward_program(call, q, k, v, sinks))
         o, lse, *_ = program.run(tensors, workspace)
         return o, lse, workspace
@@ -215,9 +222,12 @@ class Plan:
     def backward(
         self, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
         workspace: Tensor, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """dq, dk, dv, and where there are sinks their gradient in lse's dtype; q and k where they are kept."""
+        cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """dq, dk, dv, and where there are sinks their gradient in lse's dtype; q and k where they are kept.
+
+        With a prologue those of its weights stand between, FP32, None where it has none; q and k where it has a norm.
+        """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
         if self.is_empty or self.choice.backward.impl == "reference":
@@ -226,16 +236,17 @@ class Plan:
         read = self._read(BACKWARD, mask, key_mask, deterministic)
         given = [x for x in (workspace, o, lse, do, dlse, q, k, v) if x is not None]
         key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in given])
-        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None] + given
+        before = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(() if prologue is None else prologue)
+        tensors = [x for x in before if isinstance(x, Tensor)] + given
         program = self.programs.get(key)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
-            call = call._replace(deterministic=deterministic, **read.fields)
+            call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
             program = self._keep(key, self._backward_program(call, workspace, o, lse, do, dlse, q, k, v))
-        dq, dk, dv, by_block = program.run(tensors)
+        dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
-        return dq, dk, dv, by_block
+        return dq, dk, dv, *(None if x is None else x.sum(0) for x in shares), by_block
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""

@@ -13,6 +13,8 @@ row of its own, so that their sum is the same in every run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,15 +26,23 @@ from sagebwd.kernels.common.tile import load_rows, to_16bit
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import launch
 
-# Tokens and heads of a program.
-BLOCK = 16
-HEADS = 8
+
+class Tile(NamedTuple):
+    """Tokens and heads of a program, warps at least, and how many heads' loads are under way."""
+
+    block: int = 16
+    heads: int = 8
+    warps: int = 4
+    stages: int = 1
+
+
+TILE = Tile()
 # Channels of a row for each warp beyond four: more would take more registers than a thread has.
 CHANNELS_OF_WARP = 32
 
 
 @triton.jit
-def _load_pairs(x, rows, pitch, left, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def load_pairs(x, rows, pitch, left, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """a and b, (rows, HALF) each, of the first ROTARY channels; what lies outside is 0."""
     if INTERLEAVED:
         tile = load_rows(x, rows, tl.arange(0, 2 * HALF), pitch, left, ROTARY, False, ROTARY == 2 * HALF)
@@ -54,7 +64,8 @@ def _load_rest(x, rows, pitch, left, head_dim: tl.constexpr, ROTARY: tl.constexp
 
 
 @triton.jit
-def _store_pairs(y, a, b, rows, pitch, left, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_pairs(y, a, b, rows, pitch, left, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Write what `load_pairs` read."""
     if INTERLEAVED:
         _store(y, tl.join(a, b).reshape(rows.shape[0], 2 * HALF), rows, pitch, left, ROTARY)
     else:
@@ -70,34 +81,36 @@ def _store(y, tile, rows, pitch, left, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _place(program, heads, tokens, BLOCK: tl.constexpr, HEADS: tl.constexpr):
+def place(program, heads, tokens, BLOCK: tl.constexpr, HEADS: tl.constexpr):
     """A program's sequence, its first token and its first head: heads of a token are neighbours in memory."""
     groups, blocks = tl.cdiv(heads, HEADS), tl.cdiv(tokens, BLOCK)
     return program // (groups * blocks), program // groups % blocks * BLOCK, program % groups * HEADS
 
 
 @triton.jit
-def _forward(
+def forward_rows(
     x, y, inverse_rms, weight, cos, sin, heads, tokens, eps, program, head_dim: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    batch, first, head = _place(program, heads, tokens, BLOCK, HEADS)
+    """A program of `forward_kernel`."""
+    batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
     rows, left = tl.arange(0, BLOCK), tokens - first
     one, alone = tl.arange(0, 1), 1
     if ROTARY > 0:
         cos_at, sin_at = row_of(cos, batch, head, first), row_of(sin, batch, head, first)
-        cos_a, cos_b = _load_pairs(cos_at, rows, pitch_of(cos), left, ROTARY, HALF, INTERLEAVED)
-        sin_a, sin_b = _load_pairs(sin_at, rows, pitch_of(sin), left, ROTARY, HALF, INTERLEAVED)
+        cos_a, cos_b = load_pairs(cos_at, rows, pitch_of(cos), left, ROTARY, HALF, INTERLEAVED)
+        sin_a, sin_b = load_pairs(sin_at, rows, pitch_of(sin), left, ROTARY, HALF, INTERLEAVED)
         if weight is not None:
-            weight_a, weight_b = _load_pairs(weight, one, 0, alone, ROTARY, HALF, INTERLEAVED)
+            weight_a, weight_b = load_pairs(weight, one, 0, alone, ROTARY, HALF, INTERLEAVED)
     if head_dim > ROTARY and weight is not None:
         weight_rest = _load_rest(weight, one, 0, alone, head_dim, ROTARY, REST)
-    for step in range(tl.minimum(heads - head, HEADS)):
+    for step in tl.range(tl.minimum(heads - head, HEADS), num_stages=STAGES):
         number = head + step
         x_at, y_at = row_of(x, batch, number, first), row_of(y, batch, number, first)
         squares = tl.zeros((BLOCK,), tl.float32)
         if ROTARY > 0:
-            a, b = _load_pairs(x_at, rows, pitch_of(x), left, ROTARY, HALF, INTERLEAVED)
+            a, b = load_pairs(x_at, rows, pitch_of(x), left, ROTARY, HALF, INTERLEAVED)
             squares += tl.sum(a * a + b * b, 1)
         if head_dim > ROTARY:
             rest = _load_rest(x_at, rows, pitch_of(x), left, head_dim, ROTARY, REST)
@@ -119,36 +132,38 @@ def _forward(
         if ROTARY > 0:
             # a' = a cos - b sin, b' = b cos + a sin
             turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-            _store_pairs(y_at, turned_a, turned_b, rows, pitch_of(y), left, ROTARY, HALF, INTERLEAVED)
+            store_pairs(y_at, turned_a, turned_b, rows, pitch_of(y), left, ROTARY, HALF, INTERLEAVED)
         if head_dim > ROTARY:
             _store(y_at + ROTARY, rest, rows, pitch_of(y), left, head_dim - ROTARY)
 
 
 @triton.jit
-def _backward(
+def backward_rows(
     dy, dx, x, inverse_rms, weight, dweight, cos, sin, heads, tokens, program, head_dim: tl.constexpr,
     ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    batch, first, head = _place(program, heads, tokens, BLOCK, HEADS)
+    """A program of `backward_kernel`."""
+    batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
     rows, left = tl.arange(0, BLOCK), tokens - first
     one, alone = tl.arange(0, 1), 1
     if ROTARY > 0:
         cos_at, sin_at = row_of(cos, batch, head, first), row_of(sin, batch, head, first)
-        cos_a, cos_b = _load_pairs(cos_at, rows, pitch_of(cos), left, ROTARY, HALF, INTERLEAVED)
-        sin_a, sin_b = _load_pairs(sin_at, rows, pitch_of(sin), left, ROTARY, HALF, INTERLEAVED)
+        cos_a, cos_b = load_pairs(cos_at, rows, pitch_of(cos), left, ROTARY, HALF, INTERLEAVED)
+        sin_a, sin_b = load_pairs(sin_at, rows, pitch_of(sin), left, ROTARY, HALF, INTERLEAVED)
         if weight is not None:
-            weight_a, weight_b = _load_pairs(weight, one, 0, alone, ROTARY, HALF, INTERLEAVED)
+            weight_a, weight_b = load_pairs(weight, one, 0, alone, ROTARY, HALF, INTERLEAVED)
             dweight_a, dweight_b = tl.zeros((BLOCK, HALF), tl.float32), tl.zeros((BLOCK, HALF), tl.float32)
     if head_dim > ROTARY and weight is not None:
         weight_rest = _load_rest(weight, one, 0, alone, head_dim, ROTARY, REST)
         dweight_rest = tl.zeros((BLOCK, REST), tl.float32)
-    for step in range(tl.minimum(heads - head, HEADS)):
+    for step in tl.range(tl.minimum(heads - head, HEADS), num_stages=STAGES):
         number = head + step
         dy_at, dx_at = row_of(dy, batch, number, first), row_of(dx, batch, number, first)
         if ROTARY > 0:
             # da = da' cos + db' sin, db = db' cos - da' sin
-            turned_a, turned_b = _load_pairs(dy_at, rows, pitch_of(dy), left, ROTARY, HALF, INTERLEAVED)
+            turned_a, turned_b = load_pairs(dy_at, rows, pitch_of(dy), left, ROTARY, HALF, INTERLEAVED)
             a, b = turned_a * cos_a + turned_b * sin_b, turned_b * cos_b - turned_a * sin_a
         if head_dim > ROTARY:
             rest = _load_rest(dy_at, rows, pitch_of(dy), left, head_dim, ROTARY, REST)
@@ -159,7 +174,7 @@ def _backward(
             products = tl.zeros((BLOCK,), tl.float32)
             # dw += dz x r, dz w, and its products with x r
             if ROTARY > 0:
-                unit_a, unit_b = _load_pairs(x_at, rows, pitch_of(x), left, ROTARY, HALF, INTERLEAVED)
+                unit_a, unit_b = load_pairs(x_at, rows, pitch_of(x), left, ROTARY, HALF, INTERLEAVED)
                 unit_a, unit_b = unit_a * r[:, None], unit_b * r[:, None]
                 if weight is not None:
                     dweight_a += a * unit_a
@@ -180,14 +195,14 @@ def _backward(
             if head_dim > ROTARY:
                 rest = (rest - unit_rest * mean[:, None]) * r[:, None]
         if ROTARY > 0:
-            _store_pairs(dx_at, a, b, rows, pitch_of(dx), left, ROTARY, HALF, INTERLEAVED)
+            store_pairs(dx_at, a, b, rows, pitch_of(dx), left, ROTARY, HALF, INTERLEAVED)
         if head_dim > ROTARY:
             _store(dx_at + ROTARY, rest, rows, pitch_of(dx), left, head_dim - ROTARY)
     if weight is not None:
         dweight += program.to(tl.int64) * head_dim
         if ROTARY > 0:
             sum_a, sum_b = tl.sum(dweight_a, 0)[None, :], tl.sum(dweight_b, 0)[None, :]
-            _store_pairs(dweight, sum_a, sum_b, one, 0, alone, ROTARY, HALF, INTERLEAVED)
+            store_pairs(dweight, sum_a, sum_b, one, 0, alone, ROTARY, HALF, INTERLEAVED)
         if head_dim > ROTARY:
             _store(dweight + ROTARY, tl.sum(dweight_rest, 0)[None, :], one, 0, alone, head_dim - ROTARY)
 
@@ -197,18 +212,19 @@ def forward_kernel(
     q, q_out, q_inverse_rms, q_weight, q_cos, q_sin, q_heads, q_tokens, k, k_out, k_inverse_rms, k_weight, k_cos,
     k_sin, k_heads, k_tokens, eps, q_programs, head_dim: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of Q and K (`Strided`) normalised and rotated, and r of each, (B, H, N); None where there is no norm."""
     program = tl.program_id(0)
     if program < q_programs:
-        _forward(
+        forward_rows(
             q, q_out, q_inverse_rms, q_weight, q_cos, q_sin, q_heads, q_tokens, eps, program, head_dim, ROTARY, HALF,
-            REST, INTERLEAVED, BLOCK, HEADS,
+            REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
     else:
-        _forward(
+        forward_rows(
             k, k_out, k_inverse_rms, k_weight, k_cos, k_sin, k_heads, k_tokens, eps, program - q_programs, head_dim,
-            ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS,
+            ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
 
 
@@ -217,34 +233,35 @@ def backward_kernel(
     dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_heads, q_tokens, dk_out, dk, k, k_inverse_rms,
     k_weight, dk_weight, k_cos, k_sin, k_heads, k_tokens, q_programs, head_dim: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the rows, and of the weights a share a program, (programs, D) FP32."""
     program = tl.program_id(0)
     if program < q_programs:
-        _backward(
+        backward_rows(
             dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_heads, q_tokens, program, head_dim,
-            ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS,
+            ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
     else:
-        _backward(
+        backward_rows(
             dk_out, dk, k, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, k_heads, k_tokens, program - q_programs,
-            head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS,
+            head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None,
     q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, eps: float | None, interleaved: bool,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Q and K normalised and rotated, each as it lies, and 1 / rms of their rows; see `sagebwd.norm_rope_ops`."""
     outputs, inverse_rms, given = [], [], []
     for x, weight, cos, sin in ((q, q_weight, q_cos, q_sin), (k, k_weight, k_cos, k_sin)):
         outputs.append(empty_like_rows(x, dtype=dtype))
         inverse_rms.append(None if eps is None else x.new_empty(x.shape[:-1], dtype=torch.float32))
-        y, x = _strided(outputs[-1]), _strided(x)
-        given += [x, y, inverse_rms[-1], contiguous(weight), _strided(cos), _strided(sin), *outputs[-1].shape[1:3]]
-    _launch(forward_kernel, q, k, q_cos, interleaved, *given, 0.0 if eps is None else eps)
+        y, x = strided(outputs[-1]), strided(x)
+        given += [x, y, inverse_rms[-1], contiguous(weight), strided(cos), strided(sin), *outputs[-1].shape[1:3]]
+    _launch(forward_kernel, q, k, q_cos, interleaved, tile, *given, 0.0 if eps is None else eps)
     return *outputs, *inverse_rms
 
 
@@ -252,7 +269,7 @@ def backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, q_inverse_rms: Tensor | None,
     k_inverse_rms: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None,
     q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, interleaved: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype], tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of Q and K in ``dtypes``, each as its own lies, and the programs' shares in those of the weights."""
     gradients, shares, given = [], [], []
@@ -262,25 +279,25 @@ def backward(
     )
     for dy, x, r, weight, cos, sin, dtype in sides:
         dx = empty_like_rows(dy if x is None else x, dtype=dtype)
-        shape = programs(dy), dy.shape[-1]
+        shape = programs(dy, tile), dy.shape[-1]
         share = None if weight is None else torch.empty(shape, dtype=torch.float32, device=dy.device)
         gradients.append(dx)
         shares.append(share)
         given += [
-            _strided(dy), _strided(dx), _strided(x), r, contiguous(weight), share, _strided(cos), _strided(sin),
+            strided(dy), strided(dx), strided(x), r, contiguous(weight), share, strided(cos), strided(sin),
             *dy.shape[1:3],
         ]  # fmt: skip
-    _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, *given)
+    _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, tile, *given)
     return *gradients, *shares
 
 
-def programs(x: Tensor) -> int:
+def programs(x: Tensor, tile: Tile = TILE) -> int:
     """How many programs the rows of (batch, heads, tokens, D) have."""
     batch, heads, tokens, _ = x.shape
-    return batch * -(-heads // HEADS) * -(-tokens // BLOCK)
+    return batch * -(-heads // tile.heads) * -(-tokens // tile.block)
 
 
-def _strided(x: Tensor | None) -> Strided | None:
+def strided(x: Tensor | None) -> Strided | None:
     """Rows of (batch, heads, tokens, D), or of cos and sin, (batch or 1, tokens, R), which all heads share."""
     if x is None:
         return None
@@ -290,14 +307,17 @@ def _strided(x: Tensor | None) -> Strided | None:
     return Strided(x, *counted(x.stride(0) if x.shape[0] > 1 else 0, 0, x.stride(1)))
 
 
-def _launch(kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleaved: bool, *given: object) -> None:
-    count, head_dim, rotary = programs(q) + programs(k), q.shape[-1], 0 if cos is None else cos.shape[-1]
+def _launch(
+    kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleaved: bool, tile: Tile, *given: object
+) -> None:  # fmt: skip
+    count, head_dim, rotary = programs(q, tile) + programs(k, tile), q.shape[-1], 0 if cos is None else cos.shape[-1]
     if not count:
         return
     launch(
-        kernel, (count,), *given, programs(q), head_dim=head_dim, ROTARY=rotary,
-        HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved, BLOCK=BLOCK,
-        HEADS=HEADS, num_warps=max(4, _power_of_two(head_dim) // CHANNELS_OF_WARP),
+        kernel, (count,), *given, programs(q, tile), head_dim=head_dim, ROTARY=rotary,
+        HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved,
+        BLOCK=tile.block, HEADS=tile.heads, STAGES=tile.stages,
+        num_warps=max(tile.warps, _power_of_two(head_dim) // CHANNELS_OF_WARP),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
 from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
+from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_keys
@@ -110,10 +111,12 @@ def _sixteen_bit_operands(
 
 def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """dq, dk, dv in e4m3 (`sagebwd.reference.float8`), bit for bit the same in every run where ``call.deterministic``.
 
-    do, v, o: any strides with a contiguous last dimension; q and k are not read.
+    do, v, o: any strides with a contiguous last dimension; q and k are read by a prologue's norm alone. With a
+    prologue dq and dk are of what forward was given, and shares of its weights' gradients follow
+    (`norm_rope_gradients`).
     """
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
@@ -141,8 +144,7 @@ def backward(
     if tile.split_dkdv:
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
-        launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
-        return dq, dk, dv
+        return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
     planes = vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q, 2 * block_q)
     delta = planes
     if v_scale is None:
@@ -173,5 +175,16 @@ def backward(
         WIDTH=width,
         **LAUNCH,
     )
-    launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
-    return dq, dk, dv
+    return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
+
+
+def _finished(
+    call: Call, saved: Saved, values: RowValues, largest: Tensor, q: Tensor | None, k: Tensor | None, dq: Tensor,
+    dk: Tensor, dv: Tensor, tile: widths.BackwardTile,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients, once dQ's sums are."""
+    if call.prologue is None:
+        launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
+        return dq, dk, dv
+    dq, dk, *shares = launch_finish_gradients(call, saved, values.dq_sums, values.spread, largest, dk, q, k, dq, tile)
+    return dq, dk, dv, *shares

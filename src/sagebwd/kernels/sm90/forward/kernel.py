@@ -142,7 +142,7 @@ class Forward:
         keys = (tokens_k, heads_k) if packed else (batch, heads_k, tokens_k)
         per_query = (heads, tokens_q) if packed else (batch, heads, tokens_q)
         arguments = Arguments(
-            q=strided(*queries, D_q),
+            q=None if variant.q_codes else strided(*queries, D_q),
             q_int8=compact(Int8, *queries, D),
             k=compact(Int8, *keys, D),
             v=strided(*keys, E),
@@ -188,7 +188,7 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, q_int8: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
+        self, q: cute.Tensor | None, q_int8: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
         lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
         largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
         words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
@@ -198,6 +198,8 @@ class Forward:
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
         M, N, D, E = self.M, self.N, self.variant.code_columns, self.E
+        if const_expr(self.variant.q_codes):  # of its shape
+            q = q_int8
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
             batch = cu_seqlens_q.shape[0] - 1
@@ -351,7 +353,10 @@ class Forward:
             q_scales = self.tiles.values_of_head(inputs.q_scale, work_tile.head, work_tile.batch)
             q, q_int8 = (self.tiles.of_head(x, work_tile.head, work_tile.batch) for x in (inputs.q, inputs.q_int8))
             self.sync_warpgroup(index)  # all of its threads have done with the last tile's Q
-            self.quantizer.rows(q, q_int8, q_scales, memory, work_tile, index * 64, thread)
+            if const_expr(self.variant.q_codes):
+                self.quantizer.load_codes(q_int8, q_scales, memory, work_tile, index * 64, thread)
+            else:
+                self.quantizer.rows(q, q_int8, q_scales, memory, work_tile, index * 64, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(index)
             for r in cutlass.range_constexpr(2):

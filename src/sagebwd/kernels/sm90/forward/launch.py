@@ -15,6 +15,7 @@ from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_queries
@@ -48,15 +49,15 @@ class Written(NamedTuple):
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
+    if call.prologue is not None:
+        return _forward_of_codes(call, q, k, v)
     sampled = call.recipe.k_mean == "sample"
     quantized = launch_quantize_k(
         k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
     )
     if call.key_mask is not None:  # a masked key's V may be anything, NaN too
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
-    # an expanded V too: TMA takes no stride of 0
-    v = v if fits_tma(v) and 0 not in v.stride() else contiguous(v)
-    o = empty_like_rows(q, v.shape[-1])
+    v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     q = q if fits_tma(q) else contiguous(q)
     written = launch_forward(call, q, quantized, v, o, with_row_max=call.recipe.dv == FP8)
     return Saved(
@@ -64,19 +65,38 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     )
 
 
+def _forward_of_codes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
+    """The same of q and k that the call has normalised and rotated first: their codes alone are written."""
+    made = launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
+    v, o = _fit(v), empty_like_rows(q, v.shape[-1])
+    given = (made.q, made.q_scale)
+    written = launch_forward(call, None, made.k, v, o, with_row_max=call.recipe.dv == FP8, codes=given)
+    return Saved(
+        o, written.lse, *given, made.k.k, made.k.k_scale, written.row_max, made.k.k_mean, made.q_inverse_rms,
+        made.k_inverse_rms,
+    )  # fmt: skip
+
+
+def _fit(v: Tensor) -> Tensor:
+    """As TMA reads it; an expanded V too: TMA takes no stride of 0."""
+    return v if fits_tma(v) and 0 not in v.stride() else contiguous(v)
+
+
 def launch_forward(
-    call: Call, q: Tensor, quantized: QuantizedK, v: Tensor, o: Tensor, *, with_row_max: bool
-) -> Written:
+    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor, *, with_row_max: bool,
+    codes: tuple[Tensor, Tensor] | None = None,
+) -> Written:  # fmt: skip
     """Write o, and what is given back.
 
+    codes: Q's and their scales, in place of q, which is None then.
     q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
     They have ``call.columns`` channels, Q's codes as those of K the call's head_dim.
     """
     queries, device, band = call.queries, v.device, call.band
-    written = Written(
-        torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device), queries.per_token(device),
-        queries.per_token(device), queries.per_token(device) if with_row_max else None,
-    )  # fmt: skip
+    if codes is None:
+        empty = torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device)
+        codes = empty, queries.per_token(device)
+    written = Written(*codes, queries.per_token(device), queries.per_token(device) if with_row_max else None)
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)
     variant = Variant(
@@ -84,6 +104,7 @@ def launch_forward(
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
         lists=call.lists is not None, bias="" if bias is None else str(bias.dtype).removeprefix("torch."),
         negative=call.scale < 0, row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
+        q_codes=q is None,
     )  # fmt: skip
     arguments = Arguments(
         q=q,

@@ -1,6 +1,6 @@
 """Quantize Q to INT8 in the warpgroup that uses it: psi with one scale a row (`operands.quantize_k` does K).
 
-A recipe that rotates quantizes Q R (`rotation`).
+A recipe that rotates quantizes Q R (`rotation`). Or read the codes that a pass before made.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ PACK_CODES = (
 MOVE = "mov.b32 {$w0}, {$r0};"
 SQRT = "sqrt.approx.f32 {$w0}, {$r0};"
 FMA = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
+DP4A = "dp4a.s32.s32 {$w0}, {$r0}, {$r0}, {$r1};"
+# Codes of a load, 16 bytes, and what a norm of them is rounded by at most.
+CODES, NORM_ROUNDING = 16, 1 + 2.0**-20
 
 
 def as_bits(x):
@@ -124,6 +127,42 @@ class Quantizer:
                     ptx(STORE[size], read_only_args=[at + self.channels[4 * i], *found[i : i + size]])
                 if lane == 0:
                     scales[work_tile.start_q + token] = scale
+
+    @cute.jit
+    def load_codes(self, q_int8: cute.Tensor, scales: cute.Tensor, memory, work_tile, first: Int32, thread: Int32):
+        """Read codes and scales of 64 rows from ``first`` of the tile on; norms of them. As of `rows`.
+
+        head_dim is a power of two from 64 on. Of codes the norm is exact: scale times the root of their squares' sum.
+        """
+        words, row_scales, row_norms = memory.q_words, memory.q_scale, memory.q_norm
+        lanes = const_expr(self.D // CODES)
+        lane, loads = thread % lanes, []
+        for part in cutlass.range_constexpr(64 * lanes // 128):
+            row = first + part * (128 // lanes) + thread // lanes
+            token = work_tile.first_q + row
+            four, scale = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(1, Float32)
+            four.fill(0)
+            scale.fill(1.0)
+            if token < work_tile.length_q:
+                at = q_int8[work_tile.start_q + token, None].iterator.toint() + Int64(lane * CODES)
+                got = ptx(LOAD[4], write_only_types=[Int32] * 4, read_only_args=[at])
+                for j in cutlass.range_constexpr(4):
+                    four[j] = got[j]
+                scale[0] = scales[work_tile.start_q + token]
+            loads.append((row, four, scale))
+        for row, four, scale in loads:
+            cute.autovec_copy(four, cute.local_tile(words[row, None, 0], (4,), (lane,)))
+            if const_expr(row_norms is not None):
+                squares = Int32(0)
+                for j in cutlass.range_constexpr(4):
+                    squares = ptx(DP4A, write_only_types=[Int32], read_only_args=[four[j], squares])
+                for bit in cutlass.range_constexpr(lanes.bit_length() - 1):
+                    squares = squares + cute.arch.shuffle_sync_bfly(squares, offset=1 << bit)
+                norm = ptx(SQRT, write_only_types=[Float32], read_only_args=[Float32(squares)])
+                if lane == 0:
+                    row_norms[row] = norm * scale[0] * NORM_ROUNDING
+            if lane == 0:
+                row_scales[row] = scale[0]
 
     def offsets(self) -> list[int]:
         """Of a row's lanes, by which each meets all others."""

@@ -32,6 +32,7 @@ class Variant:
     row_max: bool = False  # row maxima are written
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim that Q lacks, and of value_dim V and O: zeros
+    q_codes: bool = False  # Q comes as codes and scales, which a pass before made
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -72,14 +73,14 @@ class Arguments(NamedTuple):
     bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
-    q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last
-    q_int8: Any  # written, INT8 codes, contiguous, of head_dim channels
+    q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last; None: codes
+    q_int8: Any  # written, or read where q is None, INT8 codes, contiguous, of head_dim channels
     k: Any  # INT8 codes, contiguous
     v: Any  # as q, of V's channels
     o: Any  # written, as v
     lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
     row_max: Any  # written if not None: each query's largest score times log2(e)
-    q_scale: Any  # written, FP32, as lse
+    q_scale: Any  # as q_int8, FP32, as lse
     k_scale: (
         Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
     )

@@ -218,12 +218,28 @@ def store_quantized(
         tile = floats(tile)
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
-    tile = centred(tile, mu, keep)
+    store_codes(
+        centred(tile, mu, keep), mu, inside, k_int8, scales, lane_scales, largest, number, batch, head, batch_head, z,
+        start, total, blocks, head_dim, rotation is not None, VARLEN, BLOCK, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_codes(
+    tile, mu, inside, k_int8, scales, lane_scales, largest, number, batch, head, batch_head, z, start, total, blocks,
+    head_dim: tl.constexpr, ROTATED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a block of keys less their mean, FP32 by pieces of channels, as `key_codes_kernel` has them.
+
+    Keys beyond the sequence are zeros. ROTATED: what is left of keys that are all alike is rounding.
+    """
+    first = number * BLOCK
+    local = tl.arange(0, BLOCK)
     largest_of_row = abs_max(tile[0], 1)
     if len(tile) > 1:
         largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1), propagate_nan=tl.PropagateNan.ALL)
     lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
-    if rotation is not None:
+    if ROTATED:
         largest_mu = tl.max(tl.abs(mu[0]), 0)
         if len(mu) > 1:
             largest_mu = tl.maximum(largest_mu, tl.max(tl.abs(mu[1]), 0))

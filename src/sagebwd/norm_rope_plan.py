@@ -1,0 +1,167 @@
+"""QK-norm, rotary embedding and attention by one plan, where a family's passes take the projections' outputs.
+
+Hopper's do: codes of Q and K are made of them at once, and the rows between are not written
+(`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope_ops` and
+`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse is asked for, under
+torch.compile and under modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagebwd import checks, dispatch, switches
+from sagebwd import plan as plans
+from sagebwd.arguments import arguments_of, autocast_dtype, packed_arguments_of
+from sagebwd.auto.counts import counts
+from sagebwd.cache import PLANS, TAKEN
+from sagebwd.call import Call, Prologue, keeps_inputs
+from sagebwd.kernels.capabilities import KERNEL_DTYPES
+from sagebwd.recipe import AUTO
+
+LENGTHS = "max_seqlen_q", "max_seqlen_k"
+OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
+# Of `sage_attention`, and what of it has to be left out.
+TAKES = {"is_causal", "scale", "enable_gqa", "window", "recipe", "impl", *OFFSETS, *LENGTHS}
+LEFT_OUT = {"attn_mask", "block_mask", "sinks", "dropout_p", "return_lse"}
+# Widths that Hopper's passes take whole.
+HEAD_DIMS = (64, 128)
+_COMPOSED = "composed"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Tensor | None:
+    """The output, or None where the call is to be composed; attention: other arguments of `sage_attention`.
+
+    q, k and ``prologue`` were checked, the others were not: who composes raises what is to be raised.
+    """
+    if not _may_take(q, k, v, prologue, attention):
+        return None
+    cu_seqlens_q, cu_seqlens_k = (attention.get(name) for name in OFFSETS)
+    spec = _spec_of(q, k, v, prologue, attention)
+    try:
+        plan = None if spec is None else PLANS.get(spec)
+    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
+        return None
+    if spec is None:
+        return None
+    if plan is None:
+        plan = _plan_of(q, k, v, prologue, attention)
+        PLANS.put(spec, plan)
+    if plan is _COMPOSED:
+        return None
+    counts[plan.answer] += 1
+    trained = q, k, v, prologue.q_weight, prologue.k_weight
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
+        return NormRopeAttention.apply(plan, *trained[:3], cu_seqlens_q, cu_seqlens_k, *prologue)
+    with plans.device_of(q):
+        return plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)[0]
+
+
+def _may_take(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> bool:
+    """Whether a family may have the call for all that is known before one is chosen; cheap, as most calls do not."""
+    if torch.compiler.is_compiling() or q.dim() != v.dim():
+        return False
+    if autocast_dtype(q.device) not in (None, q.dtype) or not q.dtype == k.dtype == v.dtype:
+        return False
+    if str(q.dtype).removeprefix("torch.") not in KERNEL_DTYPES or q.shape[-1] not in HEAD_DIMS:
+        return False
+    if prologue.q_cos is not None and prologue.q_cos.shape[-1] != q.shape[-1]:
+        return False
+    for name, given in attention.items():
+        absent = given is None or (isinstance(given, (bool, int, float)) and given == 0)
+        if name not in TAKES and not (name in LEFT_OUT and absent):
+            return False
+    if OFFSETS[0] in attention and not all(name in attention for name in (OFFSETS[1], *LENGTHS)):
+        return False
+    return v.shape[-1] == q.shape[-1] and min(q.numel(), k.numel()) > 0
+
+
+def _spec_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Hashable | None:
+    """As `sagebwd.plan.spec_of`, with what there is of the prologue but its values."""
+    offsets = (attention.get(name) for name in OFFSETS)
+    names = sorted(TAKES - {"recipe", "window", *OFFSETS})
+    settings = (attention.get(name) for name in names)
+    spec = plans.spec_of(
+        (q, k, v, None, *offsets, None), None, attention.get("recipe", AUTO), attention.get("window"), *settings
+    )
+    if spec is None:
+        return None
+    found = [NormRopeAttention, spec, prologue.eps, prologue.interleaved]
+    for x in prologue[2:]:
+        if x is None:
+            found.append(None)
+        elif x.__class__ not in plans.PLAIN or x.layout is not torch.strided or x.is_neg() or x._is_zerotensor():
+            return None
+        else:
+            found += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
+    return tuple(found)
+
+
+def _plan_of(
+    q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]
+) -> plans.Plan | str:  # fmt: skip
+    """The plan, or `_COMPOSED` where no family takes the prologue. Raises as `sage_attention`."""
+    given = {"is_causal": False, "scale": None, "window": None, "recipe": AUTO, "impl": None} | attention
+    causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
+    offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
+    if offsets[0] is not None:
+        checks.options(impl, return_lse=False)
+        *_, scale, window, ask, size = packed_arguments_of(
+            q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False
+        )
+    else:
+        grouped = given.get("enable_gqa", False)
+        checks.options(impl, enable_gqa=grouped, return_lse=False)
+        checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
+        scale, window, ask, size = checked.scale, checked.window, checked.ask, checked.size
+        lengths = q.shape[2], k.shape[2]
+    choice = dispatch.choose(ask, size, None, not torch.are_deterministic_algorithms_enabled())
+    if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
+        return _COMPOSED
+    settings = causal, *window, scale, choice.recipe, switches.current.deterministic
+    call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, *offsets, *lengths, *settings)
+    return plans.Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
+
+
+def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
+    """Whether both directions' passes take the prologue too, and backward reads codes alone."""
+    dims = head_dim, value_dim
+    return (
+        choice.forward.impl == choice.backward.impl == "hopper"
+        and choice.forms(*dims) == (dims, dims)
+        and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
+    )
+
+
+class NormRopeAttention(torch.autograd.Function):
+    """A plan with a prologue and its derivative, by whose name profilers call them."""
+
+    @staticmethod
+    def forward(ctx, plan, q, k, v, cu_seqlens_q, cu_seqlens_k, *prologue):
+        """`sagebwd.plan.Plan.forward`."""
+        prologue = Prologue(*prologue)
+        with plans.device_of(q):
+            o, lse, workspace = plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)
+        ctx.plan, ctx.settings = plan, prologue[:2]
+        inputs = (None, None) if prologue.eps is None else (q, k)  # a rotation reads none
+        ctx.save_for_backward(*inputs, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *prologue[2:])
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        """`sagebwd.plan.Plan.backward`."""
+        q, k, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
+        prologue = Prologue(*ctx.settings, *tensors)
+        with torch.no_grad(), plans.device_of(v):
+            *gradients, _ = ctx.plan.backward(
+                do, None, q, k, v, o, lse, workspace, None, None, cu_seqlens_q, cu_seqlens_k, prologue
+            )
+        for n, weight in enumerate(tensors[:2], 3):
+            gradients[n] = None if weight is None else gradients[n].to(weight.dtype)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = plans.once_differentiable(o, gradients)
+        return None, *gradients[:3], None, None, None, None, *gradients[3:], *(None,) * 4

@@ -1,0 +1,347 @@
+"""Codes of Q and K made of the projections' outputs, against those of rows that were normalised and rotated before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
+from sagebwd.cache import PLANS
+from sagebwd.call import Call, Prologue, Saved, empty_like_rows
+from sagebwd.recipe import Recipe
+from sagebwd.reference.norm_rope import HALF, INTERLEAVED, norm_rope
+from sagebwd.reference.quantize import quantize_tokens
+from sagebwd.reference.rotation import rotated
+
+pytest.importorskip("triton")
+from sagebwd.kernels import norm_rope as kernels
+from sagebwd.kernels.runtime import program
+from sagebwd.kernels.sm90 import widths
+from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
+from sagebwd.kernels.sm90.operands import bwd_postprocess
+from sagebwd.kernels.sm90.operands.norm_rope_codes import TILES, launch_norm_rope_codes
+from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
+from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
+from tests.test_norm_rope import drawn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call with a prologue."""
+
+    head_dim: int = 64
+    tokens: int = 21
+    lengths: tuple[int, ...] = ()
+    heads: tuple[int, int] = (4, 2)
+    interleaved: bool = False
+    normed: bool = True
+    weighted: bool = True
+    turned: bool = True
+    recipe: str = "mixed"
+
+    def draw(self, heads: int, seed: int) -> torch.Tensor:
+        """Heads of a token side by side."""
+        if self.lengths:
+            return (drawn(sum(self.lengths), heads, self.head_dim, seed=seed) + 1).bfloat16().to(DEVICE)
+        x = drawn(2, self.tokens, heads, self.head_dim, seed=seed) + 1
+        return x.bfloat16().to(DEVICE).transpose(1, 2)
+
+    def prologue(self) -> Prologue:
+        """Tables are any numbers: no identity of cosines is used."""
+        tables, weights = [None, None], [None, None]
+        if self.turned:
+            rows = sum(self.lengths) or self.tokens
+            tables = [drawn(1, rows, self.head_dim, seed=seed).bfloat16().to(DEVICE) for seed in (5, 6)]
+        if self.normed and self.weighted:
+            weights = [(1 + 0.3 * drawn(self.head_dim, seed=seed)).float().to(DEVICE) for seed in (7, 8)]
+        return Prologue(EPS if self.normed else None, self.interleaved, *weights, *tables, *tables)
+
+    def call(self, q: torch.Tensor, k: torch.Tensor) -> Call:
+        ends = None
+        if self.lengths:
+            ends = torch.tensor([0, *self.lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+        longest = max(self.lengths, default=self.tokens)
+        dims = self.head_dim, self.head_dim
+        settings = longest, longest, True, -1, -1, 0.3, Recipe.parse(self.recipe)
+        return Call.of(q, k, dims, None, ends, ends, *settings)._replace(prologue=self.prologue())
+
+    def composed(self, q: torch.Tensor, k: torch.Tensor, prologue: Prologue) -> tuple:
+        """Rows of the pass by itself, and 1 / rms, in four dimensions."""
+        eps, interleaved, *tensors = prologue
+        return kernels.forward(*map(in_four, (q, k)), *tensors, eps, interleaved, None)
+
+
+def in_four(x):
+    return x if x is None or x.dim() == 4 else x.transpose(0, 1)[None]
+
+
+CASES = [
+    Case(),
+    Case(128, 130, interleaved=True, heads=(3, 3)),
+    Case(128, 70, weighted=False),
+    Case(64, 600, heads=(2, 1)),
+    Case(64, 40, normed=False, heads=(9, 9)),
+    Case(128, 33, turned=False),
+    Case(64, lengths=(5, 0, 150)),
+    Case(128, lengths=(40, 1), interleaved=True, heads=(10, 5)),
+    Case(64, 50, recipe="mixed(rotate=False)"),
+    Case(64, 600, heads=(2, 1), recipe="mixed(k_mean=all)"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_codes_are_those_of_rotated_rows(case):
+    q, k = case.draw(case.heads[0], 1), case.draw(case.heads[1], 2)
+    call = case.call(q, k)
+    found = launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
+    *rows, q_rms, k_rms = case.composed(q, k, call.prologue)
+    for a, e in ((found.q_inverse_rms, q_rms), (found.k_inverse_rms, k_rms)):
+        assert (a is None) == (e is None)
+        assert a is None or torch.allclose(in_four_rms(a), e, rtol=1e-6)
+    if case.lengths:
+        rows = [x[0].transpose(0, 1) for x in rows]
+    sampled = call.recipe.k_mean == "sample"
+    wanted = launch_quantize_k(rows[1], call.keys, None, SCALE_BLOCK, k_sampled=sampled, turned=call.turned)
+    for name in ("k_scale", "k_mean", "largest_norm"):
+        a, e = getattr(found.k, name), getattr(wanted, name)
+        assert torch.allclose(a, e, rtol=1e-5, atol=1e-6), (name, (a - e).abs().max())
+    assert found.k.tiles_taken.item() == 0
+    # FP32 sums in another order: a tie may be rounded the other way
+    assert_codes(found.k.k, wanted.k)
+    q_rows = rows[0].double().cpu()
+    codes, scale = quantize_tokens(rotated(q_rows) if call.turned else q_rows, "token", 64)
+    assert_codes(found.q.cpu(), codes)
+    scale = scale[..., 0].T if case.lengths else scale[..., 0]
+    assert torch.allclose(found.q_scale.cpu(), scale.float(), rtol=1e-5)
+    if not case.lengths:
+        blocks = call.keys.blocks(SCALE_BLOCK)
+        lanes = found.k.lane_scale.view(*k.shape[:2], blocks, 1, 4, 1).expand(-1, -1, -1, SCALE_BLOCK // 8, 4, 2)
+        assert torch.equal(lanes.flatten(2)[..., : case.tokens], found.k.k_scale)
+
+
+def in_four_rms(x):
+    return x if x.dim() == 3 else x[None]
+
+
+def assert_codes(found, wanted):
+    difference = (found.double() - wanted.double()).abs()
+    assert difference.max() <= 1
+    assert difference.mean() <= 5e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_those_of_the_pass_behind_dq(case):
+    q, k = case.draw(case.heads[0], 1), case.draw(case.heads[1], 2)
+    call = case.call(q, k)
+    queries, tile = call.queries, widths.width(case.head_dim, case.head_dim).backward
+    *_, q_rms, k_rms = case.composed(q, k, call.prologue)
+    summed = torch.randn(
+        queries.heads_in_all * case.head_dim, queries.blocks(tile.queries) * tile.queries, device=DEVICE
+    ).half()
+    spread = queries.per_token(q.device).uniform_(1, 2)
+    largest = (448 * 2.0 ** torch.arange(call.keys.batch * call.keys.heads, device=DEVICE)).view(torch.int32)
+    dk_out = torch.randn(k.shape, device=DEVICE).bfloat16()
+    dq_out, dq = torch.zeros_like(q), torch.zeros_like(q)
+    bwd_postprocess.launch_finish_dq(call, summed, spread, largest, dq_out, tile)
+    saved = Saved(*[None] * 8, *(x if x is None or not case.lengths else x[0] for x in (q_rms, k_rms)))
+    inputs = (q, k) if case.normed else (None, None)
+    found = launch_finish_gradients(call, saved, summed, spread, largest, dk_out, *inputs, dq, tile)
+    _, interleaved, *tensors = call.prologue
+    given = *map(in_four, (dq_out, dk_out, *inputs)), q_rms, k_rms, *tensors, interleaved, (q.dtype, k.dtype)
+    for name, a, e in zip(found._fields, found, kernels.backward(*given)):
+        assert (a is None) == (e is None)
+        if a is None:
+            continue
+        a, e = (a.sum(0), e.sum(0)) if "weight" in name else (in_four(a), e)
+        error = (a.double() - e.double()).abs().max() / e.double().abs().max()
+        # dQ's FP32 sums in another order, so 16 bits of it may be the next number's
+        assert error < (1e-4 if "weight" in name else 2.0**-7), (name, error)
+        assert (a.double() - e.double()).norm() <= 1e-3 * e.double().norm(), name
+
+
+class Kernel:
+    """A function of tensors that is launched as kernels are."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return self.function
+
+
+def family_forward(call, q, k, v):
+    """Q's and K's rows are kept as codes of multiples of a step: none is read in backward."""
+    o, lse = empty_like_rows(q), call.queries.per_token(v.device)
+    codes = [torch.empty(x.shape, dtype=torch.int8, device=v.device) for x in (q, k)]
+    scales = [x.per_token(v.device) for x in (call.queries, call.keys)]
+    norms = [x.per_token(v.device) if call.prologue.eps is not None else None for x in (call.queries, call.keys)]
+    row_max = call.queries.per_token(v.device)
+    mean = torch.empty(call.keys.batch, call.keys.heads, call.head_dim, device=v.device)
+    written = (*codes, *scales, row_max, mean)
+
+    def run(q, k, v, o, lse, tensors, norms, *written):
+        y = [rows_of(x, call.prologue, side, tensors) for side, x in enumerate((q, k))]
+        o.copy_(y[0] * y[1] + v)
+        for x in (lse, *written, *(x for x in norms if x is not None)):
+            x.fill_(1)
+
+    program.launch(Kernel(run), (1,), q, k, v, o, lse, tuple(call.prologue[2:]), tuple(norms), *written)
+    return Saved(o, lse, codes[0], scales[0], codes[1], scales[1], row_max, mean, *norms)
+
+
+def family_backward(call, saved, do, dlse, q, k, v):
+    out = [torch.empty_like(x) for x in (q, k, v)]
+    shares = [None if x is None else torch.empty(2, call.head_dim) for x in call.prologue[2:4]]
+
+    def run(do, q, k, norm, tensors, out, shares):
+        assert (norm == 1).all()
+        with torch.enable_grad():
+            leaves = [x.detach().float().requires_grad_() for x in (q, k)]
+            weights = [x.detach().float().requires_grad_() for x in tensors[:2]]
+            y = [rows_of(x, call.prologue, side, (*weights, *tensors[2:])) for side, x in enumerate(leaves)]
+            found = torch.autograd.grad(y[0] * y[1], (*leaves, *weights), do.float())
+        for x, gradient in zip(out, (*found[:2], do)):
+            x.copy_(gradient)
+        for x, gradient in zip(shares, found[2:]):
+            x.copy_(gradient / 2)
+
+    given = do, q, k, saved.q_inverse_rms, tuple(call.prologue[2:]), tuple(out), tuple(shares)
+    program.launch(Kernel(run), (1,), *given)
+    return *out, *shares
+
+
+def rows_of(x, prologue, side, tensors):
+    weight, cos, sin = tensors[side], *tensors[2 + 2 * side : 4 + 2 * side]
+    y = norm_rope(in_four(x), weight, prologue.eps, cos, sin, INTERLEAVED if prologue.interleaved else HALF)
+    return y if x.dim() == 4 else y[0].transpose(0, 1)
+
+
+class Family:
+    """A module of both directions."""
+
+    forward, backward = staticmethod(family_forward), staticmethod(family_backward)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
+@pytest.mark.parametrize("lengths", [(), (5, 16)], ids=["dense", "packed"])
+def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
+    """Of two calls by one plan each has its own tensors' results."""
+    chosen = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
+    monkeypatch.setattr(dispatch, "choose", lambda *_: chosen)
+    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    PLANS.clear()
+    for seed in (10, 20):
+        case = Case(lengths=lengths, heads=(2, 2))
+        q, k, v = (case.draw(2, seed + n).requires_grad_() for n in range(3))
+        p = case.prologue()
+        weights = [x.detach().requires_grad_() for x in (p.q_weight * seed, p.k_weight)]
+        ends = case.call(q, k).queries.cu_seqlens
+        packed = {} if ends is None else {
+            "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 16, "max_seqlen_k": 16
+        }  # fmt: skip
+        o = qk_norm_rope_attention(
+            q, k, v, q_weight=weights[0], k_weight=weights[1], eps=EPS, cos=p.q_cos[0], sin=p.q_sin[0], **packed
+        )
+        assert o.grad_fn.name() == "NormRopeAttentionBackward"
+        y = [rows_of(x, p, side, (*weights, *p[4:])) for side, x in enumerate((q, k))]
+        wanted = y[0] * y[1] + v
+        assert torch.equal(o, wanted)
+        do = drawn(*o.shape, seed=3).bfloat16()
+        pairs = zip(*(torch.autograd.grad(x, (q, k, v, *weights), do) for x in (o, wanted)))
+        for a, e in pairs:
+            assert a.dtype == e.dtype
+            assert (a.double() - e.double()).norm() <= 2e-2 * e.double().norm()
+    assert len(PLANS) == 1
+    with torch.no_grad():
+        o = qk_norm_rope_attention(q, k, v, eps=EPS, **packed)
+        y = [rows_of(x, p, side, (None,) * 6) for side, x in enumerate((q, k))]
+        assert torch.equal(o, y[0] * y[1] + v)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
+@pytest.mark.parametrize(
+    "given",
+    [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=str,
+)  # fmt: skip
+def test_other_calls_are_composed(monkeypatch, given):
+    monkeypatch.setattr(norm_rope_plan, "_plan_of", lambda *_: pytest.fail("planned"))
+    q, k, v = (Case(heads=(2, 2)).draw(2, n) for n in range(3))
+    qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
+
+
+def test_widths_are_those_of_the_passes():
+    assert tuple(TILES) == norm_rope_plan.HEAD_DIMS
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="of Hopper's kernels")
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        (Case(128, 700, heads=(4, 2)), {"is_causal": True, "enable_gqa": True}),
+        (Case(64, 300, heads=(3, 3)), {}),
+        (Case(128, 513, heads=(2, 2), interleaved=True), {"window": (100, 0)}),
+        (Case(128, lengths=(200, 1, 333)), {"is_causal": True}),
+        (Case(64, lengths=(129, 64), normed=False), {}),
+        (Case(64, 256, heads=(2, 2), turned=False), {"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_fused_and_composed_are_equal(monkeypatch, case, given):
+    """But for codes that a tie has the other way."""
+    found = fused_and_gradients(case, given)
+    monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
+    for name, a, e in zip(("o", "dq", "dk", "dv", "dq_weight", "dk_weight"), found, fused_and_gradients(case, given)):
+        assert (a.double() - e.double()).norm() <= 1e-2 * e.double().norm(), name
+
+
+def fused_and_gradients(case, given):
+    """Output and gradients."""
+    q, k, v = (case.draw(case.heads[min(n, 1)], n).requires_grad_() for n in range(3))
+    p = case.prologue()
+    weights = [x.detach().requires_grad_() for x in p[2:4] if x is not None]
+    if case.lengths:
+        ends, longest = case.call(q, k).queries.cu_seqlens, max(case.lengths)
+        given = given | {
+            "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest
+        }  # fmt: skip
+    tables = {} if p.q_cos is None else {"cos": p.q_cos[0], "sin": p.q_sin[0]}
+    rope = INTERLEAVED if case.interleaved else HALF
+    o = qk_norm_rope_attention(
+        q,
+        k,
+        v,
+        **dict(zip(("q_weight", "k_weight"), weights)),
+        eps=p.eps,
+        rope=rope,
+        recipe="mixed",
+        **tables,
+        **given,
+    )
+    do = drawn(*o.shape, seed=3).bfloat16().to(DEVICE)
+    return o, *torch.autograd.grad(o, (q, k, v, *weights), do)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiled_the_kernels_spill_no_register(head_dim):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), "codes", "half"],
+        capture_output=True, text=True, check=False, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [row["kernel"] for row in rows] == ["query_codes_kernel", "key_codes_kernel", "finish_gradients_kernel"]
+    assert all(row["spills"] == 0 and row["shared_bytes"] <= 227 << 10 for row in rows), rows
