@@ -165,7 +165,6 @@ static void max_shared(u32 at, float x) {
 }
 static void add_shared(u32 at, int x) { store_shared(at, as_word(load_shared(at)) + x); }
 static void add_global(float* p, float x) { *p += x; }
-static void store_shared4(u32 at, const u32* x) { memcpy(shared_memory + at, x, 16); }
 static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }
 static void add_global4(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
 static void copy16(u32 to, const void* from, bool there) {
