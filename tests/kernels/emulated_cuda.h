@@ -60,6 +60,8 @@ static float log2_of(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.0f / x; }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static int opaque(int x) { return x; }
+static void fence() {}
+static void four_opaque(int* y, int x) { y[0] = y[1] = y[2] = y[3] = x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
 static u32 from_lane_xor_word(u32 x, int mask) {
   const u32 y = bring(&x, 1)[lane_of_thread() ^ mask][0];

@@ -1,11 +1,13 @@
 """The CUDA kernels of mma.sync: passes beside them, machine code without a GPU, and whole calls where there is one."""
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
 
 from sagebwd import dispatch, sage_attention
+from sagebwd.auto.model import MASK
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
@@ -26,7 +28,8 @@ on_gpu = pytest.mark.gpu if HAS_GPU else []
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 # Bytes of shared memory of a thread block.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-VARIANTS = [*((FORWARD, head_dim) for head_dim in HEAD_DIMS), (BACKWARD, 128)]
+# Of `variant_of`: direction, head_dim, and whether dP is INT8.
+VARIANTS = [*((FORWARD, head_dim, False) for head_dim in HEAD_DIMS), (BACKWARD, 128, False), (BACKWARD, 128, True)]
 # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 LOCAL_BYTES = 3
 
@@ -39,17 +42,19 @@ def call_of(tokens: int, head_dim: int, recipe: str = "token") -> Call:
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_variant_has_room_in_shared_memory(capability):
-    for direction, head_dim in VARIANTS:
-        assert variant_of(direction, head_dim, capability, half=False).shared_bytes <= SHARED_BYTES[capability]
+    for direction, head_dim, int8_dp in VARIANTS:
+        variant = variant_of(direction, head_dim, capability, half=False, int8_dp=int8_dp)
+        assert variant.shared_bytes <= SHARED_BYTES[capability]
+        assert not (int8_dp and variant.k_in_registers)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 120])
-@pytest.mark.parametrize(("direction", "head_dim"), VARIANTS)
-def test_compiles_for(capability, direction, head_dim, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("direction", "head_dim", "int8_dp"), VARIANTS)
+def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path, monkeypatch):
     """And machine code is read again from disk, where it is whole."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    variant = variant_of(direction, head_dim, capability, half=capability == 86)
+    variant = variant_of(direction, head_dim, capability, half=capability == 86, int8_dp=int8_dp)
     made = nvrtc.machine_code(variant, capability)
     assert made[:4] == b"\x7fELF"
     (kept,) = (tmp_path / "mma_sync").iterdir()
@@ -100,6 +105,32 @@ def test_who_runs_token(arch, head_dim, name, monkeypatch):
     assert dispatch._choose.__wrapped__(ask, arch, False).name == name
 
 
+INT8_DP = "token(dp=int8)"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+@pytest.mark.parametrize("head_dim", [65, 96, 128])
+def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+    assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
+    assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_dim": 64, "value_dim": 64}, "head_dim 64 is not one of 65 to 128"),
+        ({"kind": MASK}, "has dp=int8, which it lacks under a mask"),
+    ],
+)
+def test_who_lacks_an_int8_dp(changes, why, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.parse(INT8_DP), 128, 128, torch.bfloat16, torch.device("cuda"))._replace(**changes)
+    with pytest.raises(NotImplementedError, match=f"{why}.*impl='reference' does"):
+        dispatch._choose.__wrapped__(ask, 89, False)
+
+
 def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "NVRTC is not found")
     ask = Ask(Recipe.named("token"), 128, 128, torch.bfloat16, torch.device("cuda"))
@@ -142,18 +173,22 @@ def test_scales_by_pairs(apart, masked, on):
     assert torch.equal(lacking.flatten(2), (column_sum - magic) * v_scale)
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize(
+    "order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS], ids=["rows", "registers", "pairs"]
+)
 @pytest.mark.parametrize("recipe", ["token", "token(rotate=False)"])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
-def test_gradients_from_sums(in_registers, recipe, on):
-    tokens, head_dim, block = 150, 64, 64 if in_registers else 128
+def test_gradients_from_sums(order, recipe, on):
+    tokens, head_dim, block = 150, 64, 128 if order == operands.IN_ROWS else 64
     call, blocks = call_of(tokens, head_dim, recipe), -(-tokens // block)
     sums = torch.randn(2, 3, blocks * block, head_dim, generator=torch.Generator().manual_seed(0))
     given = sums.view(6, blocks, block, head_dim)
-    if in_registers:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
+    if order == operands.IN_REGISTERS:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
         given = given.view(6, blocks, 4, 2, 8, head_dim // 8, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
+    elif order == operands.PAIRS_IN_REGISTERS:  # channel 16 n + 8 e + 2 t + b
+        given = given.view(6, blocks, 4, 2, 8, head_dim // 16, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 7, 6, 8)
     out = torch.full((2, 3, tokens, head_dim), torch.nan, dtype=torch.float16, device=on)
-    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, in_registers=in_registers)
+    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, order)
     expected = rotated(sums.double()) if call.turned else sums.double()
     torch.testing.assert_close(out.cpu().double(), expected[:, :, :tokens] * 0.5, atol=2e-3, rtol=2e-3)
 
@@ -168,13 +203,14 @@ class Recorder:
         return lambda *arguments: self.calls.append(arguments)
 
 
-def kinds_of(direction: str) -> list[str]:
+def kinds_of(direction: str, recipe: str) -> list[str]:
     """What a kernel's parameters are: pointer, i64 or float."""
-    return ["pointer" if "*" in x else x.split()[0] for x in emulated_cuda.parameters(direction)]
+    given = emulated_cuda.parameters(direction, int8_dp=Recipe.parse(recipe).dp == "int8")
+    return ["pointer" if "*" in x else x.split()[0] for x in given]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("recipe", ["token", "token(first_keys=0, smooth_v=False)"])
+@pytest.mark.parametrize("recipe", ["token", "token(first_keys=0, smooth_v=False)", INT8_DP])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
 def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatch):
     kernel = Recorder()
@@ -191,7 +227,7 @@ def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatc
             "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
             for x in arguments
         ]
-        assert kinds == kinds_of(direction)
+        assert kinds == kinds_of(direction, recipe)
 
 
 @pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
@@ -206,6 +242,13 @@ def test_what_the_portable_kernels_run(changes, monkeypatch):
         launch.forward(call, None, None, None)
     assert asked == ["backward", "forward"][: len(asked)]
     assert asked
+
+
+@pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
+def test_gradients_of_an_int8_dp_that_the_portable_kernels_lack(changes):
+    (name,) = changes
+    with pytest.raises(NotImplementedError, match=f"{name}=.* with dp=int8.*impl='reference' does"):
+        launch.backward(call_of(64, 128, INT8_DP)._replace(**changes), *[None] * 6)
 
 
 CALLS = {
@@ -272,10 +315,23 @@ def test_on_a_cpu_the_kernels_are_the_recipe(name, emulated):
     SMALL[name].check("mma_sync")
 
 
+# With an INT8 dP: others, which differ from these in 16-bit dP's way alone, are slow.
+OF_INT8_DP = ("full", "causal-grouped", "packed", "holes", "narrow-fp16", "one-token")
+
+
 @on_cpu
-def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(emulated):
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in OF_INT8_DP else pytest.mark.slow) for x in SMALL if x != "64"]
+)
+def test_on_a_cpu_an_int8_dp_is_the_recipe(name, emulated):
+    dataclasses.replace(SMALL[name], recipe=INT8_DP).check("mma_sync")
+
+
+@on_cpu
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
+def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(recipe, emulated):
     """Its scale is 1, a thousand times that of the others."""
-    case = AttentionCase(tokens_q=256, tokens_k=128, heads=1, head_dim=128)
+    case = AttentionCase(recipe=recipe, tokens_q=256, tokens_k=128, heads=1, head_dim=128)
     q, k, v, do, _ = case.inputs()
     do = 1e-3 * do
     do[:, :, 64:128] = 0
@@ -292,14 +348,23 @@ def test_the_kernels_are_the_recipe(name, on):
     call.check("mma_sync")
 
 
+@pytest.mark.parametrize("name", [x for x in CALLS if not x.startswith("64") and x not in ("mask", "deterministic")])
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+def test_an_int8_dp_is_the_recipe(name, on):
+    call = CALLS[name]
+    recipe = call.recipe.replace("token(", "token(dp=int8, ") if "(" in call.recipe else INT8_DP
+    dataclasses.replace(call, recipe=recipe, device=on).check("mma_sync")
+
+
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
 @pytest.mark.parametrize("which", range(3))
-def test_nan_goes_out(which, on):
+def test_nan_goes_out(which, recipe, on):
     """Of a query from its row, of k or v, whose mean is taken off, from all of its head; from no other head."""
     inputs = [torch.randn(1, 2, 200, 128, device=on, dtype=torch.bfloat16) for _ in range(3)]
     inputs[which][0, 0, 150, 3] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]
-    o = sage_attention(*leaves, is_causal=True, recipe="token", impl="mma_sync")
+    o = sage_attention(*leaves, is_causal=True, recipe=recipe, impl="mma_sync")
     o.float().sum().backward()
     lost = o.isnan().any(-1)
     assert lost[0, 0, 150].item()
@@ -311,10 +376,10 @@ def test_nan_goes_out(which, on):
 
 
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
-def test_strides_of_a_projection_and_odd_addresses(on):
-    AttentionCase(tokens_q=130, tokens_k=130, head_dim=128, device=on).check_addresses(
-        "mma_sync", ("q", "k", "v", "do")
-    )
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
+def test_strides_of_a_projection_and_odd_addresses(recipe, on):
+    case = AttentionCase(recipe=recipe, tokens_q=130, tokens_k=130, head_dim=128, device=on)
+    case.check_addresses("mma_sync", ("q", "k", "v", "do"))
 
 
 @needs_nvrtc
@@ -325,8 +390,9 @@ def test_loops_hold_their_registers(on):
 
     device = torch.device(on, torch.cuda.current_device())
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    for direction, head_dim in VARIANTS:
-        kernel = nvrtc.kernel_of(variant_of(direction, head_dim, capability, half=False), capability)
+    for direction, head_dim, int8_dp in VARIANTS:
+        variant = variant_of(direction, head_dim, capability, half=False, int8_dp=int8_dp)
+        kernel = nvrtc.kernel_of(variant, capability)
         local = ctypes.c_int()
         function = kernel.function(device)
         assert libcuda().cuFuncGetAttribute(ctypes.byref(local), ctypes.c_int(LOCAL_BYTES), function) == 0

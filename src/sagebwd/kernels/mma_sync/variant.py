@@ -23,8 +23,10 @@ class Variant(NamedTuple):
     half: bool
     # of backward
     int8_dp: bool = False  # dP is a product of codes
+    dp_parts: int = 1  # of queries, one after another
     dq_tiles: int = 1  # of 16 queries of dQ, a warp
     flush: int = 0  # steps after which sums lose what INT32 sums start from, or 0: at once
+    two_barriers: bool = False  # a step, else three
     share: bool = False  # of two warps one adds up dV and one dK
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
@@ -37,8 +39,8 @@ class Variant(NamedTuple):
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "INT8_DP", "DQ_MT", "FLUSH", "SHARE",
-            "ADDS_FOUR",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "INT8_DP", "DP_PARTS", "DQ_MT", "FLUSH",
+            "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -59,8 +61,10 @@ _TILES = {
     (FORWARD, 128): (4, 1, 2, 2),
     (BACKWARD, 128): (8, 1, 1, 1),
 }
-# What else a backward whose dP is INT8 has, predicted and not timed (dev/log).
-INT8_DP = {"dq_tiles": 2, "flush": 8}
+# What else a backward whose dP is INT8 has, by counts of instructions: not timed (dev/log).
+INT8_DP = {"dq_tiles": 2, "flush": 8, "two_barriers": True, "share": True}
+# Compute capabilities that add four FP32 numbers to memory in one instruction.
+ADD_FOUR = 90
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
 _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
@@ -70,7 +74,7 @@ def variant_of(direction: str, head_dim: int, capability: int, *, half: bool, in
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16."""
     variant = Variant(direction, head_dim, *_TILES[direction, head_dim], False, half)
     if int8_dp and direction == BACKWARD:
-        variant = variant._replace(int8_dp=True, **INT8_DP)
+        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
     if capability not in _MORE_SHARED and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant
