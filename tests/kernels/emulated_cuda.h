@@ -63,6 +63,8 @@ static float log2_of(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.0f / x; }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static int opaque(int x) { return x; }
+static void fence() {}
+static void four_opaque(int* y, int x) { y[0] = y[1] = y[2] = y[3] = x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sagebwd import dispatch, sage_attention
+from sagebwd.auto.model import MASK
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
@@ -40,7 +41,9 @@ on_gpu = pytest.mark.gpu if HAS_GPU else []
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 # Bytes of shared memory of a thread block.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-VARIANTS = [*((x, head_dim) for x in (FORWARD, QUANTIZE) for head_dim in HEAD_DIMS), (BACKWARD, 128)]
+# Of `variant`: direction, head_dim, and whether dP is INT8.
+VARIANTS = [*((x, head_dim, False) for x in (FORWARD, QUANTIZE) for head_dim in HEAD_DIMS)]
+VARIANTS += (BACKWARD, 128, False), (BACKWARD, 128, True)
 # Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
 STACK_BYTES = {FORWARD: 64, QUANTIZE: 32, BACKWARD: 256}
 # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
@@ -53,25 +56,29 @@ def call_of(tokens: int, head_dim: int, recipe: str = "token") -> Call:
     return Call.of(x, x, (head_dim, head_dim), *settings)
 
 
-def variant(direction: str, head_dim: int, capability: int, *, half: bool = False, first_keys: int = 16) -> Variant:
+def variant(
+    direction: str, head_dim: int, capability: int, *, half: bool = False, first_keys: int = 16, int8_dp: bool = False
+) -> Variant:
     if direction == QUANTIZE:
         return quantize_variant(head_dim, half=half, first_keys=first_keys, turned=head_dim)
-    return variant_of(direction, head_dim, capability, half=half, first_keys=first_keys)
+    return variant_of(direction, head_dim, capability, half=half, first_keys=first_keys, int8_dp=int8_dp)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_variant_has_room_in_shared_memory(capability):
-    for direction, head_dim in VARIANTS:
-        assert variant(direction, head_dim, capability).shared_bytes <= SHARED_BYTES[capability]
+    for direction, head_dim, int8_dp in VARIANTS:
+        asked = variant(direction, head_dim, capability, int8_dp=int8_dp)
+        assert asked.shared_bytes <= SHARED_BYTES[capability]
+        assert not (int8_dp and asked.k_in_registers)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 120])
-@pytest.mark.parametrize(("direction", "head_dim"), VARIANTS)
-def test_compiles_for(capability, direction, head_dim, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("direction", "head_dim", "int8_dp"), VARIANTS)
+def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path, monkeypatch):
     """And machine code is read again from disk, where it is whole."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    asked = variant(direction, head_dim, capability, half=capability == 86)
+    asked = variant(direction, head_dim, capability, half=capability == 86, int8_dp=int8_dp)
     made = nvrtc.machine_code(asked, capability)
     (tmp_path / "made.cubin").write_bytes(made)
     command = [BINARIES / "cuobjdump", "--dump-resource-usage", tmp_path / "made.cubin"]
@@ -123,6 +130,32 @@ def test_who_runs_token(arch, head_dim, name, monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     ask = Ask(Recipe.named("token"), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
     assert dispatch._choose.__wrapped__(ask, arch, False).name == name
+
+
+INT8_DP = "token(dp=int8)"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+@pytest.mark.parametrize("head_dim", [65, 96, 128])
+def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+    assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
+    assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_dim": 64, "value_dim": 64}, "head_dim 64 is not one of 65 to 128"),
+        ({"kind": MASK}, "has dp=int8, which it lacks under a mask"),
+    ],
+)
+def test_who_lacks_an_int8_dp(changes, why, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.parse(INT8_DP), 128, 128, torch.bfloat16, torch.device("cuda"))._replace(**changes)
+    with pytest.raises(NotImplementedError, match=f"{why}.*impl='reference' does"):
+        dispatch._choose.__wrapped__(ask, 89, False)
 
 
 def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
@@ -236,7 +269,9 @@ def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
     assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
 
 
-@pytest.mark.parametrize("order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS])
+@pytest.mark.parametrize(
+    "order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS], ids=["rows", "registers", "pairs"]
+)
 @pytest.mark.parametrize("recipe", ["token", "token(rotate=False)"])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
 def test_gradients_from_sums(order, recipe, on):
@@ -246,7 +281,7 @@ def test_gradients_from_sums(order, recipe, on):
     given = sums.view(6, blocks, block, head_dim)
     if order == operands.IN_REGISTERS:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
         given = given.view(6, blocks, 4, 2, 8, head_dim // 8, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
-    elif order == operands.PAIRS_IN_REGISTERS:  # and channel 16 n + 8 e + 2 t + b
+    elif order == operands.PAIRS_IN_REGISTERS:  # channel 16 n + 8 e + 2 t + b
         given = given.view(6, blocks, 4, 2, 8, head_dim // 16, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 7, 6, 8)
     out = torch.full((2, 3, tokens, head_dim), torch.nan, dtype=torch.float16, device=on)
     operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, order)
@@ -264,13 +299,14 @@ class Recorder:
         return lambda *arguments: self.calls.append(arguments)
 
 
-def kinds_of(direction: str) -> list[str]:
+def kinds_of(direction: str, recipe: str) -> list[str]:
     """What a kernel's parameters are: pointer, i64 or float."""
-    return ["pointer" if "*" in x else x.split()[0] for x in emulated_cuda.parameters(direction)]
+    given = emulated_cuda.parameters(direction, int8_dp=Recipe.parse(recipe).dp == "int8")
+    return ["pointer" if "*" in x else x.split()[0] for x in given]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("recipe", ["token", "token(first_keys=0, smooth_v=False)"])
+@pytest.mark.parametrize("recipe", ["token", "token(first_keys=0, smooth_v=False)", INT8_DP])
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
 def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatch):
     kernel = Recorder()
@@ -287,7 +323,7 @@ def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatc
             "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
             for x in arguments
         ]
-        assert kinds == kinds_of(direction)
+        assert kinds == kinds_of(direction, recipe)
 
 
 @pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
@@ -302,6 +338,13 @@ def test_what_the_portable_kernels_run(changes, monkeypatch):
         launch.forward(call, None, None, None)
     assert asked == ["backward", "forward"][: len(asked)]
     assert asked
+
+
+@pytest.mark.parametrize("changes", [{"scale": -0.1}, {"deterministic": True}], ids=str)
+def test_gradients_of_an_int8_dp_that_the_portable_kernels_lack(changes):
+    (name,) = changes
+    with pytest.raises(NotImplementedError, match=f"{name}=.* with dp=int8.*impl='reference' does"):
+        launch.backward(call_of(64, 128, INT8_DP)._replace(**changes), *[None] * 6)
 
 
 CALLS = {
@@ -388,10 +431,23 @@ def test_on_a_cpu_the_kernels_are_the_recipe(name, emulated):
     SMALL[name].check("mma_sync")
 
 
+# With an INT8 dP: others, which differ from these in 16-bit dP's way alone, are slow.
+OF_INT8_DP = ("full", "causal-grouped", "packed", "holes", "narrow-fp16", "one-token")
+
+
 @on_cpu
-def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(emulated):
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in OF_INT8_DP else pytest.mark.slow) for x in SMALL if x != "64"]
+)
+def test_on_a_cpu_an_int8_dp_is_the_recipe(name, emulated):
+    dataclasses.replace(SMALL[name], recipe=INT8_DP).check("mma_sync")
+
+
+@on_cpu
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
+def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(recipe, emulated):
     """Its scale is 1, a thousand times that of the others."""
-    case = AttentionCase(tokens_q=256, tokens_k=128, heads=1, head_dim=128)
+    case = AttentionCase(recipe=recipe, tokens_q=256, tokens_k=128, heads=1, head_dim=128)
     q, k, v, do, _ = case.inputs()
     do = 1e-3 * do
     do[:, :, 64:128] = 0
@@ -408,14 +464,23 @@ def test_the_kernels_are_the_recipe(name, on):
     call.check("mma_sync")
 
 
+@pytest.mark.parametrize("name", [x for x in CALLS if not x.startswith("64") and x not in ("mask", "deterministic")])
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+def test_an_int8_dp_is_the_recipe(name, on):
+    call = CALLS[name]
+    recipe = call.recipe.replace("token(", "token(dp=int8, ") if "(" in call.recipe else INT8_DP
+    dataclasses.replace(call, recipe=recipe, device=on).check("mma_sync")
+
+
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
 @pytest.mark.parametrize("which", range(3))
-def test_nan_goes_out(which, on):
+def test_nan_goes_out(which, recipe, on):
     """Of a query from its row, of k or v, whose mean is taken off, from all of its head; from no other head."""
     inputs = [torch.randn(1, 2, 200, 128, device=on, dtype=torch.bfloat16) for _ in range(3)]
     inputs[which][0, 0, 150, 3] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]
-    o = sage_attention(*leaves, is_causal=True, recipe="token", impl="mma_sync")
+    o = sage_attention(*leaves, is_causal=True, recipe=recipe, impl="mma_sync")
     o.float().sum().backward()
     lost = o.isnan().any(-1)
     assert lost[0, 0, 150].item()
@@ -427,10 +492,10 @@ def test_nan_goes_out(which, on):
 
 
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
-def test_strides_of_a_projection_and_odd_addresses(on):
-    AttentionCase(tokens_q=130, tokens_k=130, head_dim=128, device=on).check_addresses(
-        "mma_sync", ("q", "k", "v", "do")
-    )
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
+def test_strides_of_a_projection_and_odd_addresses(recipe, on):
+    case = AttentionCase(recipe=recipe, tokens_q=130, tokens_k=130, head_dim=128, device=on)
+    case.check_addresses("mma_sync", ("q", "k", "v", "do"))
 
 
 @needs_nvrtc
@@ -441,8 +506,8 @@ def test_loops_hold_their_registers(on):
 
     device = torch.device(on, torch.cuda.current_device())
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    for direction, head_dim in VARIANTS:
-        kernel = nvrtc.kernel_of(variant(direction, head_dim, capability), capability)
+    for direction, head_dim, int8_dp in VARIANTS:
+        kernel = nvrtc.kernel_of(variant(direction, head_dim, capability, int8_dp=int8_dp), capability)
         local = ctypes.c_int()
         function = kernel.function(device)
         assert libcuda().cuFuncGetAttribute(ctypes.byref(local), ctypes.c_int(LOCAL_BYTES), function) == 0

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
     which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()``
-    says what is missing here.
+    says what is missing here. masked: what fields may be under a mask of elements, where that is less.
     """
 
     direction: str
@@ -42,9 +42,10 @@ class Row(NamedTuple):
     form: Callable[[int, int], tuple[int, int] | None]
     widths: str
     needs: str | None = None
+    masked: tuple[tuple[str, tuple], ...] = ()
 
-    def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
-        """Why it does not run a recipe at some widths in a dtype, or None."""
+    def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str, masked: bool = False) -> str | None:
+        """Why it does not run a recipe at some widths in a dtype, ``masked`` or not by elements, or None."""
         if dtype not in self.dtypes:
             return f"{dtype} is not one of {', '.join(self.dtypes)}"
         if self.form(head_dim, value_dim) is None:
@@ -54,6 +55,9 @@ class Row(NamedTuple):
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
                 return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+        for name, accepted in self.masked if masked else ():
+            if getattr(recipe, name) not in accepted:
+                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which it lacks under a mask"
         return None
 
 
@@ -106,7 +110,7 @@ ROWS = (
     ),
     Row(
         BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.backward_form,
-        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
+        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile", masked=(("dp", (SIXTEEN_BIT,)),),
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,

@@ -41,11 +41,11 @@ def int8_row_values_kernel(
     group, tokens, total, blocks, grid, head_dim: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """As `grad_out_kernel` in kernels/common, of a block's queries, with codes of dO R too, which have a scale s a token.
+    """As `grad_out_kernel` in kernels/common, of a block's queries, with codes of dO R too, of a scale s a token.
 
-    rows: lse in base 2, delta, Q's scale, s; the second and the last are times Q's scale. delta = s rowsum(codes
-    (O - c) R) - dlse, so that dP and delta share dO's rounding. block_scale: 0 where dO's block is, so that sums lose no
-    bits to it. center, signs: of `CenteredValues`. TURNED: channels of R, or 0. Programs of the grid's second plane
+    rows, (2, BLOCK, 2) a block: lse in base 2 and Q's scale; delta and s, both times Q's scale. delta = s rowsum(codes
+    (O - c) R) - dlse, so that dP and delta share dO's rounding. block_scale: 0 where dO's block is, so that sums lose
+    no bits to it. center, signs: of `CenteredValues`. TURNED: channels of R, or 0. Programs of the grid's second plane
     write the transposed copy of Q's codes.
     """
     number, program = block_and_head(grid)
@@ -79,8 +79,9 @@ def int8_row_values_kernel(
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + delta * 0
     of_q = tl.load(q_scale + row, mask=inside, other=0)
     rows += block * BLOCK * 4
-    packed = tl.join(tl.join(row_lse, of_q), tl.join(delta * of_q, scale * of_q))
-    tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
+    pair = tl.arange(0, BLOCK * 2)
+    tl.store(rows + pair, tl.join(row_lse, of_q).reshape(BLOCK * 2))
+    tl.store(rows + BLOCK * 2 + pair, tl.join(delta * of_q, scale * of_q).reshape(BLOCK * 2))
 
     plain = tile[0].to(tl.float32)
     amax = abs_max(abs_max(plain, 1), 0)

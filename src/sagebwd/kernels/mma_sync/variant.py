@@ -27,8 +27,10 @@ class Variant(NamedTuple):
     turned: int = 0  # channels of the codes' rotation
     # of backward
     int8_dp: bool = False  # dP is a product of codes
+    dp_parts: int = 1  # of queries, one after another
     dq_tiles: int = 1  # of 16 queries of dQ, a warp
     flush: int = 0  # steps after which sums lose what INT32 sums start from, or 0: at once
+    two_barriers: bool = False  # a step, else three
     share: bool = False  # of two warps one adds up dV and one dK
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
@@ -42,7 +44,7 @@ class Variant(NamedTuple):
         """The macros, by name."""
         names = (
             "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
-            "DQ_MT", "FLUSH", "SHARE", "ADDS_FOUR",
+            "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -68,8 +70,10 @@ _TILES = {
 }
 # Of cards whose multiprocessors have shared memory for one thread block of those.
 _TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
-# What else a backward whose dP is INT8 has, predicted and not timed (dev/log).
-INT8_DP = {"dq_tiles": 2, "flush": 8}
+# What else a backward whose dP is INT8 has, by counts of instructions: not timed (dev/log).
+INT8_DP = {"dq_tiles": 2, "flush": 8, "two_barriers": True, "share": True}
+# Compute capabilities that add four FP32 numbers to memory in one instruction.
+ADD_FOUR = 90
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
 _LEAST_SHARED_BYTES = 101376
 _MORE_SHARED = (80, 87, 90)
@@ -86,7 +90,7 @@ def variant_of(
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
     if int8_dp and direction == BACKWARD:
-        variant = variant._replace(int8_dp=True, **INT8_DP)
+        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant

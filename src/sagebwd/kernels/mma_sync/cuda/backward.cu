@@ -10,7 +10,7 @@ constexpr float LEAST_SCALE = 1e-37f;  // of Q: that of rows behind the end is 0
 #else
 typedef u16 Operand;
 #endif
-enum : int { DP_BYTES = D * sizeof(Operand) };  // of a row
+enum : int { DP_BYTES = D * sizeof(Operand), DP_TILES = 8 / DP_PARTS, FENCED = 4 };  // of a row; tiles of 8 queries of dP at a time; of 8 channels of dK and dV
 constexpr float LEAST = 1e-30f;  // of a largest magnitude
 constexpr float HIDDEN = -3e38f;  // a score: times the least scale of Q still far below, times 0 no NaN
 constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * DP_BYTES, Q_AT = DS_AT + QUERIES * KEYS,
@@ -22,7 +22,7 @@ static_assert(!SHARE || (INT8_DP && MT == 1), "two warps that share have 16 keys
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
 // registers, zeros before. dk_sums (heads_k, blocks_k KEYS, D): FP32 without the softmax scale. dv: 16 bits, by its strides.
-// INT8_DP: v_scale, shaped as k_scale; values: lse in base 2, delta, Q's scale, dO's, the second and fourth times Q's.
+// INT8_DP: v_scale, shaped as k_scale; values (heads, blocks_q, 2, 64, 2): lse in base 2 and Q's scale; delta and dO's scale, both times Q's.
 KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
                 const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
                 const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
@@ -86,7 +86,12 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   if (steps) fetch_rows(); else commit_copies();
   if (threadIdx.x < 2 * QUERIES) store_shared(base + LARGEST_AT + threadIdx.x * 4, 0);
 
+#if INT8_DP
+  int start[4];
+  four_opaque(start, MAGIC);
+#else
   const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
+#endif
   float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
 #if INT8_DP
   float vs[MT][2], vs_start[MT][2];
@@ -117,7 +122,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   }
 #endif
   // of operands: columns take four chunks of 8 rows, rows two chunks of 16
-  const u32 q_lane = base + Q_AT + swizzled<D>(lane & 7, lane >> 3), do_lane = base + DO_AT + swizzled<DP_BYTES>(lane & 7, lane >> 3);
+  const u32 q_lane = base + Q_AT + swizzled<D>(lane & 7, lane >> 3), do_lane = base + DO_AT + swizzled<D * 2>(lane & 7, lane >> 3);
   const u32 qt_lane = base + QT_AT + swizzled<QUERIES>(lane & 7, lane >> 3), dot_lane = base + DOT_AT + swizzled<QUERIES>(lane & 7, lane >> 3);
   const u32 kt_lane = base + KT_AT + swizzled<KEYS>(lane & 7, lane >> 3);
   const u32 k_lane = base + K_AT + swizzled<D>(row0 + (lane & 15), lane >> 4), v_lane = base + V_AT + swizzled<DP_BYTES>(row0 + (lane & 15), lane >> 4);
@@ -131,13 +136,22 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   const u32 own_scales = base + PARTNER_AT + WARPS * CODES + warp * SCALES + g * 8, partner_scales = own_scales + (of_k ? -SCALES : SCALES);
 #endif
 
+#if TWO_BARRIERS
+  wait_for_copies<0>();
+  __syncthreads();
+  if (steps) fetch_columns();
+#endif
 #pragma unroll 1
   for (int j = 0; j < steps; j++) {
+#if !TWO_BARRIERS
     wait_for_copies<0>();
     __syncthreads();  // rows of this step are here; columns, dS and maxima of the last one are free
     fetch_columns();
+#endif
     const u32 largest_at = base + LARGEST_AT + (j & 1) * QUERIES * 4;
+#if !TWO_BARRIERS
     if (j && threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
+#endif
     const int first_q = step_block * QUERIES;
     const int dq_block = block_of();
 
@@ -160,27 +174,11 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     }
     float p[MT][8][4], ds[MT][8][4];
 #if INT8_DP
-    int dp[MT][8][4];  // dP^T = V dO^T, of codes
-    UNROLL for (int c = 0; c < D / 64; c++) {
-      u32 a[MT][2][4];
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
-      UNROLL for (int n = 0; n < 8; n += PAIR) {
-        u32 b[PAIR][4];
-        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (do_lane ^ (c << 6)) + (n + e) * 8 * D);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, dp[i][n + e], a[i][0], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(dp[i][n + e], a[i][1], b[e][2], b[e][3]);
-      }
-    }
     UNROLL for (int n = 0; n < 8; n++) {
-      float c0[4], c1[4];  // of queries 8n + 2t and the next
-      load_shared4(c0, base + VALUES_AT + n * 128 + t * 32);
-      load_shared4(c1, base + VALUES_AT + n * 128 + t * 32 + 16);
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) {
-        const float* c = r & 1 ? c1 : c0;
-        const float y = as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1], z = as_float(dp[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1];
-        p[i][n][r] = exp2_of(y * c[2] - c[0]);  // P = exp2(S - lse)
-        ds[i][n][r] = (z * c[3] - c[1]) * p[i][n][r];  // dS = P (dP - delta), times Q's scale
-      }
+      float c[4];  // of queries 8n + 2t and the next: lse, Q's scale
+      load_shared4(c, base + VALUES_AT + n * 64 + t * 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
+        p[i][n][r] = exp2_of((as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]);  // P = exp2(S - lse)
     }
 #else
     UNROLL for (int n = 0; n < 8; n++) {
@@ -208,7 +206,12 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     if (first_k + KEYS - 1 - first_q > high || first_k - (first_q + QUERIES - 1) < low) {  // the band cuts the tile
       const int above = first_k + token0 - (first_q + t * 2) - low;  // of key - query over the least, of the thread's first pair
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++)
-        if ((u32)(above + i * 16 + (r >> 1) - n * 8 - (r & 1)) > (u32)(high - low)) p[i][n][r] = ds[i][n][r] = 0;
+        if ((u32)(above + i * 16 + (r >> 1) - n * 8 - (r & 1)) > (u32)(high - low)) {
+          p[i][n][r] = 0;
+#if !INT8_DP
+          ds[i][n][r] = 0;
+#endif
+        }
     }
     float p_scale[MT][2], ds_scale[MT][2];
     u32 p8[MT][2][4], ds8[MT][2][4];
@@ -227,6 +230,28 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         p8[i][k][r] = pack(p[i][n][h] * z + MAGIC_F, p[i][n][h + 1] * z + MAGIC_F, p[i][n + 1][h] * z + MAGIC_F, p[i][n + 1][h + 1] * z + MAGIC_F);
       }
     }
+#if INT8_DP
+    UNROLL for (int part = 0; part < 8; part += DP_TILES) {  // dP^T = V dO^T, of codes
+      int x[MT][DP_TILES][4];
+      fence();
+      UNROLL for (int c = 0; c < D / 64; c++) {
+        u32 a[MT][2][4];
+        UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
+        UNROLL for (int n = 0; n < DP_TILES; n += PAIR) {
+          u32 b[PAIR][4];
+          UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (DO_AT - Q_AT) + (part + n + e) * 8 * D);
+          UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, x[i][n + e], a[i][0], b[e][0], b[e][1]);
+          UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(x[i][n + e], a[i][1], b[e][2], b[e][3]);
+        }
+      }
+      UNROLL for (int n = 0; n < DP_TILES; n++) {
+        float c[4];  // of queries 8n + 2t and the next: delta, dO's scale, both times Q's
+        load_shared4(c, base + VALUES_AT + QUERIES * 8 + (part + n) * 64 + t * 16);
+        UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)  // dS = P (dP - delta), times Q's scale
+          ds[i][part + n][r] = ((as_float(x[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]) * p[i][part + n][r];
+      }
+    }
+#endif
     float column[16];  // the largest |dS| of queries 8n + 2t + b, times K's scale
     UNROLL for (int i = 0; i < MT; i++) {  // codes of dS times Q's scale, one scale a key
 #if INT8_DP
@@ -275,7 +300,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #if INT8_DP
     float q_inverse[DQ_MT][2];
     UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int h = 0; h < 2; h++)
-      q_inverse[m][h] = reciprocal(max_nan(load_shared(base + VALUES_AT + ((dq_tile + m) * 16 + h * 8 + g) * 16 + 8), LEAST_SCALE));
+      q_inverse[m][h] = reciprocal(max_nan(load_shared(base + VALUES_AT + ((dq_tile + m) * 16 + h * 8 + g) * 8 + 4), LEAST_SCALE));
 #endif
 #if SHARE
     UNROLL for (int k = 0; k < 2; k++) {
@@ -292,7 +317,13 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       p_scale[0][h] = of_k ? ds_scale[0][h] : p_scale[0][h];
     }
 #endif
-    __syncthreads();  // maxima are whole; rows of this step are free
+#if TWO_BARRIERS
+    wait_for_copies<0>();
+#endif
+    __syncthreads();  // maxima are whole; rows of this step are free (TWO_BARRIERS: columns are here; dS and maxima of the last one are free)
+#if TWO_BARRIERS
+    if (threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
+#endif
     advance();
     if (j + 1 < steps) fetch_rows(); else commit_copies();
     UNROLL for (int n = 0; n < 8; n++) {
@@ -310,8 +341,10 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #else
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) p_scale[i][h] *= do8_scale;
 #endif
+#if !TWO_BARRIERS
     wait_for_copies<1>();
     __syncthreads();  // dS and columns are here
+#endif
     UNROLL for (int n = 0; n < D / 8; n++) {
 #if SHARE
       u32 b[4], *d = b;
@@ -323,6 +356,9 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #endif
       UNROLL for (int i = 0; i < MT; i++) {
         int x[4], y[4];
+#if INT8_DP
+        if (n % FENCED == 0) fence();
+#endif
         mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
         mma(start, true, y, ds8[i][0], d[0], d[1]);  // dK += dS^T Q
         mma(x, p8[i][1], b[2], b[3]);
@@ -350,6 +386,11 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
       UNROLL for (int h = 0; h < 2; h++) lacking_v[i][h] = lacking_k[i][h] = 0;
     }
+#endif
+#if TWO_BARRIERS
+    wait_for_copies<0>();
+    __syncthreads();  // dS and rows of the next step are here; columns are free
+    if (j + 1 < steps) fetch_columns();
 #endif
     u32 a[DQ_MT][KEYS / 32][4];
     UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[m][k], (ds_lane ^ (m << 5)) + k * 16 * 128);

@@ -2,9 +2,9 @@
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
-// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; DQ_MT, tiles of 16 queries of dQ a warp;
-// FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once; SHARE, two warps share the
-// sums of their keys; ADDS_FOUR, to dQ at a time.
+// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, in DP_PARTS of the queries; DQ_MT, tiles of
+// 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once;
+// TWO_BARRIERS a step, not three; SHARE, of two warps one adds up dV and one dK; ADDS_FOUR numbers to dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -31,6 +31,8 @@ DEVICE float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // The larger number, or NaN where either is.
 DEVICE float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+// Loads do not move across: what is to be multiplied later takes no registers yet.
+DEVICE void fence() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int from_lane_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
@@ -44,6 +46,13 @@ DEVICE int opaque(int x) {
   asm volatile("{ .reg .b32 t; mov.u32 t, %%tid.y; add.s32 %0, t, %1; }" : "=r"(y) : "r"(x));
   return y;
 #endif
+}
+
+// The same, and four of it are four registers to ptxas.
+DEVICE void four_opaque(int* y, int x) {
+  asm volatile("{ .reg .b32 t; mov.u32 t, %%tid.y; add.s32 %0, t, %4; mov.u32 t, %%tid.z; add.s32 %1, t, %4;"
+               " mov.u32 t, %%ctaid.y; add.s32 %2, t, %4; mov.u32 t, %%ctaid.z; add.s32 %3, t, %4; }"
+               : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3]) : "r"(x));
 }
 
 // Two numbers of 16 bits.
