@@ -34,7 +34,7 @@ DEVICE void turn(float x[D / 32][8], int t) {
     const int channel = 32 * j + 8 * t + c;
     if (bit == 8 || bit == 16) {
       const float other = from_lane_xor(x[j][c], bit / 8);
-      if (TURNED == D || span_of(channel) >> 1 & bit) x[j][c] = channel & bit ? other - x[j][c] : x[j][c] + other;
+      if (TURNED == D || span_of(channel) >> 1 & bit) x[j][c] = fmaf(x[j][c], 8 * t & bit ? -1.0f : 1.0f, other);
     } else if (!(bit < 8 ? c & bit : j & bit / 32)) {
       float &low = x[j][c], &high = bit < 8 ? x[j][c | bit & 7] : x[j | bit / 32][c];
       const float sum = low + high, difference = low - high;
@@ -81,7 +81,7 @@ DEVICE void quantize_rows(const u16* x, i64 pitch, const float* mean, const u8* 
     if (TURNED) turn(y, t);
     UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) {
       y[j][c] -= taken_off[j][c];
-      if (fabsf(y[j][c]) < least || !keep) y[j][c] = 0;
+      if ((mean || mask) && fabsf(y[j][c]) < (keep ? least : INF)) y[j][c] = 0;
       if (TURNED) y[j][c] *= factor_of(32 * j + 8 * t + c);
       amax = max_nan(amax, fabsf(y[j][c]));
     }

@@ -1,0 +1,118 @@
+"""The pass of mma.sync's kernels that makes codes: beside Triton's passes, on a GPU or by emulation on a CPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sagebwd.call import Call
+from sagebwd.recipe import Recipe
+from tests.attention_case import AttentionCase
+from tests.kernels import emulated_cuda
+
+pytest.importorskip("triton")
+from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.quantize import launch_quantize
+from sagebwd.kernels.mma_sync import compile as nvrtc
+from sagebwd.kernels.mma_sync import operands
+from sagebwd.kernels.mma_sync.variant import quantize_variant
+
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+DEVICE = "cuda" if HAS_GPU else "cpu"
+on_gpu = pytest.mark.gpu if HAS_GPU else []
+
+CODES = {
+    "128": AttentionCase(batch=2, tokens_q=70, tokens_k=200, head_dim=128),
+    "64-fp16": AttentionCase(tokens_q=300, tokens_k=140, head_dim=64, dtype=torch.float16),
+    "holes": AttentionCase(batch=2, tokens_q=1, tokens_k=140, head_dim=64, masked=True),
+    "few": AttentionCase(batch=2, tokens_q=1, tokens_k=140, head_dim=128, masked=True, every=11),
+    "packed": AttentionCase(lengths_q=[30, 0, 70], lengths_k=[20, 9, 140], head_dim=64),
+    "as-it-is": AttentionCase(recipe="token(rotate=False)", tokens_q=20, tokens_k=20, head_dim=128),
+}
+
+
+def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None, arch: int) -> operands.Operands:
+    """Codes by the kernel, compiled or emulated, of q, k and v and the means of these."""
+    settings = {"half": inputs[0].dtype == torch.float16, "first_keys": call.recipe.first_keys, "turned": call.turned}
+    asked = quantize_variant(call.head_dim, **settings)
+    kernel = nvrtc.kernel_of(asked, arch) if HAS_GPU else emulated_cuda.EmulatedKernel(asked)
+    return operands.quantize(call, kernel, *inputs, first_keys)
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("count", [0, 1, 16])
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_codes(name, count, on):
+    """Those of Triton's passes but for what FP32 sums of the rotation round; their scales by pairs; keys apart."""
+    case, magic = CODES[name], 12582912.0
+    recipe = Recipe.parse(case.recipe).replace(first_keys=count)
+    case = dataclasses.replace(case, device=on, recipe=str(recipe))
+    q, k, v, *_ = case.inputs()
+    call = case.call(q, k)
+    keys, head_dim = call.keys, call.head_dim
+    k_mean, v_mean, _, first_keys = launch_statistics(
+        k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
+    )
+    arch = 89
+    if HAS_GPU:
+        arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys, arch)
+    rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
+    for which, (x, packing, mean, mask) in rows.items():
+        expected = launch_quantize(x, packing, "token", 64, mean, mask, codes=True, turned=call.turned)
+        codes, scale = (made.q8, made.q_scale) if which == "q" else (made.k8, made.k_scale)
+        torch.testing.assert_close(scale, expected.token_scale, rtol=1e-5, atol=0)
+        apart = (codes.int() - expected.codes.int()).abs()
+        assert apart.max() <= 1
+        assert apart.float().mean() < 1e-3
+    expected = launch_quantize(v, keys, "channel", 128, v_mean, call.key_mask, transposed=True, column_sum=True)
+    lengths = case.lengths_k or [case.tokens_k] * case.batch
+    at = 0  # the first block of a sequence, among its heads'
+    for batch, length in enumerate(lengths):
+        number = torch.arange(length, device=on)
+        seen = number >= 0 if call.key_mask is None else call.key_mask[batch]
+        their = number[seen][:count]
+        seen = seen & (number > (their[-1] if len(their) == count > 0 else length if count else -1))
+        for head in range(keys.heads):
+            z = head if call.packed else batch * keys.heads + head
+            begin = sum(lengths[:batch]) if call.packed else 0
+            at = begin // 128 + batch if call.packed else 0
+            blocks = slice(at, at + -(-length // 128))
+            scale, lacking = (x.flatten() for x in made.k_scales[z, blocks].view(-1, 64, 2, 2).unbind(2))
+            of_keys = (made.k_scale[head, begin:] if call.packed else made.k_scale[batch, head])[:length]
+            assert torch.equal(scale[:length], torch.where(seen, of_keys, 0.0))
+            assert torch.equal(lacking[:length], torch.where(seen, of_keys * -magic, -torch.inf))
+            assert (lacking[length:] == -torch.inf).all()
+            assert (scale[length:] == 0).all()
+            scale, lacking = (x.flatten(1) for x in made.v_scales[z, blocks].view(-1, head_dim // 2, 2, 2).unbind(2))
+            assert torch.equal(scale, expected.block_scale[z, blocks])
+            assert torch.equal(lacking, (expected.column_sum[z, blocks] - magic) * scale)
+            width = keys.blocks(128) * 128
+            codes, others = (
+                x.flatten()[z * head_dim * width :][: head_dim * width].view(head_dim, width)
+                for x in (made.v8_t, expected.transposed)
+            )
+            of_sequence = slice(at * 128, (at + -(-length // 128)) * 128)
+            assert torch.equal(codes[:, of_sequence], others[:, of_sequence])
+            if count:
+                values = (v[begin:, head] if call.packed else v[batch, head])[their].float() - v_mean[batch, head]
+                found = made.first_values[batch, head]
+                if count == 16:  # a thread's four tokens of a product, 2 t, 2 t + 1 and 8 more, lie side by side
+                    found = found.view(head_dim, 4, 2, 2).permute(0, 2, 1, 3).reshape(head_dim, 16).T
+                    assert (found[len(their) :] == 0).all()
+                    values = values.to(v.dtype)
+                assert torch.equal(found.view(count, head_dim)[: len(their)], values)
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf])
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="emulated"))])
+def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
+    case = AttentionCase(tokens_q=9, tokens_k=140, head_dim=64, device=on)
+    q, k, v, *_ = case.inputs()
+    q[0, 0, 4, 7] = k[0, 0, 5, 7] = v[0, 0, 130, 7] = lost
+    made = codes_of(case.call(q, k), (q, k, v, None, None), None, 89)
+    assert made.q_scale[0].isnan().nonzero().tolist() == [[0, 4]]
+    assert made.k_scale[0].isnan().nonzero().tolist() == [[0, 5]]
+    assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
