@@ -89,7 +89,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
-    o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean = saved
+    o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean, *_ = saved
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
     q_rows, k_rows, smooth_q = q, k, None
