@@ -27,7 +27,7 @@ from sagebwd.kernels.sm90.widths import BackwardTile
 
 
 class Tiles(NamedTuple):
-    """Rows (part of a block of sums) and heads of a program of Q, stages of its loads; of K too; warps of both."""
+    """Rows, part of a block of sums, and heads of a program of Q, and stages; the same of K; warps of both."""
 
     q_block: int
     q_heads: int
