@@ -20,6 +20,8 @@ from tests.kernels import emulated_cuda
 from tools.cross_compile import BINARIES
 
 pytest.importorskip("triton")
+import triton
+
 from sagebwd.kernels.mma_sync import compile as nvrtc
 from sagebwd.kernels.mma_sync import launch, operands
 from sagebwd.kernels.mma_sync.variant import (
@@ -87,6 +89,19 @@ def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path, monkey
     assert nvrtc.machine_code(asked, capability) == made
     kept.write_bytes(kept.read_bytes()[:-1])
     assert nvrtc.machine_code(asked, capability) == b"compiled again"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatch):
+    """Of 128 sums of dK and dV a thread 22 and more would be spilled around each step, without its fences."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    made = tmp_path / "backward.cubin"
+    made.write_bytes(nvrtc.machine_code(variant_of(BACKWARD, 128, capability, half=False, int8_dp=True), capability))
+    said = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", made], capture_output=True, text=True, check=True
+    ).stdout
+    assert int(re.search(r"STACK:(\d+)", said)[1]) <= 64
 
 
 @needs_nvrtc

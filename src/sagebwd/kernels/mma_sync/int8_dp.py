@@ -31,8 +31,8 @@ from sagebwd.kernels.common.transposed import NO_SPECIALIZE, store_transposed, t
 from sagebwd.kernels.mma_sync.variant import QUERIES
 from sagebwd.kernels.runtime.program import launch
 
-# Rows of dO and of O, both rotated, fill the registers of fewer.
-WARPS = 8
+# Rows of dO and of O, both rotated, fill the registers of fewer warps; two programs fit on a multiprocessor.
+WARPS, REGISTERS = 8, 128
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -118,6 +118,6 @@ def launch_int8_dp(call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, v:
         saved.q_scale, Strided.of(do_int8, queries), do_t, do_scale, row_values, Strided.of(saved.q_int8, queries),
         q_t, queries.heads, call.group, queries.tokens, queries.total, queries.blocks(QUERIES), queries.grid(QUERIES),
         head_dim=dim, TURNED=sum(call.value_rotation), VARLEN=call.packed, BLOCK=QUERIES, BLOCK_D=padded_head_dim(dim),
-        num_warps=WARPS,
+        num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return Int8Dp(v_int8, v_scale, do_int8, row_values, do_scale, do_t, q_t)
