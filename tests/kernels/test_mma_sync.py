@@ -293,6 +293,7 @@ FIRST_16 = {
     ),
     "16-few": AttentionCase(batch=2, tokens_q=40, tokens_k=140, heads=1, head_dim=128, masked=True, every=11),
     "16-packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
+    "16-packed-without-keys": AttentionCase(lengths_q=[30, 5, 2], lengths_k=[20, 9, 0], heads=1, head_dim=128),
     "16-packed-causal": AttentionCase(lengths_q=[130, 9], lengths_k=[130, 9], head_dim=128, is_causal=True),
     "16-64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True, dtype=torch.float16),
     "16-narrow": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, is_causal=True),

@@ -96,7 +96,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
     }
   }
-  if (FIRST == 16) {
+  if (FIRST == 16 && keys.length > 0) {
     int s[MT][2][4];
     UNROLL for (int j = 0; j < 2; j++) {
       const int key = number_of(j * 8 + g);
