@@ -35,8 +35,9 @@ def qk_norm_rope_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMS norm of queries and keys, rotary embedding, then `sage_attention`, as Qwen3 and others compose them.
 
-    On a GPU norm and rotary embedding of both are one pass over them, and one in backward. Of a norm the projections'
-    own outputs are kept for backward, with 4 bytes a row; of rotary embedding alone nothing.
+    On a GPU norm and rotary embedding of both are one pass over them, and one in backward; where Hopper's kernels take
+    the call (docs/qk-norm-rope.md), the passes that make INT8 codes do it. Of a norm the projections' own outputs are
+    kept for backward, with 4 bytes a row; of rotary embedding alone nothing.
 
     Args:
         query: (batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim).

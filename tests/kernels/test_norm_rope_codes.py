@@ -15,7 +15,7 @@ import torch
 from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Prologue, Saved, empty_like_rows
-from sagebwd.recipe import Recipe
+from sagebwd.recipe import SAMPLED_FROM, Recipe
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED, norm_rope
 from sagebwd.reference.quantize import quantize_tokens
 from sagebwd.reference.rotation import rotated
@@ -141,7 +141,7 @@ def assert_codes(found, wanted):
     assert difference.mean() <= 5e-3
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.tokens < SAMPLED_FROM], ids=str)
 def test_gradients_are_those_of_the_pass_behind_dq(case):
     q, k = case.draw(case.heads[0], 1), case.draw(case.heads[1], 2)
     call = case.call(q, k)

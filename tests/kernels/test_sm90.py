@@ -125,6 +125,17 @@ def test_a_rotation_costs_a_tile_little(dims, turned):
     assert after["STL"] + after["LDL"] == 0
 
 
+@pytest.mark.parametrize("dims", ALL_KINDS)
+def test_codes_of_q_shorten_the_beginning_of_a_tile_alone(dims):
+    made = Variant(*dims, "bfloat16", TILES[dims], varlen=True, row_max=True, rotation=sizes(dims[0]))
+    given = replace(made, q_codes=True)
+    for body, expected in zip(loops(given), loops(made), strict=True):
+        assert body.total() <= 1.01 * expected.total()
+    before, after = (count(machine_code(variant)) for variant in (made, given))
+    assert after.total() < 0.95 * before.total()
+    assert after["STL"] + after["LDL"] == 0
+
+
 @pytest.mark.parametrize("warpgroups", sorted(REGISTERS))
 def test_registers_are_no_more_than_a_launch_has(warpgroups):
     """Warps that ask for more than the others give back stand still, on a GPU alone."""

@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
 
 # By head_dim. Not timed yet.
-TILES = {64: Tiles(32, 8, 2, 16, 8, 2, 4), 128: Tiles(32, 8, 2, 16, 8, 2, 4)}
+TILES = {64: Tiles(32, 8, 2, 16, 8, 2, 4), 128: Tiles(16, 8, 2, 16, 8, 2, 4)}
 
 
 class Gradients(NamedTuple):
