@@ -163,7 +163,7 @@ def masks(
         ),
     ] = None,
     impl: Annotated[str | None, typer.Option(help="Kernel family of ours [default: the fastest].")] = None,
-    tokens: Annotated[int, typer.Option(help="Queries and keys.")] = 16384,
+    tokens: Annotated[int | None, typer.Option(help="Queries and keys [default: 16384; on a CPU 512].")] = None,
     rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
@@ -186,13 +186,14 @@ def masks(
     from sagebwd.cli.results import environment, save
     from sagebwd.dispatch import check_known
 
-    commands.check_at_least(1, tokens=tokens, rounds=rounds, head_dim=min(head_dim or [1]))
+    commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
     commands.check_at_least(0, processes=processes)
     check_device(device)
     check_known(impl)
     names = attention or list(mask_cases.DEFAULT)
     for name in names:
         mask_cases.check_name(name)
+    tokens = tokens or (512 if device == "cpu" else 16384)
     cases = [
         mask_cases.Case.of(kind, width, tokens) for width in head_dim or (128, 64) for kind in mask or mask_cases.MASKS
     ]
@@ -269,6 +270,9 @@ def block(
 
     quiet()
     commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]), head_dim=min(head_dim or [1]))
+    for width in head_dim or ():
+        if width % 2 or width > 256:
+            raise ValueError(f"head_dim={width} is not of this benchmark; accepted: even numbers up to 256")
     check_device(device)
     Recipe.parse_or_auto(recipe)
     on_cpu = device == "cpu"

@@ -69,6 +69,7 @@ def compare(
     Variants that have finished are kept, one that was interrupted goes on where it stopped.
     """
     chosen = load(config, setting)
+    chosen.chosen(only)  # a name that is wrong is said before the imports
     folder = output or Path("runs") / chosen.name
     with training(f"what was trained is kept in {folder}, the same command goes on from there"):
         from lab.training import compare as comparison

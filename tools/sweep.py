@@ -81,7 +81,8 @@ def table(title: str, command: str, versions: str, rows: dict[str, Row], meaning
     count = collections.Counter(status for status, _ in rows.values())
     lines = [
         f"# {title}", "",
-        f"Printed by `{command}`, which says what is run: {versions}, a CPU, recipe `full` beside SDPA.", "",
+        f"Printed by `{command}` on {time.strftime('%Y-%m-%d')}, which says what is run: {versions}, a CPU, recipe "
+        "`full` beside SDPA.", "",
         f"{len(rows)} models: " + ", ".join(f"{n} {status}" for status, n in count.most_common()) + ".", "",
     ]  # fmt: skip
     for status, meaning in meanings.items():

@@ -37,7 +37,7 @@ from tools.sweep import NEAR, NotRun, failed, judged, kept, table
 MEANINGS = {
     "same": "Output and gradients, by the backend.",
     "same by replace_sdpa": "The model does not ask for a backend, and computes as before under it. Under "
-    "[`replace_sdpa`](sdpa.md) output and gradients are the same.",
+    "[`replace_sdpa`](../../docs/integrations/sdpa.md) output and gradients are the same.",
     "refused": "An error names what is not supported.",
     "no call": "The model neither asks for a backend nor calls torch's attention in what was run.",
     "different": "",

@@ -28,6 +28,7 @@ def seeds(
     Runs that have finished are kept; the same command goes on with those that were stopped.
     """
     chosen, numbers = load(config, setting), _seeds(seeds)
+    chosen.chosen(only)  # a name that is wrong is said before the imports
     folder = output or Path("runs") / f"{chosen.name}-seeds"
     with training(f"what was trained is kept in {folder}, the same command goes on from there"):
         from lab.training import gaps as measured

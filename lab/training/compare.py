@@ -61,7 +61,7 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     Raises ValueError where the config has no variants, ``only`` names one that it has not, a name cannot be a
     folder's, or a folder holds a run of other settings: all of it before the first variant trains.
     """
-    variants = chosen(config, only)
+    variants = config.chosen(only)
     processes.join()
     processes.agreed(lambda: check(variants, output))
     left = {name: variant for name, variant in variants.items() if not _has_ended(variant, output / name)}
@@ -72,19 +72,6 @@ def compare(config: Config, output: Path, only: list[str] | None = None, jobs: i
     else:
         parallel_runs.train(left, output, jobs)
     return _report(config, output) if processes.is_first() else []
-
-
-def chosen(config: Config, only: list[str] | None) -> dict[str, Config]:
-    """The config's variants, or those in ``only``. Raises ValueError as `compare` does."""
-    if not config.variants:
-        raise ValueError(
-            f"config {config.name}: it has no variants to compare; `python -m lab pretrain` trains one run"
-        )
-    variants = config.each_variant()
-    unknown = [name for name in only or [] if name not in variants]
-    if unknown:
-        raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
-    return {name: variant for name, variant in variants.items() if not only or name in only}
 
 
 def check(variants: dict[str, Config], output: Path) -> None:

@@ -246,6 +246,21 @@ class Config(Settings):
                 "groups of heads; expected qk_norm: false and no kv_heads"
             )
 
+    def chosen(self, only: list[str] | None) -> dict[str, Config]:
+        """The config's variants, or those in ``only``.
+
+        Raises ValueError where there are none, ``only`` names another, or as `each_variant` does.
+        """
+        if not self.variants:
+            raise ValueError(
+                f"config {self.name}: it has no variants to compare; `python -m lab pretrain` trains one run"
+            )
+        variants = self.each_variant()
+        unknown = [name for name in only or [] if name not in variants]
+        if unknown:
+            raise ValueError(f"there is no variant {unknown[0]!r}; variants: {', '.join(variants)}")
+        return {name: variant for name, variant in variants.items() if not only or name in only}
+
     def accumulation(self, devices: int) -> int:
         """Micro-batches a device sums before a step, so that a step holds ``tokens_per_step`` tokens.
 

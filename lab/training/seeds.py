@@ -38,7 +38,7 @@ def train(
     if not seeds:
         raise ValueError("expected at least one seed, for example 3-12")
     everything = [config.replace({"seed": seed}) for seed in seeds]
-    chosen = {f"seed-{one.seed}": compare.chosen(one, only) for one in everything}
+    chosen = {f"seed-{one.seed}": one.chosen(only) for one in everything}
     baseline = next(iter(config.variants))
     if any(baseline not in variants for variants in chosen.values()):
         raise ValueError(f"only={only}: the gap is to {baseline!r}, which is none of them; add it")

@@ -292,6 +292,7 @@ def test_a_peer_that_refuses_leaves_the_call_to_torch(measured, install, on_cpu)
     with pytest.warns(UserWarning, match="does not take"):  # of another specification it is asked
         sage_attention(*other, is_causal=True, enable_gqa=True)
     assert len(calls) == 2
+    assert sagebwd.summary().endswith("outside of torch.compile: 3 full precision on torch")
 
 
 def wrapped():
@@ -331,6 +332,7 @@ def test_an_error_of_the_machine_is_forgotten_with_its_call(error, measured, ins
         for found, wanted in zip(*(torch.autograd.grad(x.float().sin().sum(), tensors) for x in (out, exact))):
             assert relative_l2(found, wanted) < 0.02
         assert len(calls) == i + 1
+    assert counts.counts == {"full precision on FlashAttention-4": 3, "full precision on torch": 2}
 
 
 def test_too_little_memory_is_raised_and_forgotten(measured, install, on_cpu):
@@ -470,6 +472,7 @@ def test_what_torch_has_no_mask_for_may_be_a_peers(measured, install, on_cpu, mo
     install(FA4, ValueError("a window"))
     with pytest.warns(UserWarning, match="a window"):
         out = sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert counts.counts["full on reference"] == 1
     assert torch.equal(out, sage_attention(q, k, v, enable_gqa=True, window=(5, 0), recipe="full"))
     of = Size(2048, 2048, 16, 16, by_torch=False)
     measured[:] = [times(SLOWER, kind=kind, full=None, **{FA4: BEST}) for kind in (WINDOW, PACKED)]

@@ -80,6 +80,7 @@ def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command
         (("attention", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
         (("masks", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
         (("masks", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
+        (("block", "--device", "cpu", "--head-dim", 7), "head_dim=7 is not of this benchmark; accepted: even numbers"),
         (("masks", "--device", "cpu", "--head-dim", 0), "head_dim=0 must be at least 1"),
         (("masks", "--device", "cpu", "--processes", -1), "processes=-1 must be at least 0"),
         (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),

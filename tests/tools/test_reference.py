@@ -13,7 +13,7 @@ from tools import reference
 
 # parts of an integration that users do not call
 INSIDE = {
-    *(f"transformers_{part}" for part in ("fusion", "masks", "norms", "settings", "sharing", "torch")),
+    *(f"transformers_{part}" for part in ("fusion", "masks", "norms", "padding", "settings", "sharing", "torch")),
     "flash_attn_modules",
 }
 

@@ -31,10 +31,11 @@ def summary() -> str:
 
     The integrations write it at the end of the process to the logger ``sagebwd``, at level INFO.
     """
-    if not counts:
+    found = +counts  # without zeros
+    if not found:
         return "sagebwd: no calls of attention outside of torch.compile"
-    found = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    return f"sagebwd: calls of attention outside of torch.compile: {found}"
+    told = ", ".join(f"{count} {name}" for name, count in found.most_common())
+    return f"sagebwd: calls of attention outside of torch.compile: {told}"
 
 
 @cache

@@ -24,6 +24,7 @@ from torch import Tensor
 from sagebwd.auto import peers
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
+from sagebwd.auto.counts import TORCH, counts, handed_over
 from sagebwd.auto.model import CAUSAL, FULL, WINDOW
 from sagebwd.masks.band import Band
 from sagebwd.plan import device_of
@@ -142,7 +143,7 @@ def settled(
     band = way.band or Band()
     window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
     theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
-    return _unless_refused(contender, lambda query, key, value, *_: theirs(query, key, value), instead or run)
+    return _unless_refused(contender, lambda query, key, value, *_: theirs(query, key, value), instead, run)
 
 
 def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
@@ -158,18 +159,27 @@ def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) 
             torch._C._set_sdp_priority_order(order)
 
 
-def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer's call; another's, with a warning, where the peer raises an error.
+def _unless_refused(
+    peer: str, theirs: Callable[..., Tensor], instead: Callable[..., Tensor] | None, by_torch: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """A peer's call; ``instead``'s or torch's, with a warning, where the peer raises an error.
 
     A refusal is the peer's answer to the call's specification, and is kept for calls equal to it. An error of the
     machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is raised.
     """
     refused = False
 
+    def others(*given: Tensor | None) -> Tensor:
+        counts[handed_over(peer)] -= 1  # which the plan has counted
+        if instead is not None:  # a call that counts itself
+            return instead(*given)
+        counts[TORCH] += 1
+        return by_torch(*given)
+
     def run(*given: Tensor | None) -> Tensor:
         nonlocal refused
         if refused:
-            return instead(*given)
+            return others(*given)
         try:
             with device_of(given[0]):
                 return theirs(*given)
@@ -181,7 +191,7 @@ def _unless_refused(peer: str, theirs: Callable[..., Tensor], instead: Callable[
             if not refused:
                 what = "run this call, so others do; the next one asks it again"
             warnings.warn(f"sagebwd: {NAMES[peer]} does not {what}: {type(error).__name__}: {error}", stacklevel=4)
-            return instead(*given)
+            return others(*given)
 
     return run
 
@@ -241,5 +251,5 @@ def settled_packed(
         return run
     theirs = peers.packed(contender, longest, is_causal, window, scale)
     return _unless_refused(
-        contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), instead or run
+        contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), instead, run
     )

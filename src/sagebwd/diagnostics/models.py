@@ -93,7 +93,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **named)
     if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    raise ValueError(f"model={str(path)!r}: no tokeniser there; runs of the laboratory need `python -m lab trace`")
+    raise ValueError(
+        f"model={str(path)!r}: no tokeniser there; accepted: a folder with tokenizer.json, tokenizer_config.json or "
+        "vocab.txt, and a .gguf file; runs of the laboratory need `python -m lab trace`"
+    )
 
 
 def windows(ids: Tensor, tokens: int, count: int = 1) -> list[Tensor]:
