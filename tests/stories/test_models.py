@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import sagebwd
 from sagebwd.integrations.transformers import register
 from sagebwd.reference.metrics import cosine
-from tests.stories import low_precision, on_each_device, randn
+from tests.stories import low_precision, on_each_device
 
 pytestmark = pytest.mark.rounding
 
