@@ -29,9 +29,6 @@ def bench_training(
     reduce_overhead: Annotated[
         bool, typer.Option("--reduce-overhead", help="Compile it whole, its kernels launched as CUDA graphs.")
     ] = False,
-    largest_context: Annotated[
-        bool, typer.Option("--largest-context", help="Time nothing: find the longest sequence that one GPU trains.")
-    ] = False,
     causal: Annotated[bool, typer.Option(help="Or without a mask, as in a video model.")] = True,
     steps: Annotated[int, typer.Option(help="Timed steps of each; the median counts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Steps of each before them.")] = 2,
@@ -50,7 +47,6 @@ def bench_training(
     check_device(device)
     quiet()
     with loading("transformers"):
-        from lab.steps import largest_context as longest
         from lab.steps import tables
         from lab.steps import timing as benchmark
         from lab.training import processes
@@ -63,17 +59,6 @@ def bench_training(
     console.quiet = not processes.is_first()
     facts = benchmark.facts(device, commit, chosen)
     shared = {"vocabulary": vocabulary, "device": device, "compiled": how, "is_causal": causal}
-    if largest_context:
-        if not device.startswith("cuda") or processes.count() > 1 or how == "reduce-overhead":
-            raise ValueError("--largest-context needs one process, a GPU, and no CUDA graphs, whose memory stays")
-        path, start, found = None, chosen.replace({"data.context": (context or [chosen.data.context])[0]}), []
-        with progress(lambda: f"what was found is in {path}" if path else "nothing was found yet") as tell:
-            for row in longest.measure(start, choices, batch=batch or 1, progress=tell, **shared):
-                found.append(row)  # and saved: a search that is cut off has what it found
-                path = save(found, facts, output, "largest-context")
-        console.print(longest.table(found))
-        console.print(f"wrote {path}")
-        return
     name = "training" if processes.count() == 1 else f"training_{processes.count()}-processes"
     rows: list[benchmark.Step] = []
     path, contexts = None, context or [chosen.data.context]

@@ -3,7 +3,7 @@
     python -m lab.steps.tables benchmarks/results/FILE.json [FILE.json ...]
 
 The second prints Markdown of files of `python -m lab bench-training`: steps, where their time goes, and memory, a
-table each for every model and way of running it; of files of `--largest-context` the longest sequences.
+table each for every model and way of running it.
 """
 
 from __future__ import annotations
@@ -77,14 +77,12 @@ def markdown(files: Sequence[Path]) -> str:
     Raises ValueError for a file of another benchmark.
     """
     groups: dict[str, list[dict]] = {}
-    longest: dict[str, list[dict]] = {}
     for path in files:
         content = json.loads(path.read_text(encoding="utf-8"))
         for row in content["rows"]:
-            if "too_large" not in row and "checkpointing" not in row:
+            if "checkpointing" not in row or "step_ms" not in row:
                 raise ValueError(f"{path}: expected rows of `python -m lab bench-training`, from 2026-11-23 on")
-            into = longest if "too_large" in row else groups
-            into.setdefault(_title(row), []).append(row | {"model": content["model"]})
+            groups.setdefault(_title(row), []).append(row | {"model": content["model"]})
     lines = []
     for title, rows in groups.items():
         rows.sort(key=lambda row: row["context"])
@@ -93,8 +91,6 @@ def markdown(files: Sequence[Path]) -> str:
         if any(row["kept_bytes"] for row in timed):
             lines += [*_kept(timed), ""]
         lines += [f"FAILED: {row['attention']} at {row['context']} tokens\n" for row in rows if not row["step_ms"]]
-    for title, rows in longest.items():
-        lines += [f"{title}.", "", *_longest(rows), ""]
     return "\n".join(lines)
 
 
@@ -165,15 +161,6 @@ def _kept(rows: Sequence[dict]) -> Iterator[str]:
         sizes = [f"{row[name] / 2**30:.2f}" for name in ("kept_bytes", "peak_bytes")]
         cells.append((str(row["context"]), _name(row), sizes[0], *texts, sizes[1]))
     yield from _grid(headings, cells, 2)
-
-
-def _longest(rows: Sequence[dict]) -> Iterator[str]:
-    headings = ("attention", "batch", "longest sequence", "out of memory at", "peak GiB", "of GiB")
-    cells = []
-    for row in rows:
-        sizes = ["" if row[name] is None else f"{row[name] / 2**30:.1f}" for name in ("peak_bytes", "capacity_bytes")]
-        cells.append((_name(row), str(row["batch"]), f"{row['context'] or 0:,}", f"{row['too_large']:,}", *sizes))
-    yield from _grid(headings, cells, 1)
 
 
 def _name(row: dict) -> str:

@@ -187,6 +187,10 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
             "task='sorting' is not known; accepted: continuation, subject, order, neighbours",
         ),
         (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
+        (
+            ("bench-training", "--device", "cpu", "--by-layer", "--reduce-overhead"),
+            "expected one of --no-compile, --by-layer and --reduce-overhead",
+        ),
         (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),
     ],
 )
