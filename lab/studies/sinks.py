@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lab.studies.gaussian import with_sinks
-from lab.studies.study_tables import write
+from lab.studies.study_tables import tell, write
 from sagebwd.diagnostics.plots import save
 from sagebwd.diagnostics.trace import OUTPUTS, emulate, sources, without
 from sagebwd.masks.band import Band
@@ -76,6 +76,8 @@ def measure_strengths(
     rows = []
     for kind in kinds:
         for logits in strengths:
+            steps = len(kinds) * len(strengths)
+            tell(f"{kind}, {logits:g} logits", len(rows) // len(recipes) + 1, steps)
             found: dict[str, list[dict[str, float]]] = {recipe: [] for recipe in recipes}
             weights = []
             for seed in range(seeds):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lab.studies import gaussian, variants
 from lab.studies.ablations import ABLATIONS, BASES, Ablation
-from lab.studies.study_tables import markdown, write
+from lab.studies.study_tables import markdown, tell, write
 from lab.studies.variants import Variant
 from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
@@ -126,7 +126,8 @@ def chosen(names: Sequence[str] | None) -> tuple[Ablation, ...]:
 def measure_ablations(samples: Iterable[Sample], ablations: Sequence[Ablation]) -> list[dict[str, object]]:
     """A row for each kind and ablation: errors[tensor], one number a sample."""
     rows: dict[tuple[str, str], dict] = {}
-    for sample in samples:
+    for step, sample in enumerate(samples, 1):
+        tell(f"{sample.kind}, {len(ablations)} ablations", step)
         for ablation in ablations:
             empty = {"kind": sample.kind, "ablation": str(ablation), "errors": {name: [] for name in TENSORS}}
             row = rows.setdefault((sample.kind, str(ablation)), empty)

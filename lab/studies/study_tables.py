@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,11 @@ SHOWN = 0.01
 NO_WORSE, BETTER = 1.02, 0.97
 """Ratios to `token`'s error, give or take two standard errors of the mean: over the first anywhere is worse than
 `token`; to beat it, at most the second somewhere too."""
+
+
+def tell(what: str, step: int, steps: int | None = None) -> None:
+    """Say on standard error what is measured now, the ``step``-th, counted from 1: studies take minutes."""
+    print(f"{step}{'' if steps is None else f' of {steps}'}: {what}", file=sys.stderr, flush=True)
 
 
 def write(path: Path, content: dict) -> None:
