@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.studies.study_tables import table, write
+from lab.studies.study_tables import table, tell, write
 from sagebwd.diagnostics.trace import emulate
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
@@ -92,7 +92,8 @@ def dependence(
 def measure(recipes: Sequence[str] = RECIPES, seeds: int = SEEDS) -> list[dict[str, object]]:
     """A row for each recipe: error against FP64, and of each of `COLUMNS` the dependence; means over draws."""
     found = []
-    for name in recipes:
+    for step, name in enumerate(recipes, 1):
+        tell(name, step, len(recipes))
         recipe = Recipe.parse(name)
         row: dict[str, object] = {"recipe": name, "error": _mean([error(recipe, seed) for seed in range(seeds)])}
         for operand in OPERANDS:
