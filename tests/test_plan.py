@@ -422,6 +422,22 @@ def test_saved_tensors_that_hooks_move(stand_ins):
         torch.testing.assert_close(torch.autograd.grad(o, leaves, do), (do * k, do * q, do))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_that_hooks_move_lies_otherwise(first, stand_ins):
+    """Equal calls share a plan, whether a hook packed their mask or not."""
+    batch, _, tokens, _ = SHAPE
+    keep = torch.arange(tokens) < torch.tensor([tokens - 3, 2])[:batch, None]
+    mask = keep[:, None, None].repeat(1, 1, tokens, 1)[:, :, :1].expand(batch, 1, tokens, tokens)  # of wide rows
+    for moved in (first, not first):
+        *inputs, do = draw(seed=int(moved))
+        q, k, v = leaves = leaves_of(*inputs)
+        pack = torch.clone if moved else torch.Tensor.detach  # a clone of rows that lie apart has them side by side
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = attend(q, k, v, attn_mask=mask)
+        wanted = do * k * seen(keep), do * q * seen(keep), do
+        torch.testing.assert_close(torch.autograd.grad(o, leaves, do), wanted)
+
+
 GIVEN = {
     "causal": {"is_causal": True},
     "padding": {"attn_mask": (torch.arange(40) < torch.tensor([40, 23])[:, None])[:, None, None]},

@@ -234,10 +234,10 @@ class Plan:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
         read = self._read(BACKWARD, mask, key_mask, deterministic)
-        given = [x for x in (workspace, o, lse, do, dlse, q, k, v) if x is not None]
-        key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in given])
-        before = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(() if prologue is None else prologue)
-        tensors = [x for x in before if isinstance(x, Tensor)] + given
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), workspace, o, lse, do, dlse, q, k, v
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
+        key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in tensors])
         program = self.programs.get(key)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)

@@ -271,6 +271,28 @@ def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
+@pytest.mark.parametrize("first", [True, False])
+def test_tables_that_hooks_move_lie_otherwise(monkeypatch, first):
+    """Equal calls share a plan, whether a hook packed their cos and sin or not."""
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("mixed"), "hopper/hopper"))
+    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    PLANS.clear()
+    case = Case(heads=(2, 2))
+    p = case.prologue()
+    cos, sin = torch.cat(p[4:6], -1)[0].chunk(2, -1)  # halves of one table
+    for moved in (first, not first):
+        q, k, v = (case.draw(2, moved + n).requires_grad_() for n in range(3))
+        pack = torch.clone if moved else torch.Tensor.detach  # a clone of rows that lie apart has them side by side
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = qk_norm_rope_attention(q, k, v, q_weight=p.q_weight, k_weight=p.k_weight, eps=EPS, cos=cos, sin=sin)
+        y = [rows_of(x, p, side, p[2:]) for side, x in enumerate((q, k))]
+        do = drawn(*o.shape, seed=3).bfloat16()
+        for a, e in zip(*(torch.autograd.grad(x, (q, k, v), do) for x in (o, y[0] * y[1] + v))):
+            assert (a.double() - e.double()).norm() <= 2e-2 * e.double().norm()
+    assert len(PLANS) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize(
     "given",
     [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=str,
