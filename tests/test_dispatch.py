@@ -133,7 +133,6 @@ def test_a_choice_has_the_rows_of_its_name(row):
         ({"recipe": TOKEN.replace(dp="int8")}, NotImplementedError, "dp=int8.*; impl='reference' does"),
         ({"recipe": TOKEN.replace(first_keys=4)}, NotImplementedError, "first_keys=4, which is not one of 0, 1, 16"),
         ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),
-        ({"recipe": MIXED.replace(smooth_q=True), "impl": "hopper"}, NotImplementedError, "smooth_q=True"),
     ],
 )
 def test_refusals_name_the_argument_and_the_way_out(hopper, monkeypatch, changes, error, match):

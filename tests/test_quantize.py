@@ -8,7 +8,7 @@ import torch
 from sagebwd import sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
-from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth
 from sagebwd.reference.rotation import hadamard, rotated, rotation, sizes
 
 
@@ -92,16 +92,6 @@ def test_smooth_takes_the_mean_over_valid_tokens_only():
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("tokens", [3, 8, 21])
-def test_smooth_blocks(tokens):
-    x = torch.randn(1, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    smoothed, mean = smooth_blocks(x, 8)
-    assert torch.allclose(smoothed + mean, x)
-    for start in range(0, tokens, 8):
-        assert torch.allclose(mean[:, start], x[:, start : start + 8].mean(1))
-
-
-@pytest.mark.rounding
 def test_smooth_of_no_tokens():
     smoothed, mean = smooth(torch.zeros(2, 0, 3))
     assert smoothed.shape == (2, 0, 3)
@@ -151,7 +141,7 @@ def _errors(recipe, q, k, v, do):
     return [float(relative_l2(low, exact)) for low, exact in zip(*found)]
 
 
-@pytest.mark.parametrize("name", ["mixed", "token", "paper", "token(smooth_q=True)", "token(s=16bit)"])
+@pytest.mark.parametrize("name", ["mixed", "token", "paper", "token(s=16bit)"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_every_recipe_is_as_right_rotated_on_gaussian_data(name, head_dim):
     generator = torch.Generator().manual_seed(0)

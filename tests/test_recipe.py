@@ -10,12 +10,11 @@ def test_named_recipes_are_the_specification():
     for recipe in (paper, token):
         assert [getattr(recipe, product) for product in PRODUCTS] == ["int8", "int8", "int8", "16bit", "int8", "int8"]
         assert recipe.smooth_k
-        assert not recipe.smooth_q
     assert (paper.block_q, paper.block_k) == (128, 64)
-    assert {paper.q_scale, paper.k_scale, paper.v_scale, paper.do_scale} == {"block"}
+    assert {paper.q_scale, paper.k_scale, paper.v_scale} == {"block"}
     assert {paper.p_scale_dv, paper.ds_scale_dq, paper.ds_scale_dk} == {"tile"}
     assert not paper.smooth_v
-    assert (token.q_scale, token.k_scale, token.v_scale, token.do_scale) == ("token", "token", "channel", "block")
+    assert (token.q_scale, token.k_scale, token.v_scale) == ("token", "token", "channel")
     assert {Recipe.named(name).v_scale for name in ("mixed",)} == {"sequence"}
     assert Recipe() == token
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
@@ -23,7 +22,7 @@ def test_named_recipes_are_the_specification():
     assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)
     assert (token.first_keys, paper.first_keys, Recipe.named("mixed").first_keys) == (1, 0, 1)
     assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
-    assert {full.smooth_q, full.smooth_k, full.smooth_v} == {False}
+    assert {full.smooth_k, full.smooth_v} == {False}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -37,7 +36,7 @@ def test_every_single_change_of_every_recipe_reads_back():
         *itertools.product(("block_q", "block_k"), (16, 32, 64, 128, 256)),
         *itertools.product(("p_levels",), (127, 254)),
         *itertools.product(("first_keys",), (0, 1, 16, 128)),
-        *itertools.product(("smooth_q", "smooth_k", "smooth_v"), (True, False)),
+        *itertools.product(("smooth_k", "smooth_v"), (True, False)),
     ]
     for name, (field, value) in itertools.product(RECIPES, changes):
         recipe = Recipe.named(name).replace(**{field: value})

@@ -53,7 +53,7 @@ def test_is_attention_beside_one_more_key(form, recipe):
         torch.testing.assert_close(a, e, atol=1e-10, rtol=1e-9)
 
 
-@pytest.mark.parametrize("recipe", ["token", "paper", "mixed", "token(smooth_q=True)"])
+@pytest.mark.parametrize("recipe", ["token", "paper", "mixed"])
 def test_recipes_are_as_accurate_beside_sinks(recipe):
     """As without, that is: a sink quantises nothing, and its gradient is no worse than the others."""
     leaves, *given = inputs(kind="normal")

@@ -60,7 +60,7 @@ def groups(recipe: Recipe, product: str) -> str:
     second = {
         "s": "K: " + {"token": "key", "lane": f"lane in {keys}", "block": keys}[recipe.k_scale],
         "o": f"V: {v_scale}",
-        "dv": "dO: " + {"block": queries, "channel": f"channel in {queries}"}[recipe.do_scale],
+        "dv": f"dO: {queries}",
         "dq": "K: as in S",
         "dk": "Q: as in S",
     }[product]

@@ -35,7 +35,7 @@ from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
-RECIPES = ("mixed", "token", "paper", "token(smooth_q=True)", "mixed(s=16bit)")
+RECIPES = ("mixed", "token", "paper", "mixed(s=16bit)")
 
 
 def in_bf16(call: Captured) -> tuple[Tensor, Tensor, Tensor, Tensor]:

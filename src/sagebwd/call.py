@@ -266,6 +266,6 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def keeps_inputs(recipe: Recipe, backward: str) -> tuple[bool, bool]:
-    """Whether the backward of an implementation reads q and k: for a 16-bit product, or a smoothing correction."""
-    always = backward == "reference" or recipe.s == SIXTEEN_BIT or recipe.smooth_q
+    """Whether the backward of an implementation reads q and k: for a 16-bit product."""
+    always = backward == "reference" or recipe.s == SIXTEEN_BIT
     return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

@@ -50,7 +50,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "q_scale": ("token", "block"),
     "k_scale": ("token", "lane", "block"),
     "v_scale": ("block", "channel", "sequence"),
-    "do_scale": ("block", "channel"),
     "p_scale_dv": ("key", "tile"),
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
@@ -63,17 +62,17 @@ class Recipe:
     """Every choice that fixes the numbers of one attention call.
 
     Products (``"int8"`` or ``"16bit"``; ``dv``, ``dq`` and ``dk`` also ``"fp8"``): ``s``, ``o``, ``dv``, ``dp``,
-    ``dq``, ``dk``. The scale groups of P, dS and dO below are those of INT8 products.
+    ``dq``, ``dk``. The scale groups of P and dS below are those of INT8 products; dO has one scale a block in dV.
 
     Scale groups:
 
     - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens; ``k_scale`` also ``"lane"``,
       one for the keys of a block with the same ``(index mod 8) // 2``: those whose scores one lane of a tensor core's
       quad holds, to whom it is one number.
-    - ``v_scale``, ``do_scale``: one scale a ``"block"``, or one a ``"channel"`` (head_dim column) of each block;
-      ``v_scale`` also ``"sequence"``, one a channel over all tokens of the sequence, applied once at the end: under a
-      causal mask a large value makes the outputs of all queries before it coarse. Products in FP8 take the magnitudes
-      of V's channels over the sequence in any recipe.
+    - ``v_scale``: one scale a ``"block"``, one a ``"channel"`` (head_dim column) of each block, or ``"sequence"``, one
+      a channel over all tokens of the sequence, applied once at the end: under a causal mask a large value makes the
+      outputs of all queries before it coarse. Products in FP8 take the magnitudes of V's channels over the sequence in
+      any recipe.
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
@@ -91,8 +90,8 @@ class Recipe:
     key head that see a key, and R is `rotate`'s, of value's head_dim. delta is the sum over channels of dO's codes,
     times their scale, and (O - c) R: dP and delta then share dO's rounding, and in their difference c is gone.
 
-    Smoothing (each exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens,
-    ``smooth_q`` the mean of each query block. V is smoothed only to be quantised: a 16-bit O takes it as it lies.
+    Smoothing (exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens. V is smoothed
+    only to be quantised: a 16-bit O takes it as it lies.
     ``k_mean``: K's mean is that of ``"all"`` keys, or of a ``"sample"``: in a sequence of `SAMPLED_FROM` keys or more
     `SAMPLE` of every `SAMPLE_OF`, from the one numbered `SAMPLE_AT` on, unless a mask hides keys. That leaves out the
     first key, which is often unlike all others. Any vector is exact to take off; one within a
@@ -117,7 +116,6 @@ class Recipe:
     q_scale: str = "token"
     k_scale: str = "token"
     v_scale: str = "channel"
-    do_scale: str = "block"
     p_scale_dv: str = "key"
     ds_scale_dq: str = "query"
     ds_scale_dk: str = "key"
@@ -125,7 +123,6 @@ class Recipe:
     first_keys: int = 1
     block_q: int = 64
     block_k: int = 128
-    smooth_q: bool = False
     smooth_k: bool = True
     smooth_v: bool = True
     k_mean: str = "all"
@@ -145,7 +142,7 @@ class Recipe:
         first = self.first_keys
         if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first <= MOST_FIRST_KEYS:
             raise ValueError(f"recipe: first_keys={first!r} is not supported; accepted: 0 to {MOST_FIRST_KEYS}")
-        for name in ("smooth_q", "smooth_k", "smooth_v", "rotate"):
+        for name in ("smooth_k", "smooth_v", "rotate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"recipe: {name}={value!r} must be True or False")

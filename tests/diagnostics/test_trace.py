@@ -55,7 +55,7 @@ def assert_same(actual, expected, tolerance):
 NEAR = 1e-9
 
 
-@pytest.mark.parametrize("recipe", ["paper", "token", "token(dp=int8, smooth_q=True)"])
+@pytest.mark.parametrize("recipe", ["paper", "token", "token(dp=int8)"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"is_causal": True}, {"is_causal": True, "window": (70, -1), "scale": 0.3}, {"window": (20, 90)}],

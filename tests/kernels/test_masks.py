@@ -41,7 +41,6 @@ CALLS = {
     "full": AttentionCase(mask="bool-all", recipe="full", heads=1),
     "full-128-keys-head-dim-256": AttentionCase(mask="bool-all", recipe="full(block_k=128)", head_dim=256, heads=1),
     "full-bias": AttentionCase(mask="bias-all", recipe="full", heads=1),
-    "smooth-q-bias": AttentionCase(mask="bias-all", recipe="token(smooth_q=True)", heads=1),
     "first-key-int8": AttentionCase(mask="bias-all", recipe="token(first_keys=0)", heads=1),
     "16bit-o": AttentionCase(mask="bool-all", recipe="token(o=16bit)", heads=1),
     "16bit-gradients": AttentionCase(mask="bias-all", recipe="token(dv=16bit, dq=16bit, dk=16bit)", heads=1),
@@ -57,9 +56,7 @@ CALLS = {
         mask="bias-columns", recipe="token(first_keys=16)", heads=1, tokens_k=9
     ),
     "first-16-bias-rows": AttentionCase(mask="bias-rows", recipe="token(first_keys=16)", heads=1, tokens_k=40),
-    "first-16-bias-fp16": AttentionCase(
-        mask="bias-all", recipe="token(first_keys=16, smooth_q=True)", dtype=torch.float16, heads=1
-    ),
+    "first-16-bias-fp16": AttentionCase(mask="bias-all", recipe="token(first_keys=16)", dtype=torch.float16, heads=1),
     "first-16-document": AttentionCase(
         mask="document", recipe="token(first_keys=16)", tokens_q=270, tokens_k=270, heads=1
     ),

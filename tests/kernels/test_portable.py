@@ -47,7 +47,6 @@ CALLS = {
     ),
     "paper-128-keys": AttentionCase(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
     "paper-32-keys": AttentionCase(recipe="paper(block_k=32)", tokens_q=200),
-    "paper-channel-head-dim-128": AttentionCase(recipe="paper(do_scale=channel)", tokens_q=200, head_dim=128),
     "sink": AttentionCase(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
     "sink-mask": AttentionCase(sink=12, masked=True),
     "sink-packed": AttentionCase(sink=12, **PACKED, is_causal=True),
@@ -70,13 +69,10 @@ CALLS = {
     "full-128-keys-head-dim-256": AttentionCase(recipe="full(block_k=128)", head_dim=256, heads=1),
     "token-128-keys-head-dim-256": AttentionCase(recipe="token(block_k=128)", head_dim=256, heads=1),
     **{f"{p}-16bit": AttentionCase(recipe=f"token({p}=16bit)", masked=True) for p in ("s", "o", "dv", "dq", "dk")},
-    "smooth-q": AttentionCase(recipe="token(smooth_q=True)", is_causal=True),
-    "smooth-q-paper-mask": AttentionCase(recipe="paper(smooth_q=True)", tokens_q=130, masked=True),
-    "smooth-q-full-packed": AttentionCase(recipe="full(smooth_q=True, smooth_k=True, smooth_v=True)", **PACKED),
+    "smooth-full-packed": AttentionCase(recipe="full(smooth_k=True, smooth_v=True)", **PACKED),
     "no-smoothing": AttentionCase(recipe="token(smooth_k=False, smooth_v=False)", masked=True),
     "sampled-mean": AttentionCase(recipe="token(k_mean=sample)", tokens_q=130, tokens_k=700),
     "sampled-packed": AttentionCase(recipe="token(k_mean=sample)", lengths_q=[3, 70, 65], lengths_k=[3, 600, 511]),
-    "channel-scales-of-do": AttentionCase(recipe="token(do_scale=channel)"),
     "block-scale-of-v": AttentionCase(recipe="token(v_scale=block)", masked=True),
     "sequence-scale-of-v": AttentionCase(recipe="token(v_scale=sequence)", masked=True),
     "block-scales": AttentionCase(recipe="token(q_scale=block, k_scale=block)"),
@@ -90,14 +86,10 @@ CALLS = {
     "plain-mask": AttentionCase(recipe="token(rotate=False)", batch=2, masked=True),
     "plain-packed-head-dim-72": AttentionCase(recipe="token(rotate=False)", head_dim=72, **PACKED, is_causal=True),
     "plain-head-dim-128": AttentionCase(recipe="token(rotate=False)", head_dim=128, is_causal=True),
-    "plain-smooth-q": AttentionCase(recipe="token(rotate=False, smooth_q=True)", masked=True),
-    "plain-smooth-q-16bit-dk": AttentionCase(recipe="token(rotate=False, smooth_q=True, dk=16bit)"),
     "plain-no-smoothing": AttentionCase(recipe="token(rotate=False, smooth_k=False, smooth_v=False)", masked=True),
     **{f"plain-{p}-16bit": AttentionCase(recipe=f"token(rotate=False, {p}=16bit)") for p in ("s", "o", "dq", "dk")},
     "rotate-paper": AttentionCase(recipe="paper(rotate=True)", tokens_q=130, is_causal=True),
     "rotate-paper-mask": AttentionCase(recipe="paper(rotate=True)", tokens_q=130, masked=True),
-    "rotate-smooth-q-packed": AttentionCase(recipe="paper(rotate=True, smooth_q=True)", **PACKED),
-    "smooth-q-16bit-dk": AttentionCase(recipe="token(smooth_q=True, dk=16bit)"),
     "rotate-full": AttentionCase(recipe="full(rotate=True)"),
     "first-16-window": AttentionCase(
         recipe="token(first_keys=16)", sink=12, place=9, tokens_q=150, tokens_k=150, window=(60, 5)
@@ -121,10 +113,6 @@ CALLS = {
     ),
     "first-16-sequence-scale-packed": AttentionCase(
         recipe="token(first_keys=16, v_scale=sequence)", **PACKED, is_causal=True
-    ),
-    "first-16-smooth-q": AttentionCase(recipe="token(first_keys=16, smooth_q=True)", is_causal=True),
-    "first-16-smooth-q-16bit-s-mask": AttentionCase(
-        recipe="token(first_keys=16, smooth_q=True, s=16bit)", masked=True, every=4
     ),
     "first-16-no-smoothing": AttentionCase(
         recipe="token(first_keys=16, smooth_k=False, smooth_v=False, p_levels=127)", masked=True

@@ -74,9 +74,8 @@ _HOPPER_WIDTHS = f"1 to {max(widths.HEAD_DIMS)}"
 _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _MMA_SYNC = {
     **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
-    "k_scale": ("token",), "v_scale": ("channel",), "do_scale": ("block",), "p_scale_dv": ("key",),
-    "ds_scale_dq": ("query",), "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,),
-    "block_k": (128,), "smooth_q": (False,),
+    "k_scale": ("token",), "v_scale": ("channel",), "p_scale_dv": ("key",), "ds_scale_dq": ("query",),
+    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,), "block_k": (128,),
 }  # fmt: skip
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
 
@@ -85,7 +84,7 @@ ROWS = (
         FORWARD, "hopper", "sagebwd.kernels.sm90.forward.launch", KERNEL_DTYPES,
         {
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
-            "smooth_k": (True,), "smooth_q": (False,),
+            "smooth_k": (True,),
         },
         widths.of_call, _HOPPER_WIDTHS, needs="sagebwd.kernels.sm90.forward.compile",
     ),
@@ -104,7 +103,7 @@ ROWS = (
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
         {
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT, INT8),
-            "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_q": (False,), "smooth_v": (False,),
+            "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS,
     ),

@@ -30,7 +30,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.float8 import Float8Operands, least_do
-from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth, smooth_blocks
+from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated
 
 # Scores held at a time, over all heads: a few megabytes, which stays in a CPU's cache.
@@ -46,12 +46,10 @@ class _Operands:
 
     q_codes: Tensor  # (B, H, G, N, D), or Q itself where S and dK are 16 bit
     q_scale: Tensor  # (B, H, G, N, 1)
-    q_smooth: Tensor  # (B, H, G, N, D), the 16-bit operand
-    q_mean: Tensor | None  # (B, H, G, N, D), each block's mean
+    q_rows: Tensor  # (B, H, G, N, D), the 16-bit operand
     k_codes: Tensor  # (B, H, 1, M, D)
     k_scale: Tensor  # (B, H, 1, M, 1)
     k_smooth: Tensor  # (B, H, 1, M, D), the 16-bit operand
-    k_exact: Tensor  # (B, H, 1, M, D), smoothed and not rounded
     k_mean: Tensor  # (B, H, 1, 1, D)
 
 
@@ -118,18 +116,14 @@ class Emulator:
 
     def _prepare(self) -> _Operands:
         recipe = self.recipe
-        q, q_mean = self.q, None
-        if recipe.smooth_q:
-            q, q_mean = smooth_blocks(q, recipe.block_q)
-            q_mean = pad_tokens(q_mean, recipe.block_q)
         k, k_mean = smooth(self.k, self.valid, recipe.k_mean == "sample")
         if not recipe.smooth_k:
             k, k_mean = _zero_invalid(self.k, self.valid), torch.zeros_like(k_mean)
-        q, k = pad_tokens(q, recipe.block_q), pad_tokens(k, recipe.block_k)
+        q, k = pad_tokens(self.q, recipe.block_q), pad_tokens(k, recipe.block_k)
         q_codes, q_scale = quantize_tokens(self.turned(q), recipe.q_scale, recipe.block_q)
         k_codes, k_scale = quantize_tokens(self.turned(k), recipe.k_scale, recipe.block_k)
-        q_smooth, k_smooth = self.sixteen_bit(q), self.sixteen_bit(k)
-        return _Operands(q_codes, q_scale, q_smooth, q_mean, k_codes, k_scale, k_smooth, k, k_mean)
+        q_rows, k_smooth = self.sixteen_bit(q), self.sixteen_bit(k)
+        return _Operands(q_codes, q_scale, q_rows, k_codes, k_scale, k_smooth, k_mean)
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
         """Query and key ranges, whole blocks of both, that cover every visible pair."""
@@ -150,9 +144,7 @@ class Emulator:
             s = x.q_codes[..., rows, :] @ x.k_codes[..., keys, :].mT
             s = s * (x.q_scale[..., rows, :] * self.scale) * x.k_scale[..., keys, :].mT
         else:
-            s = x.q_smooth[..., rows, :] @ x.k_smooth[..., keys, :].mT * self.scale
-        if x.q_mean is not None:
-            s = s + x.q_mean[..., rows, :] @ x.k_exact[..., keys, :].mT * self.scale
+            s = x.q_rows[..., rows, :] @ x.k_smooth[..., keys, :].mT * self.scale
         if self.mask is not None and self.mask.is_bias:
             s = s + self._elements(rows, keys).to(self.compute)
         return s.masked_fill_(~self._visible(rows, keys), -math.inf)
@@ -279,8 +271,8 @@ class Emulator:
         if FP8 in (recipe.dv, recipe.dq, recipe.dk) and self.tokens_k:
             do_scale = dp_operands.do_scale
             fp8 = self._float8(do, lse, dlse, do_scale if do_scale.dim() else None)
-        do_codes, do_scale = quantize_tokens(do, recipe.do_scale, recipe.block_q)
-        dq, dk, dv = torch.zeros_like(x.q_smooth), torch.zeros_like(x.k_exact), torch.zeros_like(self.v)
+        do_codes, do_scale = quantize_tokens(do, "block", recipe.block_q)
+        dq, dk, dv = torch.zeros_like(x.q_rows), torch.zeros_like(x.k_smooth), torch.zeros_like(self.v)
         for rows, keys in self._chunks():
             if keys.start == keys.stop:
                 continue
@@ -316,10 +308,7 @@ class Emulator:
                 folded = self._quantized(ds * x.q_scale[..., rows, :], recipe.ds_scale_dk)
                 dk_rows = folded.mT @ x.q_codes[..., rows, :]
             else:
-                dk_rows = self.sixteen_bit(ds).mT @ x.q_smooth[..., rows, :]
-            if x.q_mean is not None:
-                means = x.q_mean[..., rows, :]
-                dk_rows = dk_rows + ds.mT @ (self.turned(means) if recipe.dk == INT8 else means)
+                dk_rows = self.sixteen_bit(ds).mT @ x.q_rows[..., rows, :]
             dk[..., keys, :] += dk_rows.sum(2, keepdim=True)
         # sums of products with S's codes
         dq = dq if recipe.dq == SIXTEEN_BIT else self.turned(dq)

@@ -92,17 +92,3 @@ def smooth(x: Tensor, valid: Tensor | None = None, sample: bool = False) -> tupl
     count = valid.expand(*x.shape[:-1], 1).sum(-2, keepdim=True)
     mean = x.sum(-2, keepdim=True) / count.clamp(min=1)
     return torch.where(valid, x - mean, 0), mean
-
-
-def smooth_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Subtract the mean of each block of ``block`` tokens; the last block may be short.
-
-    Returns: x minus its block's mean, x's shape; the means, (..., tokens, head_dim), repeated over each block.
-    """
-    tokens = x.shape[-2]
-    blocks = token_blocks(x, block)
-    count = torch.full((blocks.shape[-3], 1, 1), float(block), dtype=x.dtype, device=x.device)
-    if tokens % block:
-        count[-1] = tokens % block
-    mean = (blocks.sum(-2, keepdim=True) / count).expand_as(blocks).flatten(-3, -2)[..., :tokens, :]
-    return x - mean, mean

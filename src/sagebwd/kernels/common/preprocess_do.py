@@ -43,7 +43,6 @@ def grad_out_kernel(
     blocks,
     grid,
     head_dim: tl.constexpr,
-    GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,16 +92,10 @@ def grad_out_kernel(
     packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
     tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
 
-    if GROUP == "block":
-        amax = abs_max(abs_max(tile, 1), 0)
-        scale = psi_scale(amax)
-        code = to_int8(divide(tile, scale, 1.0 / scale))
-        tl.store(block_scale + block, scale)
-    else:
-        amax = abs_max(tile, 0)
-        scale = psi_scale(amax)
-        code = to_int8(divide(tile, scale[None, :], (1.0 / scale)[None, :]))
-        tl.store(block_scale + block * head_dim + columns, scale, mask=columns < head_dim)
+    amax = abs_max(abs_max(tile, 1), 0)
+    scale = psi_scale(amax)
+    code = to_int8(divide(tile, scale, 1.0 / scale))
+    tl.store(block_scale + block, scale)
     if transposed is not None:
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
 
@@ -118,9 +111,8 @@ def launch_preprocess_do(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """row_values, dO's scale, where dV is INT8 its transposed codes, and q_int8 transposed; see `grad_out_kernel`."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
-    channels = (call.head_dim,) if recipe.do_scale == "channel" else ()
     row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
-    scale = queries.padded(block, *channels, dtype=torch.float32, device=do.device)
+    scale = queries.padded(block, dtype=torch.float32, device=do.device)
     transposed = None
     if recipe.dv == INT8:
         transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
@@ -144,6 +136,5 @@ def launch_preprocess_do(
         None if q_int8 is None else Strided.of(q_int8, queries),
         q_t,
         planes=1 if q_int8 is None else 2,
-        GROUP=recipe.do_scale,
     )
     return row_values, scale, transposed, q_t

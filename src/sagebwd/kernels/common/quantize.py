@@ -38,8 +38,6 @@ def quantize_kernel(
     key_mask,
     first_key,
     cu_seqlens,
-    block_mean,
-    turned_mean,
     codes,
     token_scale,
     block_scale,
@@ -61,11 +59,10 @@ def quantize_kernel(
 ):
     """Smooth and quantise one block of tokens; each output is written if its pointer is not None.
 
-    x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. block_mean (heads, blocks, D): the block's own
-    mean, subtracted and written. token_scale: one a token. block_scale: one a block, or one a channel of it.
-    sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8, see `tile`. column_sum: 128
-    times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of smoothed tokens times R, of so
-    many channels, or 0. turned_mean (heads, blocks, D): the block's own mean times R.
+    x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. token_scale: one a token. block_scale: one a
+    block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8,
+    see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of
+    smoothed tokens times R, of so many channels, or 0.
 
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
@@ -88,11 +85,7 @@ def quantize_kernel(
         tile -= tl.load(mean + program * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + rows, mask=inside, other=0) != 0)
-    if block_mean is not None:
-        mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)
-        tl.store(block_mean + block * head_dim + columns, mu, mask=columns < head_dim)
-        tile -= mu[None, :]
-    if mean is not None or key_mask is not None or block_mean is not None:
+    if mean is not None or key_mask is not None:
         tile = tl.where(keep[:, None], tile, 0.0)
 
     row = z * total + start + rows
@@ -107,12 +100,7 @@ def quantize_kernel(
         tile = load_turned(
             x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D
         )  # fmt: skip
-        if block_mean is not None:
-            mu = tl.sum(tile, 0) / tl.minimum(length - first, BLOCK).to(tl.float32)
-            if turned_mean is not None:
-                tl.store(turned_mean + block * head_dim + columns, mu, mask=columns < head_dim)
-            tile -= mu[None, :]
-        if mean is not None or key_mask is not None or block_mean is not None:
+        if mean is not None or key_mask is not None:
             tile = tl.where(keep[:, None], tile, 0.0)
     if GROUP == "token":
         amax = abs_max(tile, 1)
@@ -180,8 +168,6 @@ class Quantized:
     column_sum: Tensor | None = None
     smoothed: Tensor | None = None
     first_row: Tensor | None = None
-    block_mean: Tensor | None = None
-    turned_mean: Tensor | None = None
 
 
 def launch_quantize(
@@ -197,9 +183,7 @@ def launch_quantize(
     transposed: bool = False,
     column_sum: bool = False,
     smoothed: bool = False,
-    block_mean: bool = False,
     turned: int = 0,
-    turned_mean: bool = False,
     first_row: bool = False,
     first_key: Tensor | None = None,
 ) -> Quantized:
@@ -219,10 +203,6 @@ def launch_quantize(
         out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
     if column_sum:
         out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
-    if block_mean:
-        out.block_mean = packing.padded(block, head_dim, dtype=torch.float32, device=device)
-    if turned_mean:
-        out.turned_mean = torch.empty_like(out.block_mean)
     if first_row:
         out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
     launch_pass(
@@ -236,8 +216,6 @@ def launch_quantize(
         key_mask,
         first_key,
         packing.cu_seqlens,
-        out.block_mean,
-        out.turned_mean,
         Strided.of(out.codes, packing) if codes else None,
         out.token_scale,
         out.block_scale,

@@ -190,8 +190,6 @@ def _whole_groups(kernel: str, recipe: Recipe) -> int | None:
         return recipe.block_k
     if kernel == "dq" and recipe.ds_scale_dq == "tile":
         return recipe.block_q
-    if kernel in ("forward", "dq") and recipe.smooth_q:
-        return recipe.block_q
     return None
 
 

@@ -52,17 +52,15 @@ from sagebwd.kernels.portable.recompute import (
     score_gradients,
     scores_of,
 )
-from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
 
 
 class Groups(NamedTuple):
-    """Scale groups of Q, dO, P and dS, and the channels of the rotation that q_t is under, or 0."""
+    """Scale groups of Q, P and dS, and the channels of the rotation that q_t is under, or 0."""
 
     Q_TOKEN: tl.constexpr
-    DO_CHANNEL: tl.constexpr
     P_PER_KEY: tl.constexpr
     DS_PER_KEY: tl.constexpr
     TURNED: tl.constexpr
@@ -72,8 +70,8 @@ class Groups(NamedTuple):
         """As the kernel is compiled for them."""
         recipe = call.recipe
         chosen = (
-            recipe.q_scale == "token", recipe.do_scale == "channel", recipe.p_scale_dv == "key",
-            recipe.ds_scale_dk == "key", call.turned if recipe.dk == INT8 else 0,
+            recipe.q_scale == "token", recipe.p_scale_dv == "key", recipe.ds_scale_dk == "key",
+            call.turned if recipe.dk == INT8 else 0,
         )  # fmt: skip
         return cls(*map(tl.constexpr, chosen))
 
@@ -97,14 +95,6 @@ def quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
     return codes, scale
 
 
-@triton.jit
-def q_mean_term(ds, mu, smooth_q, tile, columns, head_dim, TURNED: tl.constexpr):
-    """dK's term of a query block's mean, rowsum(dS^T) mu, rotated where dK's INT8 operand is."""
-    if TURNED:
-        mu = channels(smooth_q.turned_mean, tile, columns, head_dim)
-    return tl.sum(ds, 1)[:, None] * mu[None, :]
-
-
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
 def dkdv_kernel(
     q,
@@ -119,7 +109,6 @@ def dkdv_kernel(
     do_t,
     q_rows,
     row_values,
-    smooth_q,
     tile_maxima,
     dk,
     dv,
@@ -154,8 +143,8 @@ def dkdv_kernel(
     transposed codes, where dK and dV are INT8, else None. q_rows: the 16-bit operand of dK otherwise. q_tma, do_tma:
     descriptors of q and do, and then q_t and do_t are some, or None. row_values: from `grad_out_kernel`, padded to
     blocks of PAD_Q. tile_maxima: what `dq_kernel` wrote, where P and dS have one scale a tile; with it a step may take
-    a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q. smooth_q, mask:
-    `SmoothQ` and `Masked`, or None.
+    a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q. mask: `Masked`,
+    or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
@@ -194,9 +183,6 @@ def dkdv_kernel(
     if key_mask is not None:
         at = key_mask + batch.to(tl.int64) * tokens_k + first_k + keys
         keep_key = keep_key & (tl.load(at, mask=keep_key, other=0) != 0)
-    if smooth_q is not None:
-        exact = row_of(smooth_q, batch, head_k, start_k + first_k)
-        shift = channels(smooth_q.k_mean, batch_head.to(tl.int64), columns, head_dim)
 
     towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
     m_range = block_range_of(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
@@ -239,11 +225,6 @@ def dkdv_kernel(
                     p_max = tl.load(maxima + block // STEPS * 2)
                     ds_max = tl.load(maxima + block // STEPS * 2 + 1)
                 s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)  # S^T = K Q^T
-                if smooth_q is not None:
-                    mu = channels(smooth_q.q_mean, tile, columns, head_dim)
-                    s += score_bias(
-                        exact, smooth_q.token, mu, shift, keys, columns, left_k, scale_2, head_dim, BLOCK_D
-                    )[:, None]
                 if mask is not None and masked:
                     element = load_elements(
                         mask, elements, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k
@@ -268,8 +249,6 @@ def dkdv_kernel(
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
                     ds = tl.where(keep_key[:, None], ds, 0.0)
-                if smooth_q is not None:
-                    acc_k += q_mean_term(ds, mu, smooth_q, tile, columns, head_dim, groups.TURNED)
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
                     p_max = largest_bits(p, groups.P_PER_KEY)
@@ -281,10 +260,7 @@ def dkdv_kernel(
                 if do_t is not None:
                     operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
                     part = int8_product(p_int8, operand)  # P^T dO
-                    if groups.DO_CHANNEL:
-                        part = part * channels(do_scale, tile, columns, head_dim)[None, :]
-                    else:
-                        p_scale = p_scale * tl.load(do_scale + tile)
+                    p_scale = p_scale * tl.load(do_scale + tile)
                     acc_v = accumulate(acc_v, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
                 else:
                     if masked and VARLEN and TMA:
@@ -320,7 +296,6 @@ def launch_dkdv(
     do_t: Tensor | None,
     q_rows: Tensor | None,
     row_values: Tensor,
-    smooth_q: SmoothQ | None,
     tile_maxima: Tensor | None,
     dk: Tensor,
     dv: Tensor,
@@ -356,7 +331,6 @@ def launch_dkdv(
             tma.get("do_t", do_t),
             None if recipe.dk == INT8 else Strided.of(q_rows, queries),
             row_values,
-            smooth_q,
             tile_maxima,
             Strided.of(dk, keys),
             dv,

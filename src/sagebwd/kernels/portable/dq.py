@@ -49,7 +49,6 @@ from sagebwd.kernels.portable.recompute import (
     score_gradients,
     scores_of,
 )
-from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
@@ -69,7 +68,6 @@ def dq_kernel(
     k_t,
     k_rows,
     row_values,
-    smooth_q,
     tile_maxima,
     dq,
     key_mask,
@@ -104,8 +102,7 @@ def dq_kernel(
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S. k_t: transposed codes where dQ is INT8, else None, and
     k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v, and then k_t is one, or None. tile_maxima (heads,
     tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV; written where not None, and BLOCK_Q is
-    PAD_Q then. smooth_q, mask: `SmoothQ` and `Masked`, or None. TURNED: channels of the rotation
-    whose codes k_t has, or 0.
+    PAD_Q then. mask: `Masked`, or None. TURNED: channels of the rotation whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -119,7 +116,7 @@ def dq_kernel(
     first_q = block_q * BLOCK_Q
     if first_q >= length_q:
         return
-    z_q, z_k, owner = heads_of(work_tile, batch_head, heads, group, VARLEN)
+    z_q, z_k, _ = heads_of(work_tile, batch_head, heads, group, VARLEN)
     if VARLEN:
         lower += length_k - length_q
         upper += length_k - length_q
@@ -145,10 +142,6 @@ def dq_kernel(
         k_scale += z_k * total_k + start_k
     if not INT8_DQ:
         rows_at = row_of(k_rows, work_tile.batch, work_tile.head_k, start_k)
-    if smooth_q is not None:
-        mu = channels(smooth_q.q_mean, z_q * blocks_q + sequence_q + block_q, columns, head_dim)
-        exact = row_of(smooth_q, work_tile.batch, work_tile.head_k, start_k)
-        shift = channels(smooth_q.k_mean, owner.to(tl.int64), columns, head_dim)
     if key_mask is not None:
         key_mask += work_tile.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
@@ -183,11 +176,6 @@ def dq_kernel(
                 else:
                     key_scale = tl.load(k_scale + first_k + keys)
             s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # S = Q K^T
-            if smooth_q is not None:
-                at = exact + first_64 * smooth_q.token
-                s += score_bias(at, smooth_q.token, mu, shift, keys, columns, left, scale_2, head_dim, BLOCK_D)[
-                    None, :
-                ]
             if mask is not None and masked:
                 element = load_elements(
                     mask, elements, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left
@@ -251,7 +239,6 @@ def launch_dq(
     k_t: Tensor | None,
     k_rows: Tensor | None,
     row_values: Tensor,
-    smooth_q: SmoothQ | None,
     tile_maxima: Tensor | None,
     dq: Tensor,
 ) -> None:
@@ -280,7 +267,6 @@ def launch_dq(
             tma.get("k_t", k_t),
             None if recipe.dq == INT8 else Strided.of(k_rows, keys),
             row_values,
-            smooth_q,
             tile_maxima,
             Strided.of(dq, queries),
             *masks_of(call),

@@ -38,8 +38,7 @@ class FirstKey(NamedTuple):
 
 @triton.jit
 def first_score(
-    q_tile, row_scale, k, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, stride_t,
-    head_dim: tl.constexpr,
+    q_tile, row_scale, k, k_scale, columns, first, there, scale_2, stride_t, head_dim: tl.constexpr
 ):  # fmt: skip
     """Every row's score, in base 2, of the first key; there: whether there is one."""
     inside = (columns < head_dim) & there
@@ -60,9 +59,6 @@ def first_score(
         s = s * (tl.load(k_scale + first, mask=there, other=0) * scale_2) * row_scale
     else:
         s = s * scale_2
-    if mu is not None:
-        key = tl.load(exact + first.to(tl.int64) * smooth_q.token + columns, mask=inside, other=0).to(tl.float32)
-        s += tl.sum((key - shift) * mu) * scale_2
     return s
 
 

@@ -13,7 +13,6 @@ from sagebwd.kernels.common.strided import ONE, Strided, pitch_of, rows_of
 from sagebwd.kernels.common.tile import LOG2_E, dot_16bit, load_rows, to_16bit
 from sagebwd.kernels.portable.blocks import BlockRange, shows, within
 from sagebwd.kernels.portable.lists import Listed, strides
-from sagebwd.kernels.portable.smooth_q import score_bias
 from sagebwd.kernels.portable.softmax import probabilities, scores
 
 
@@ -72,8 +71,8 @@ def cut_first_block(n_range):
 
 @triton.jit
 def first_products(
-    first_keys, q_tile, row_scale, k, pitch, k_scale, smooth_q, exact, shift, mu, v, work_tile, owner, queries, inside,
-    bounds, mask, columns, scale_2, head_dim: tl.constexpr, V_SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
+    first_keys, q_tile, row_scale, k, pitch, k_scale, v, work_tile, owner, queries, inside, bounds, mask, columns,
+    scale_2, head_dim: tl.constexpr, V_SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc of every row over them alone; k: the sequence's, acc in units of V's scale if the sequence's."""
     number = numbers_of(first_keys, work_tile.batch)
@@ -92,11 +91,6 @@ def first_products(
         v_tile = to_16bit(v_tile.to(tl.float32) - mean, v_tile.dtype)
 
     s = scores(q_tile, k_tile, k_scale, 0, number, length, scale_2, True, True)  # S = Q K^T
-    if smooth_q is not None:
-        if row_scale is not None:
-            s = s * row_scale[:, None]
-            row_scale = None
-        s += score_bias(exact, smooth_q.token, mu, shift, far, columns, length, scale_2, head_dim, BLOCK_D)[None, :]
     keep = within(number[None, :] - queries[:, None], bounds) & (number < length)[None, :]
     if mask is not None:
         of_head = work_tile.batch.to(tl.int64) * first_keys.mask_batch

@@ -49,7 +49,6 @@ from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_score, value_of
 from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
 from sagebwd.kernels.portable.lists import masks_of
-from sagebwd.kernels.portable.smooth_q import SmoothQ, channels, score_bias
 from sagebwd.kernels.portable.softmax import probabilities, scores
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
@@ -67,6 +66,12 @@ class Values(NamedTuple):
     sum: Tensor | None  # 128 times the codes' column sums, where P has 254 levels
     mean: Tensor | None  # taken off V
     unit: tl.constexpr = ONE
+
+
+@triton.jit
+def channels(x, number, columns, head_dim):
+    """One vector of channels of many; 0 beyond them."""
+    return tl.load(x + number * head_dim + columns, mask=columns < head_dim, other=0)
 
 
 @triton.jit
@@ -98,11 +103,7 @@ def accumulate_int8(
         return acc * alpha[:, None] + part * beta[:, None]  # O = alpha O + beta P V
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens_q", "tokens_k", "total_q", "total_k", "blocks_q", "blocks_k", "grid_q", "lower", "upper"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_q", "total_k", "blocks_k", "grid_q", "lower", "upper"])
 def forward_kernel(
     q,
     k,
@@ -111,7 +112,6 @@ def forward_kernel(
     v_tma,
     q_scale,
     k_scale,
-    smooth_q,
     first_key,
     first_keys,
     o,
@@ -127,7 +127,6 @@ def forward_kernel(
     tokens_k,
     total_q,
     total_k,
-    blocks_q,
     blocks_k,
     grid_q,
     lower,
@@ -147,8 +146,7 @@ def forward_kernel(
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
-    written where not None. first_key: `FirstKey`. first_keys: `FirstKeys`. smooth_q, mask: `SmoothQ` and
-    `Masked`, or None.
+    written where not None. first_key: `FirstKey`. first_keys: `FirstKeys`. mask: `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -177,17 +175,12 @@ def forward_kernel(
     q_tile = load_rows(q_at, rows, columns, pitch_of(q), length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
-    row_scale, exact, mu, shift = None, None, None, None
+    row_scale = None
     if INT8_S:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
         k_scale += z_k * total_k + start_k
     if not INT8_O:
         v_at = rows_of(v, work_tile.batch, work_tile.head_k, start_k)
-    if smooth_q is not None:
-        number = z_q * blocks_q + padded_block(start_q, work_tile.batch, BLOCK_Q, VARLEN) + block_q
-        mu = channels(smooth_q.q_mean, number, columns, head_dim)
-        exact = row_of(smooth_q, work_tile.batch, work_tile.head_k, start_k)
-        shift = channels(smooth_q.k_mean, owner.to(tl.int64), columns, head_dim)
     if key_mask is not None:
         key_mask += work_tile.batch.to(tl.int64) * tokens_k
     elements, lists = None, None
@@ -210,10 +203,7 @@ def forward_kernel(
         k0 = rows_of(Strided(first_key.k, k.batch, k.head, k.token, k.unit), work_tile.batch, work_tile.head_k, start_k
         )  # fmt: skip
         value = value_of(first_key, owner, there, columns, head_dim)  # before the score, which waits for Q
-        score = first_score(
-            q_tile, row_scale, k0, k_scale, smooth_q, exact, shift, mu, columns, first, there, scale_2, pitch_of(k),
-            head_dim,
-        )  # fmt: skip
+        score = first_score(q_tile, row_scale, k0, k_scale, columns, first, there, scale_2, pitch_of(k), head_dim)
         if mask is not None:
             its_element = first_element(first_key, work_tile, first_q + rows, inside)
             seen = seen & shows(its_element, mask)
@@ -226,8 +216,8 @@ def forward_kernel(
         last = last_of(first_keys, work_tile.batch)
         n_range = cut_first_block(n_range)
         m, l, acc = first_products(
-            first_keys, q_tile, row_scale, k_at, pitch_of(k), k_scale, smooth_q, exact, shift, mu, v, work_tile, owner,
-            first_q + rows, inside, bounds, mask, columns, scale_2, head_dim, V_SCALE, BLOCK_D,
+            first_keys, q_tile, row_scale, k_at, pitch_of(k), k_scale, v, work_tile, owner, first_q + rows, inside,
+            bounds, mask, columns, scale_2, head_dim, V_SCALE, BLOCK_D,
         )  # fmt: skip
     for masked in tl.static_range(2):
         count, listed = steps_of(n_range, lists, masked)
@@ -244,13 +234,6 @@ def forward_kernel(
             )  # fmt: skip
             s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # S = Q K^T
             missing_scale = row_scale  # Q's, which S still lacks
-            if smooth_q is not None:
-                at = exact + first_k.to(tl.int64) * smooth_q.token
-                bias = score_bias(at, smooth_q.token, mu, shift, keys, columns, left, scale_2, head_dim, BLOCK_D)
-                if INT8_S:
-                    s = s * row_scale[:, None]
-                s = s + bias[None, :]
-                missing_scale = None
             if masked:
                 keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, first, key_mask)
                 if first_keys.at is not None:
@@ -318,7 +301,6 @@ def launch_forward(
     v: Values,
     q_scale: Tensor | None,
     k_scale: Tensor | None,
-    smooth_q: SmoothQ | None,
     first_key: FirstKey,
     first_keys: FirstKeys,
     o: Tensor,
@@ -346,7 +328,6 @@ def launch_forward(
             tma.get("v"),
             q_scale,
             k_scale,
-            smooth_q,
             first_key,
             first_keys,
             Strided.of(o, queries),
@@ -359,7 +340,6 @@ def launch_forward(
             keys.tokens,
             queries.total,
             keys.total,
-            queries.blocks(recipe.block_q),
             keys.blocks(config.block_k(recipe)),
             grid,
             INT8_O=o_int8,

@@ -17,7 +17,6 @@ from sagebwd.kernels.portable.dq import launch_dq
 from sagebwd.kernels.portable.first_key import FirstKey
 from sagebwd.kernels.portable.first_keys import FirstKeys
 from sagebwd.kernels.portable.forward import Values, launch_forward
-from sagebwd.kernels.portable.smooth_q import SmoothQ
 from sagebwd.recipe import INT8
 
 
@@ -42,12 +41,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
     turned = call.turned
-    if q_int8 or recipe.smooth_q:
-        smoothed = recipe.smooth_q and not s_int8
-        q_pass = launch_quantize(
-            q, queries, recipe.q_scale, recipe.block_q, codes=q_int8, smoothed=smoothed, block_mean=recipe.smooth_q,
-            turned=q_int8 * turned,
-        )  # fmt: skip
+    if q_int8:
+        q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True, turned=turned)
     k_smoothed = not s_int8 and recipe.smooth_k
     if k_int8 or k_smoothed:
         k_pass = launch_quantize(
@@ -70,12 +65,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     listed = None if call.lists is None else call.lists.by_query
     lse, row_max = launch_forward(
         call,
-        q_pass.codes if s_int8 else q_pass.smoothed if recipe.smooth_q else q,
+        q_pass.codes if s_int8 else q,
         k_operand,
         Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
-        SmoothQ.of(q_pass.block_mean, k_mean, k, keys) if recipe.smooth_q else None,
         FirstKey.of(k_operand, v_pass.first_row, number, listed),
         FirstKeys.of(v, keys, number, listed, apart),
         o,
@@ -88,23 +82,16 @@ def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
-    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
+    recipe, keys, key_mask = call.recipe, call.keys, call.key_mask
     o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean, *_ = saved
     s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
 
-    q_rows, k_rows, smooth_q = q, k, None
+    k_rows = k
     # a masked key's K may be anything, NaN too
     if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
         shift = k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
-    if recipe.smooth_q:
-        turned = dk_int8 * call.turned
-        q_pass = launch_quantize(
-            q_rows, queries, "token", recipe.block_q, smoothed=True, block_mean=True, turned=turned,
-            turned_mean=turned > 0,
-        )  # fmt: skip
-        q_rows, smooth_q = q_pass.smoothed, SmoothQ.of(q_pass.block_mean, k_mean, k, keys, q_pass.turned_mean)
-    q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q_rows, k_rows)
+    q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
     row_values, do_scale, do_t, q_t = launch_preprocess_do(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
@@ -112,8 +99,8 @@ def backward(
     shared = q_operand, k_operand, v, do, k_scale
     tile_maxima = _tile_maxima(call, do)
     dq, dk, dv = empty_gradients(recipe, call.head_dim, o, v)
-    launch_dq(call, *shared, k_t, k_rows, row_values, smooth_q, tile_maxima, dq)
-    launch_dkdv(call, *shared, do_scale, q_t, do_t, q_rows, row_values, smooth_q, tile_maxima, dk, dv)
+    launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
+    launch_dkdv(call, *shared, do_scale, q_t, do_t, q, row_values, tile_maxima, dk, dv)
     return dq, dk, dv
 
 
