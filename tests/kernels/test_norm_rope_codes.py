@@ -22,13 +22,14 @@ from sagebwd.reference.rotation import rotated
 
 pytest.importorskip("triton")
 from sagebwd.kernels import norm_rope as kernels
-from sagebwd.kernels.runtime import program
+from sagebwd.kernels.runtime import nvrtc, program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
-from sagebwd.kernels.sm90.operands import bwd_postprocess
-from sagebwd.kernels.sm90.operands.norm_rope_codes import TILES, launch_norm_rope_codes
+from sagebwd.kernels.sm90.operands import bwd_postprocess, norm_rope_codes
+from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
+from tests.kernels import emulated_cuda
 from tests.test_norm_rope import drawn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,11 +102,22 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def emulated(monkeypatch):
+    """Kernels of CUDA C++ on a CPU, where there is no GPU."""
+    if DEVICE == "cuda":
+        return
+    if emulated_cuda.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(norm_rope_codes, "kernel_of", lambda source, arch: emulated_cuda.EmulatedKernel(source))
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_codes_are_those_of_rotated_rows(case):
     q, k = case.draw(case.heads[0], 1), case.draw(case.heads[1], 2)
     call = case.call(q, k)
-    found = launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
+    found = launch_norm_rope_codes(call, q, k)
     *rows, q_rms, k_rms = case.composed(q, k, call.prologue)
     for a, e in ((found.q_inverse_rms, q_rms), (found.k_inverse_rms, k_rms)):
         assert (a is None) == (e is None)
@@ -115,8 +127,7 @@ def test_codes_are_those_of_rotated_rows(case):
     sampled = call.recipe.k_mean == "sample"
     wanted = launch_quantize_k(rows[1], call.keys, None, SCALE_BLOCK, k_sampled=sampled, turned=call.turned)
     for name in ("k_scale", "k_mean", "largest_norm"):
-        a, e = getattr(found.k, name), getattr(wanted, name)
-        assert torch.allclose(a, e, rtol=1e-5, atol=1e-6), (name, (a - e).abs().max())
+        assert_close(getattr(found.k, name), getattr(wanted, name))
     assert found.k.tiles_taken.item() == 0
     # FP32 sums in another order: a tie may be rounded the other way
     assert_codes(found.k.k, wanted.k)
@@ -124,7 +135,7 @@ def test_codes_are_those_of_rotated_rows(case):
     codes, scale = quantize_tokens(rotated(q_rows) if call.turned else q_rows, "token", 64)
     assert_codes(found.q.cpu(), codes)
     scale = scale[..., 0].T if case.lengths else scale[..., 0]
-    assert torch.allclose(found.q_scale.cpu(), scale.float(), rtol=1e-5)
+    assert_close(found.q_scale.cpu(), scale.float())
     if not case.lengths:
         blocks = call.keys.blocks(SCALE_BLOCK)
         lanes = found.k.lane_scale.view(*k.shape[:2], blocks, 1, 4, 1).expand(-1, -1, -1, SCALE_BLOCK // 8, 4, 2)
@@ -133,6 +144,13 @@ def test_codes_are_those_of_rotated_rows(case):
 
 def in_four_rms(x):
     return x if x.dim() == 3 else x[None]
+
+
+def assert_close(found, wanted):
+    """But for rows of which a number of 16 bits is the next one, where FP32 before it was rounded otherwise."""
+    error = (found - wanted).abs() / wanted.abs().clamp_min(1e-1 * wanted.abs().max())
+    assert error.max() <= 2**-8
+    assert (error > 1e-5).double().mean() <= 2e-2
 
 
 def assert_codes(found, wanted):
@@ -241,6 +259,7 @@ def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
     chosen = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
     monkeypatch.setattr(dispatch, "choose", lambda *_: chosen)
     monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     PLANS.clear()
     for seed in (10, 20):
         case = Case(lengths=lengths, heads=(2, 2))
@@ -279,10 +298,6 @@ def test_other_calls_are_composed(monkeypatch, given):
     monkeypatch.setattr(norm_rope_plan, "_plan_of", lambda *_: pytest.fail("planned"))
     q, k, v = (Case(heads=(2, 2)).draw(2, n) for n in range(3))
     qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
-
-
-def test_widths_are_those_of_the_passes():
-    assert tuple(TILES) == norm_rope_plan.HEAD_DIMS
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="of Hopper's kernels")
@@ -334,7 +349,7 @@ def fused_and_gradients(case, given):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiled_the_kernels_spill_no_register(head_dim):
+def test_compiled_the_end_of_backward_spills_no_register(head_dim):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), "codes", "half"],
@@ -343,5 +358,5 @@ def test_compiled_the_kernels_spill_no_register(head_dim):
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["query_codes_kernel", "key_codes_kernel", "finish_gradients_kernel"]
+    assert [row["kernel"] for row in rows] == ["finish_gradients_kernel"]
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 227 << 10 for row in rows), rows
