@@ -32,6 +32,7 @@ from sagebwd.kernels.mma_sync.variant import (
     quantize_variant,
     variant_of,
 )
+from sagebwd.kernels.runtime import nvrtc
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -149,6 +149,8 @@ DEVICE void add_global4(float* p, float a, float b, float c, float d) {
 }
 #endif
 
+// A line that is going to be loaded.
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 // 16 bytes, zeros where they are not there.
 DEVICE void copy16(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");

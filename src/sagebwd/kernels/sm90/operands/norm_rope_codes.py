@@ -36,13 +36,17 @@ TOKENS, K_WARPS = 8, SCALE_BLOCK // 16
 
 
 class Tiles(NamedTuple):
-    """Warps and heads of a thread block of Q, and thread blocks that a multiprocessor holds; the same of K."""
+    """Warps and heads of a thread block of Q, and thread blocks that a multiprocessor holds; the same of K.
+
+    ahead: whether what comes next is fetched into the cache.
+    """
 
     q_warps: int = 4
     q_heads: int = 4
     q_blocks_an_sm: int = 4
-    k_heads: int = 2
+    k_heads: int = 8
     k_blocks_an_sm: int = 2
+    ahead: bool = True
 
 
 # Not timed yet.
@@ -66,12 +70,12 @@ def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, 
         "D": head_dim, "HALF": dtype == torch.float16, "TURNED": turned, "INTERLEAVED": prologue.interleaved,
         "NORM": prologue.eps is not None, "ROPE": cos is not None,
         "WEIGHT_BYTES": 0 if weight is None else _bytes(weight, dtype),
-        "TABLE_BYTES": 2 if cos is None else _bytes(cos, dtype),
+        "AHEAD": tiles.ahead, "TABLE_BYTES": 2 if cos is None else _bytes(cos, dtype),
     }  # fmt: skip
     found = []
     for name, warps, heads, blocks_an_sm, rows in (
         ("query_codes", *tiles[:3], 2 + tiles.q_warps),
-        ("key_codes", K_WARPS, *tiles[3:], 1 + tiles.k_heads),
+        ("key_codes", K_WARPS, *tiles[3:5], 1 + tiles.k_heads),
     ):
         macros = shared | {"WARPS": warps, "HEADS": heads, "CTAS": blocks_an_sm}
         files = SOURCES / "rows.cuh", SOURCES / f"{name}.cu"

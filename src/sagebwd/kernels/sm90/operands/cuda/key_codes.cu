@@ -22,6 +22,13 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
   if (block >= max((keys.length + KEYS - 1) / KEYS, 1)) return;
   if (program == 0 && threadIdx.x == 0) *taken = 0;
 
+  const int row = block * KEYS + 16 * lane.warp + lane.g;  // and 8 more
+  const bool inside[2] = {row < keys.length, row + 8 < keys.length};
+  int token[2];
+  UNROLL for (int n = 0; n < 2; n++) token[n] = max(keys.start + min(row + 8 * n, keys.length - 1), 0);
+  const u16* rows = k + batch * k_batch;
+  UNROLL for (int n = 0; n < 2; n++) prefetch_row(rows + first * k_head + token[n] * k_token, lane.t);
+
   share_weights(base + WEIGHTS_AT, weight);
   if (threadIdx.x < HEADS) store_shared(base + LARGEST_MEAN_AT + threadIdx.x * 4, 0);
   __syncthreads();
@@ -41,24 +48,21 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
     max_shared(base + LARGEST_MEAN_AT + i / D * 4, fabsf(mu));
   }
   const Signs signs(lane);
-  const int row = block * KEYS + 16 * lane.warp + lane.g;  // and 8 more
-  const i64 angles = batch * table_batch + (keys.start + row) * table_token;
   __syncthreads();
 #pragma unroll 1
   for (int head = first; head < last; head++) {
     Eight x[2][J];
-    bool inside[2];
-    const u16* at = k + offset_of(k_batch, k_head, k_token, batch, head, keys.start + row) + 8 * lane.t;
     UNROLL for (int n = 0; n < 2; n++) {
-      inside[n] = row + 8 * n < keys.length;
-      UNROLL for (int j = 0; j < J; j++) x[n][j] = load_eight(at + 8 * n * k_token + 32 * j, inside[n]);
+      const u16* at = rows + head * k_head + token[n] * k_token;
+      load_row(x[n], at, lane.t);
+      if (head + 1 < last) prefetch_row(at + k_head, lane.t);
     }
     u32 y[2][J][4];
-    float r[2], z[2][J][8], amax = 0, squares[2] = {0, 0};
+    float r[2], z[2][J][8], of_row[2] = {0, 0}, squares[2] = {0, 0};
     UNROLL for (int n = 0; n < 2; n++) {
       Table table;
-      const i64 its = angles + 8 * n * table_token;
-      if (ROPE) table.load(cos + its, sin + its, lane.t, inside[n]);
+      const i64 angles = batch * table_batch + token[n] * table_token;
+      if (ROPE) table.load(cos + angles, sin + angles, lane.t);
       r[n] = prepare_row(x[n], base + WEIGHTS_AT, eps, table, y[n]);
       fence();  // registers of one row's angles at a time
     }
@@ -70,13 +74,17 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
       load_shared4(mu + 4, means + 16);
       UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 8; c++) {
         float& centred = z[n][j][c];
-        centred = inside[n] ? (TURNED ? fmaf(centred, ROOT, -mu[c]) : centred - mu[c]) : 0.0f;
-        amax = max_nan(amax, fabsf(centred));
+        centred = TURNED ? fmaf(centred, ROOT, -mu[c]) : centred - mu[c];
+        of_row[n] = max_nan(of_row[n], fabsf(centred));
         squares[n] = fmaf(centred, centred, squares[n]);
       }
     }
     // a warp's largest of each lane's scale, and its largest square of a norm
-    amax = largest_over_row(amax);
+    UNROLL for (int n = 0; n < 2; n++) {
+      of_row[n] = inside[n] ? of_row[n] : 0.0f;
+      squares[n] = inside[n] ? squares[n] : 0.0f;
+    }
+    float amax = largest_over_row(max_nan(of_row[0], of_row[1]));
     amax = max_nan(amax, from_lane_xor(amax, 4));
     float square = max_nan(over_row(squares[0]), over_row(squares[1]));
     UNROLL for (int far = 4; far < 32; far *= 2) square = max_nan(square, from_lane_xor(square, far));

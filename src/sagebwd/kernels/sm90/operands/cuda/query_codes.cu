@@ -18,10 +18,11 @@ DEVICE void sum_keys(const u16* k, i64 pitch, const u8* cos, const u8* sin, i64 
   for (int first = 0; first < all; first += SLOTS) {
     Eight x[J];
     Table table;
-    const int number = first + 8 * lane.warp + lane.g, token = begin + number / STEP * apart + number % STEP;
-    const bool there = number < all && token < end;
-    UNROLL for (int j = 0; j < J; j++) x[j] = load_eight(k + token * pitch + 32 * j + 8 * lane.t, there);
-    if (ROPE) table.load(cos + token * table_pitch, sin + token * table_pitch, lane.t, there);
+    const int number = first + 8 * lane.warp + lane.g, asked = begin + number / STEP * apart + number % STEP;
+    const bool there = number < all && asked < end;
+    const int token = min(asked, end - 1);
+    load_row(x, k + token * pitch, lane.t);
+    if (ROPE) table.load(cos + token * table_pitch, sin + token * table_pitch, lane.t);
     u32 y[J][4];
     prepare_row(x, shared_base() + WEIGHTS_AT, eps, table, y);
     UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) total[j][c] += there ? value_of(y[j], c) : 0.0f;
@@ -80,9 +81,10 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
   program -= of_keys;
   const Lane lane;
   const int groups = ((int)heads + HEADS - 1) / HEADS, blocks = ((int)tokens + SLOTS - 1) / SLOTS;
-  const int batch = program / (groups * blocks), token = program / groups % blocks * SLOTS + 8 * lane.warp + lane.g;
+  const int batch = program / (groups * blocks), asked = program / groups % blocks * SLOTS + 8 * lane.warp + lane.g;
   const int first = program % groups * HEADS, last = min(first + HEADS, (int)heads);
-  const bool inside = token < tokens;
+  const bool inside = asked < tokens;
+  const int token = min(asked, (int)tokens - 1);
   share_weights(shared_base() + WEIGHTS_AT, q_weight);
   const i64 angles = batch * q_table_batch + token * q_table_token;
   const Signs signs(lane);
@@ -90,14 +92,13 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
 #pragma unroll 1
   for (int head = first; head < last; head += 2) {
     Eight x[2][J];
-    bool there[2];
-    UNROLL for (int n = 0; n < 2; n++) {
-      there[n] = inside && head + n < last;
-      const u16* at = q + offset_of(q_batch, q_head, q_token, batch, head + n, token) + 8 * lane.t;
-      UNROLL for (int j = 0; j < J; j++) x[n][j] = load_eight(at + 32 * j, there[n]);
-    }
+    const u16* at = q + offset_of(q_batch, q_head, q_token, batch, head, token);
+    const i64 other = head + 1 < last ? q_head : 0;
+    UNROLL for (int n = 0; n < 2; n++) load_row(x[n], at + n * other, lane.t);
     Table table;  // of every head anew, of the cache: its registers are the sums' later
-    if (ROPE) table.load(q_cos + angles, q_sin + angles, lane.t, inside);
+    if (ROPE) table.load(q_cos + angles, q_sin + angles, lane.t);
+    UNROLL for (int n = 2; n < 4; n++)
+      if (head + n < last) prefetch_row(at + n * q_head, lane.t);
     u32 y[2][J][4];
     float r[2], turned[2][J][8];
     UNROLL for (int n = 0; n < 2; n++) r[n] = prepare_row(x[n], shared_base() + WEIGHTS_AT, eps, table, y[n]);
@@ -106,7 +107,7 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
       float amax = 0;
       UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) amax = max_nan(amax, fabsf(turned[n][j][c]));
       const float scale = psi_scale(largest_over_row(amax));
-      if (!there[n]) continue;
+      if (!inside || head + n >= last) continue;
       store_codes(turned[n], reciprocal(scale), codes + offset_of(codes_batch, codes_head, codes_token, batch, head + n, token), lane.t);
       const i64 row = ((i64)batch * heads + head + n) * tokens + token;
       if (lane.t == 0) {

@@ -3,7 +3,8 @@
 // the first operand of a product m16n8k16 has them, whose rows g and g + 8 are a thread's. So the two channels of a
 // pair are one thread's, and R's levels between threads, and two others, are a product with 16 x 16 signs.
 // Macros beside common.cuh's: HEADS of a program; NORM and ROPE, 1 where there is one; INTERLEAVED, pairs are channels
-// side by side, else D / 2 apart; WEIGHT_BYTES, 0 without; TABLE_BYTES, of a number of cos and sin: 2, as x, or 4, FP32.
+// side by side, else D / 2 apart; WEIGHT_BYTES, 0 without; TABLE_BYTES, of a number of cos and sin: 2, as x, or 4, FP32;
+// AHEAD, 1 where what comes next is fetched into the cache. Threads beyond the last row load it again and store nothing.
 
 constexpr int J = D / 32;  // chunks of 8 channels of a thread
 constexpr float ROOT = D == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(D)
@@ -18,8 +19,8 @@ struct Lane {
 // 8 numbers of cos or sin.
 struct Angles {
   uint4 words[TABLE_BYTES / 2];
-  DEVICE void load(const u8* at, bool there) {
-    UNROLL for (int i = 0; i < TABLE_BYTES / 2; i++) words[i] = there ? ((const uint4*)at)[i] : make_uint4(0, 0, 0, 0);
+  DEVICE void load(const u8* at) {
+    UNROLL for (int i = 0; i < TABLE_BYTES / 2; i++) words[i] = ((const uint4*)at)[i];
   }
   DEVICE float at(int c) const {
 #if TABLE_BYTES == 4
@@ -33,13 +34,21 @@ struct Angles {
 // A token's of a thread's channels.
 struct Table {
   Angles cos[J], sin[J];
-  DEVICE void load(const u8* cos_at, const u8* sin_at, int t, bool there) {
+  DEVICE void load(const u8* cos_at, const u8* sin_at, int t) {
     UNROLL for (int j = 0; j < J; j++) {
-      cos[j].load(cos_at + (32 * j + 8 * t) * TABLE_BYTES, there);
-      sin[j].load(sin_at + (32 * j + 8 * t) * TABLE_BYTES, there);
+      cos[j].load(cos_at + (32 * j + 8 * t) * TABLE_BYTES);
+      sin[j].load(sin_at + (32 * j + 8 * t) * TABLE_BYTES);
     }
   }
 };
+// A row of 16 bits, of a thread's channels.
+DEVICE void load_row(Eight x[J], const u16* at, int t) {
+  UNROLL for (int j = 0; j < J; j++) x[j] = load_eight(at + 32 * j + 8 * t, true);
+}
+// Of a row that comes next, the lines of 128 bytes.
+DEVICE void prefetch_row(const u16* at, int t) {
+  if (AHEAD && t < D / 64) prefetch(at + 64 * t);
+}
 
 // The weights in shared memory, FP32, ones where one side alone has some; threads meet before they are read.
 DEVICE void share_weights(u32 at, const void* weight) {
