@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,11 +32,14 @@ from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_grad
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from tests.kernels import emulated_cuda
 from tests.test_norm_rope import drawn
+from tools.cross_compile import BINARIES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 EPS = 1e-6
+# Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
+STACK_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,22 @@ class Case:
     weighted: bool = True
     turned: bool = True
     recipe: str = "mixed"
+    dtype: torch.dtype = torch.bfloat16
+    tables: torch.dtype = torch.bfloat16
 
     def draw(self, heads: int, seed: int) -> torch.Tensor:
         """Heads of a token side by side."""
         if self.lengths:
-            return (drawn(sum(self.lengths), heads, self.head_dim, seed=seed) + 1).bfloat16().to(DEVICE)
+            return (drawn(sum(self.lengths), heads, self.head_dim, seed=seed) + 1).to(DEVICE, self.dtype)
         x = drawn(2, self.tokens, heads, self.head_dim, seed=seed) + 1
-        return x.bfloat16().to(DEVICE).transpose(1, 2)
+        return x.to(DEVICE, self.dtype).transpose(1, 2)
 
     def prologue(self) -> Prologue:
         """Tables are any numbers: no identity of cosines is used."""
         tables, weights = [None, None], [None, None]
         if self.turned:
             rows = sum(self.lengths) or self.tokens
-            tables = [drawn(1, rows, self.head_dim, seed=seed).bfloat16().to(DEVICE) for seed in (5, 6)]
+            tables = [drawn(1, rows, self.head_dim, seed=seed).to(DEVICE, self.tables) for seed in (5, 6)]
         if self.normed and self.weighted:
             weights = [(1 + 0.3 * drawn(self.head_dim, seed=seed)).float().to(DEVICE) for seed in (7, 8)]
         return Prologue(EPS if self.normed else None, self.interleaved, *weights, *tables, *tables)
@@ -99,6 +105,9 @@ CASES = [
     Case(128, lengths=(40, 1), interleaved=True, heads=(10, 5)),
     Case(64, 50, recipe="mixed(rotate=False)"),
     Case(64, 600, heads=(2, 1), recipe="mixed(k_mean=all)"),
+    Case(128, 40, dtype=torch.float16),
+    Case(64, 30, tables=torch.float32, interleaved=True),
+    Case(128, 30, heads=(1, 1), tables=torch.float32, recipe="mixed(rotate=False)"),
 ]
 
 
@@ -140,6 +149,44 @@ def test_codes_are_those_of_rotated_rows(case):
         blocks = call.keys.blocks(SCALE_BLOCK)
         lanes = found.k.lane_scale.view(*k.shape[:2], blocks, 1, 4, 1).expand(-1, -1, -1, SCALE_BLOCK // 8, 4, 2)
         assert torch.equal(lanes.flatten(2)[..., : case.tokens], found.k.k_scale)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_is_not_finite_makes_nan_of_its_scale():
+    case = Case(64, 140, heads=(1, 1), weighted=False, normed=False)
+    q, k = case.draw(1, 1), case.draw(1, 2)
+    q[0, 0, 4, 7] = k[1, 0, 133, 7] = torch.nan  # of few keys all make the mean
+    found = launch_norm_rope_codes(case.call(q, k), q, k)
+    assert found.q_scale.isnan().nonzero().tolist() == [[0, 0, 4]]
+    assert found.k.k_scale.isnan().flatten(1).all(1).tolist() == [False, True]
+    assert found.k.k_scale[0].isfinite().all()
+    assert found.k.largest_norm.isnan().tolist() == [False, True]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_weight_of_one_side_alone():
+    case = Case(64, 20)
+    q, k = case.draw(4, 1), case.draw(2, 2)
+    call = case.call(q, k)
+    one = torch.ones_like(call.prologue.k_weight)
+    sides = [call.prologue._replace(k_weight=weight) for weight in (None, one)]
+    absent, ones = (launch_norm_rope_codes(call._replace(prologue=x), q, k) for x in sides)
+    assert torch.equal(absent.q, ones.q)
+    assert torch.equal(absent.k.k, ones.k.k)
+
+
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiled_they_spill_nothing_of_their_loops(head_dim, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    case = Case(head_dim)
+    made = norm_rope_codes.sources(head_dim, head_dim, case.dtype, case.prologue(), norm_rope_codes.TILES)
+    for source in made:
+        cubin = tmp_path / "made.cubin"
+        cubin.write_bytes(nvrtc.machine_code(source, 90))
+        command = [BINARIES / "cuobjdump", "--dump-resource-usage", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES
 
 
 def in_four_rms(x):
