@@ -21,6 +21,7 @@ from sagebwd.auto.counts import counts
 from sagebwd.cache import PLANS, TAKEN
 from sagebwd.call import Call, Prologue, keeps_inputs
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
+from sagebwd.kernels.runtime import nvrtc
 from sagebwd.recipe import AUTO
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
@@ -128,10 +129,11 @@ def _plan_of(
 
 
 def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
-    """Whether both directions' passes take the prologue too, and backward reads codes alone."""
+    """Whether both directions' passes take the prologue too, and can be compiled, and backward reads codes alone."""
     dims = head_dim, value_dim
     return (
-        choice.forward.impl == choice.backward.impl == "hopper"
+        nvrtc.unavailable() is None
+        and choice.forward.impl == choice.backward.impl == "hopper"
         and choice.forms(*dims) == (dims, dims)
         and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
     )

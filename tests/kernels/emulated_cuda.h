@@ -1,4 +1,4 @@
-// CUDA C++ of kernels/mma_sync on a CPU: the threads of a block are fibers, which wait for one another at products of a
+// CUDA C++ on a CPU: the threads of a block are fibers, which wait for one another at products of a
 // warp and at barriers. Copies are done at once, so waits that are missing do not show.
 #include <math.h>
 #include <stdlib.h>
@@ -61,6 +61,7 @@ static u32 as_word(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 static float exp2_of(float x) { return x < -126 ? 0.0f : exp2f(x); }
 static float log2_of(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.0f / x; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static int opaque(int x) { return x; }
 static void fence() {}
@@ -140,6 +141,10 @@ static void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 
   mma(c, a, b0, b1);
 }
 static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, float, 16>(c, a, b0, b1, of_16bit); }
+static void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
+  c[0] = c[1] = c[2] = c[3] = 0;
+  mma_16bit(c, a, b0, b1);
+}
 
 static u32 shared_base() { return 0; }
 // Lane 8 i + r has the address of row r of matrix i; lane 4 r + w gets its w-th word, transposed its rows 2 w and 2 w + 1.
@@ -167,12 +172,14 @@ static void max_shared(u32 at, float x) {
 }
 static void add_shared(u32 at, int x) { store_shared(at, as_word(load_shared(at)) + x); }
 static void add_global(float* p, float x) { *p += x; }
+static void max_global(float* p, float x) { if (as_word(x) > as_word(*p)) *p = x; }
 static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }
 static void add_global4(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
 static void copy16(u32 to, const void* from, bool there) {
   if (there) memcpy(shared_memory + to, from, 16);
   else memset(shared_memory + to, 0, 16);
 }
+static void prefetch(const void*) {}
 static void commit_copies() {}
 template <int N> static void wait_for_copies() {}
 

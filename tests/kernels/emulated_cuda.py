@@ -1,4 +1,4 @@
-"""The CUDA kernels of mma.sync compiled for a CPU, with fibers for threads (emulated_cuda.h)."""
+"""Kernels of CUDA C++ compiled for a CPU, with fibers for threads (emulated_cuda.h)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sagebwd.kernels.mma_sync import compile as nvrtc
-from sagebwd.kernels.mma_sync.variant import Variant
+from sagebwd.kernels.runtime.nvrtc import Source
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADER = Path(__file__).with_name("emulated_cuda.h")
 
 
-def parameters(direction: str, *, int8_dp: bool = False) -> list[str]:
+def parameters(source: Source) -> list[str]:
     """A kernel's parameters by its source: types and names."""
-    source = (nvrtc.SOURCES / f"{direction}.cu").read_text(encoding="utf-8")
-    source = re.sub(r"#if INT8_DP\n(\s+, .*\n)#endif\n", r"\1" if int8_dp else "", source)
-    given = re.search(rf"KERNEL {direction}\((.*?)\) \{{", source, re.DOTALL)[1]
+    text = re.sub(
+        r"#if INT8_DP\n(\s+, .*\n)#endif\n", r"\1" if dict(source.macros).get("INT8_DP") else "", source.text
+    )
+    given = re.search(rf"KERNEL {source.name}\((.*?)\) \{{", text, re.DOTALL)[1]
     return [" ".join(x.split()) for x in given.split(",")]
 
 
 @cache
-def _library(variant: Variant) -> ctypes.CDLL:
-    """A variant as a shared object, loaded."""
-    types = [x.rsplit(" ", 1)[0] for x in parameters(variant.direction, int8_dp=variant.int8_dp)]
+def _library(source: Source) -> ctypes.CDLL:
+    """A kernel as a shared object, loaded."""
+    types = [x.rsplit(" ", 1)[0] for x in parameters(source)]
     given = ", ".join(f"*({x}*)arguments[{n}]" for n, x in enumerate(types))
-    sources = [HEADER, *(nvrtc.SOURCES / name for name in ("common.cuh", f"{variant.direction}.cu"))]
-    text = "#define EMULATED\n" + "".join(path.read_text(encoding="utf-8") for path in sources)
-    text += f"static void call_kernel(void** arguments) {{ {variant.direction}({given}); }}\n"
+    text = "#define EMULATED\n" + HEADER.read_text(encoding="utf-8") + source.text
+    text += f"static void call_kernel(void** arguments) {{ {source.name}({given}); }}\n"
     folder = Path(tempfile.mkdtemp(prefix="sagebwd-emulated-"))
     (folder / "kernel.cpp").write_text(text, encoding="utf-8")
-    macros = [f"-D{name}={value}" for name, value in variant.macros.items()]
+    macros = [f"-D{name}={value}" for name, value in source.macros]
     command = [COMPILER, "-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", *macros]
     command += ["-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -48,10 +47,10 @@ def _library(variant: Variant) -> ctypes.CDLL:
 
 
 class EmulatedKernel:
-    """A variant launched as the compiled one is, on tensors of a CPU."""
+    """A kernel launched as the compiled one is, on tensors of a CPU."""
 
-    def __init__(self, variant: Variant) -> None:
-        self.variant, self.launches = variant, 0
+    def __init__(self, source: Source) -> None:
+        self.source, self.launches = source, 0
 
     def __getitem__(self, grid: tuple[int, ...]):
         def run(*arguments: object) -> None:
@@ -62,7 +61,7 @@ class EmulatedKernel:
                 for x in arguments
             ]
             pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-            _library(self.variant).run(grid[0], 32 * self.variant.warps, pointers)
+            _library(self.source).run(grid[0], 32 * self.source.warps, pointers)
             self.launches += 1
 
         return run

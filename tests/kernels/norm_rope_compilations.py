@@ -1,6 +1,6 @@
 """`python -m tests.kernels.norm_rope_compilations ARCH HEAD_DIM CHANNELS ROPE` compiles both kernels of a norm and a
 rotary embedding of so many channels, without a GPU, and prints a JSON line each; with "codes" in place of CHANNELS
-Hopper's three, which make codes and end the backward. It runs in a process of its own, as kernels of a process with
+Hopper's, which ends the backward. It runs in a process of its own, as kernels of a process with
 TRITON_INTERPRET=1 cannot be compiled."""
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from sagebwd.call import Call, Prologue, Saved
 from sagebwd.kernels import norm_rope
 from sagebwd.kernels.runtime import program
 from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
-from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
 from sagebwd.recipe import Recipe
 from sagebwd.reference.norm_rope import INTERLEAVED
@@ -62,7 +60,6 @@ def _of_codes(q: Tensor, k: Tensor, prologue: Prologue, norms: list[Tensor]) -> 
     dims, tokens = (q.shape[-1], q.shape[-1]), (q.shape[2], k.shape[2])
     call = Call.of(q, k, dims, None, None, None, *tokens, True, -1, -1, 0.1, Recipe.named("mixed"))
     call, tile = call._replace(prologue=prologue), widths.width(*dims).backward
-    launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
     summed = q.new_empty((q.shape[0] * q.shape[1] * q.shape[3], q.shape[2]), dtype=torch.float16)
     largest = q.new_empty(k.shape[0] * k.shape[1], dtype=torch.int32)
     saved = Saved(*[None] * 8, *norms)

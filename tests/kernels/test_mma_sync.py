@@ -22,7 +22,6 @@ from tools.cross_compile import BINARIES
 pytest.importorskip("triton")
 import triton
 
-from sagebwd.kernels.mma_sync import compile as nvrtc
 from sagebwd.kernels.mma_sync import launch, operands
 from sagebwd.kernels.mma_sync.variant import (
     BACKWARD,
@@ -33,6 +32,7 @@ from sagebwd.kernels.mma_sync.variant import (
     quantize_variant,
     variant_of,
 )
+from sagebwd.kernels.runtime import nvrtc
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -79,16 +79,16 @@ def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path, monkey
     """And machine code is read again from disk, where it is whole."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     asked = variant(direction, head_dim, capability, half=capability == 86, int8_dp=int8_dp)
-    made = nvrtc.machine_code(asked, capability)
+    made = nvrtc.machine_code(asked.source, capability)
     (tmp_path / "made.cubin").write_bytes(made)
     command = [BINARIES / "cuobjdump", "--dump-resource-usage", tmp_path / "made.cubin"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES[direction]
-    (kept,) = (tmp_path / "mma_sync").iterdir()
+    (kept,) = (tmp_path / "cuda").iterdir()
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"compiled again")
-    assert nvrtc.machine_code(asked, capability) == made
+    assert nvrtc.machine_code(asked.source, capability) == made
     kept.write_bytes(kept.read_bytes()[:-1])
-    assert nvrtc.machine_code(asked, capability) == b"compiled again"
+    assert nvrtc.machine_code(asked.source, capability) == b"compiled again"
 
 
 @needs_nvrtc
@@ -97,7 +97,9 @@ def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatc
     """Of 128 sums of dK and dV a thread 22 and more would be spilled around each step, without its fences."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     made = tmp_path / "backward.cubin"
-    made.write_bytes(nvrtc.machine_code(variant_of(BACKWARD, 128, capability, half=False, int8_dp=True), capability))
+    made.write_bytes(
+        nvrtc.machine_code(variant_of(BACKWARD, 128, capability, half=False, int8_dp=True).source, capability)
+    )
     said = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", made], capture_output=True, text=True, check=True
     ).stdout
@@ -111,7 +113,7 @@ def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_keep", refuse)
-    assert nvrtc.machine_code(variant_of(FORWARD, 64, 80, half=False), 80)[:4] == b"\x7fELF"
+    assert nvrtc.machine_code(variant_of(FORWARD, 64, 80, half=False).source, 80)[:4] == b"\x7fELF"
     assert "No space left" in caplog.text
 
 
@@ -217,7 +219,8 @@ class Recorder:
 
 def kinds_of(direction: str, recipe: str) -> list[str]:
     """What a kernel's parameters are: pointer, i64 or float."""
-    given = emulated_cuda.parameters(direction, int8_dp=Recipe.parse(recipe).dp == "int8")
+    asked = variant(direction, 128, 89, int8_dp=Recipe.parse(recipe).dp == "int8")
+    given = emulated_cuda.parameters(asked.source)
     return ["pointer" if "*" in x else x.split()[0] for x in given]
 
 
@@ -226,7 +229,7 @@ def kinds_of(direction: str, recipe: str) -> list[str]:
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
 def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatch):
     kernel = Recorder()
-    monkeypatch.setattr(launch, "kernel_of", lambda variant, arch: kernel)
+    monkeypatch.setattr(launch, "kernel_of", lambda source, arch: kernel)
     lengths = {"lengths_q": [30, 50], "lengths_k": [30, 50]} if packed else {"tokens_q": 70, "tokens_k": 80}
     case = AttentionCase(recipe=recipe, heads=2, kv_heads=1, head_dim=128, device=on, with_dlse=True, **lengths)
     q, k, v, do, dlse = case.inputs()
@@ -323,14 +326,14 @@ SMALL = {
 
 @pytest.fixture(params=[89, pytest.param(90, marks=pytest.mark.slow)], ids=["K in registers", "K in shared memory"])
 def emulated(request, monkeypatch):
-    """Kernels of a compute capability on a CPU, by variant."""
+    """Kernels of a compute capability on a CPU, by source."""
     if emulated_cuda.COMPILER is None:
         pytest.skip("no C++ compiler")
     made = {}
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     monkeypatch.setattr(launch, "capability", lambda device: request.param)
     monkeypatch.setattr(
-        launch, "kernel_of", lambda variant, arch: made.setdefault(variant, emulated_cuda.EmulatedKernel(variant))
+        launch, "kernel_of", lambda source, arch: made.setdefault(source, emulated_cuda.EmulatedKernel(source))
     )
     PLANS.clear()
     yield made

@@ -13,9 +13,9 @@ from tests.kernels import emulated_cuda
 pytest.importorskip("triton")
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.quantize import launch_quantize
-from sagebwd.kernels.mma_sync import compile as nvrtc
 from sagebwd.kernels.mma_sync import operands
 from sagebwd.kernels.mma_sync.variant import quantize_variant
+from sagebwd.kernels.runtime import nvrtc
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -35,7 +35,7 @@ def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None, arch: i
     """Codes by the kernel, compiled or emulated, of q, k and v and the means of these."""
     settings = {"half": inputs[0].dtype == torch.float16, "first_keys": call.recipe.first_keys, "turned": call.turned}
     asked = quantize_variant(call.head_dim, **settings)
-    kernel = nvrtc.kernel_of(asked, arch) if HAS_GPU else emulated_cuda.EmulatedKernel(asked)
+    kernel = nvrtc.kernel_of(asked.source, arch) if HAS_GPU else emulated_cuda.EmulatedKernel(asked.source)
     return operands.quantize(call, kernel, *inputs, first_keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,19 +23,23 @@ from sagebwd.reference.rotation import rotated
 
 pytest.importorskip("triton")
 from sagebwd.kernels import norm_rope as kernels
-from sagebwd.kernels.runtime import program
+from sagebwd.kernels.runtime import nvrtc, program
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
-from sagebwd.kernels.sm90.operands import bwd_postprocess
-from sagebwd.kernels.sm90.operands.norm_rope_codes import TILES, launch_norm_rope_codes
+from sagebwd.kernels.sm90.operands import bwd_postprocess, norm_rope_codes
+from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
+from tests.kernels import emulated_cuda
 from tests.test_norm_rope import drawn
+from tools.cross_compile import BINARIES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 EPS = 1e-6
+# Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
+STACK_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -50,20 +55,22 @@ class Case:
     weighted: bool = True
     turned: bool = True
     recipe: str = "mixed"
+    dtype: torch.dtype = torch.bfloat16
+    tables: torch.dtype = torch.bfloat16
 
     def draw(self, heads: int, seed: int) -> torch.Tensor:
         """Heads of a token side by side."""
         if self.lengths:
-            return (drawn(sum(self.lengths), heads, self.head_dim, seed=seed) + 1).bfloat16().to(DEVICE)
+            return (drawn(sum(self.lengths), heads, self.head_dim, seed=seed) + 1).to(DEVICE, self.dtype)
         x = drawn(2, self.tokens, heads, self.head_dim, seed=seed) + 1
-        return x.bfloat16().to(DEVICE).transpose(1, 2)
+        return x.to(DEVICE, self.dtype).transpose(1, 2)
 
     def prologue(self) -> Prologue:
         """Tables are any numbers: no identity of cosines is used."""
         tables, weights = [None, None], [None, None]
         if self.turned:
             rows = sum(self.lengths) or self.tokens
-            tables = [drawn(1, rows, self.head_dim, seed=seed).bfloat16().to(DEVICE) for seed in (5, 6)]
+            tables = [drawn(1, rows, self.head_dim, seed=seed).to(DEVICE, self.tables) for seed in (5, 6)]
         if self.normed and self.weighted:
             weights = [(1 + 0.3 * drawn(self.head_dim, seed=seed)).float().to(DEVICE) for seed in (7, 8)]
         return Prologue(EPS if self.normed else None, self.interleaved, *weights, *tables, *tables)
@@ -98,14 +105,28 @@ CASES = [
     Case(128, lengths=(40, 1), interleaved=True, heads=(10, 5)),
     Case(64, 50, recipe="mixed(rotate=False)"),
     Case(64, 600, heads=(2, 1), recipe="mixed(k_mean=all)"),
+    Case(128, 40, dtype=torch.float16),
+    Case(64, 30, tables=torch.float32, interleaved=True),
+    Case(128, 30, heads=(1, 1), tables=torch.float32, recipe="mixed(rotate=False)"),
 ]
 
 
+@pytest.fixture
+def emulated(monkeypatch):
+    """Kernels of CUDA C++ on a CPU, where there is no GPU."""
+    if DEVICE == "cuda":
+        return
+    if emulated_cuda.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(norm_rope_codes, "kernel_of", lambda source, arch: emulated_cuda.EmulatedKernel(source))
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_codes_are_those_of_rotated_rows(case):
     q, k = case.draw(case.heads[0], 1), case.draw(case.heads[1], 2)
     call = case.call(q, k)
-    found = launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
+    found = launch_norm_rope_codes(call, q, k)
     *rows, q_rms, k_rms = case.composed(q, k, call.prologue)
     for a, e in ((found.q_inverse_rms, q_rms), (found.k_inverse_rms, k_rms)):
         assert (a is None) == (e is None)
@@ -115,8 +136,7 @@ def test_codes_are_those_of_rotated_rows(case):
     sampled = call.recipe.k_mean == "sample"
     wanted = launch_quantize_k(rows[1], call.keys, None, SCALE_BLOCK, k_sampled=sampled, turned=call.turned)
     for name in ("k_scale", "k_mean", "largest_norm"):
-        a, e = getattr(found.k, name), getattr(wanted, name)
-        assert torch.allclose(a, e, rtol=1e-5, atol=1e-6), (name, (a - e).abs().max())
+        assert_close(getattr(found.k, name), getattr(wanted, name))
     assert found.k.tiles_taken.item() == 0
     # FP32 sums in another order: a tie may be rounded the other way
     assert_codes(found.k.k, wanted.k)
@@ -124,15 +144,60 @@ def test_codes_are_those_of_rotated_rows(case):
     codes, scale = quantize_tokens(rotated(q_rows) if call.turned else q_rows, "token", 64)
     assert_codes(found.q.cpu(), codes)
     scale = scale[..., 0].T if case.lengths else scale[..., 0]
-    assert torch.allclose(found.q_scale.cpu(), scale.float(), rtol=1e-5)
+    assert_close(found.q_scale.cpu(), scale.float())
     if not case.lengths:
         blocks = call.keys.blocks(SCALE_BLOCK)
         lanes = found.k.lane_scale.view(*k.shape[:2], blocks, 1, 4, 1).expand(-1, -1, -1, SCALE_BLOCK // 8, 4, 2)
         assert torch.equal(lanes.flatten(2)[..., : case.tokens], found.k.k_scale)
 
 
+@pytest.mark.usefixtures("emulated")
+def test_what_is_not_finite_makes_nan_of_its_scale():
+    case = Case(64, 140, heads=(1, 1), weighted=False, normed=False)
+    q, k = case.draw(1, 1), case.draw(1, 2)
+    q[0, 0, 4, 7] = k[1, 0, 133, 7] = torch.nan  # of few keys all make the mean
+    found = launch_norm_rope_codes(case.call(q, k), q, k)
+    assert found.q_scale.isnan().nonzero().tolist() == [[0, 0, 4]]
+    assert found.k.k_scale.isnan().flatten(1).all(1).tolist() == [False, True]
+    assert found.k.k_scale[0].isfinite().all()
+    assert found.k.largest_norm.isnan().tolist() == [False, True]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_weight_of_one_side_alone():
+    case = Case(64, 20)
+    q, k = case.draw(4, 1), case.draw(2, 2)
+    call = case.call(q, k)
+    one = torch.ones_like(call.prologue.k_weight)
+    sides = [call.prologue._replace(k_weight=weight) for weight in (None, one)]
+    absent, ones = (launch_norm_rope_codes(call._replace(prologue=x), q, k) for x in sides)
+    assert torch.equal(absent.q, ones.q)
+    assert torch.equal(absent.k.k, ones.k.k)
+
+
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiled_they_spill_nothing_of_their_loops(head_dim, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    case = Case(head_dim)
+    made = norm_rope_codes.sources(head_dim, head_dim, case.dtype, case.prologue(), norm_rope_codes.TILES)
+    for source in made:
+        cubin = tmp_path / "made.cubin"
+        cubin.write_bytes(nvrtc.machine_code(source, 90))
+        command = [BINARIES / "cuobjdump", "--dump-resource-usage", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES
+
+
 def in_four_rms(x):
     return x if x.dim() == 3 else x[None]
+
+
+def assert_close(found, wanted):
+    """But for rows of which a number of 16 bits is the next one, where FP32 before it was rounded otherwise."""
+    error = (found - wanted).abs() / wanted.abs().clamp_min(1e-1 * wanted.abs().max())
+    assert error.max() <= 2**-8
+    assert (error > 1e-5).double().mean() <= 2e-2
 
 
 def assert_codes(found, wanted):
@@ -241,6 +306,7 @@ def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
     chosen = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
     monkeypatch.setattr(dispatch, "choose", lambda *_: chosen)
     monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     PLANS.clear()
     for seed in (10, 20):
         case = Case(lengths=lengths, heads=(2, 2))
@@ -303,10 +369,6 @@ def test_other_calls_are_composed(monkeypatch, given):
     qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
 
 
-def test_widths_are_those_of_the_passes():
-    assert tuple(TILES) == norm_rope_plan.HEAD_DIMS
-
-
 @pytest.mark.skipif(not IS_HOPPER, reason="of Hopper's kernels")
 @pytest.mark.parametrize(
     ("case", "given"),
@@ -356,7 +418,7 @@ def fused_and_gradients(case, given):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiled_the_kernels_spill_no_register(head_dim):
+def test_compiled_the_end_of_backward_spills_no_register(head_dim):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), "codes", "half"],
@@ -365,5 +427,5 @@ def test_compiled_the_kernels_spill_no_register(head_dim):
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["query_codes_kernel", "key_codes_kernel", "finish_gradients_kernel"]
+    assert [row["kernel"] for row in rows] == ["finish_gradients_kernel"]
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 227 << 10 for row in rows), rows

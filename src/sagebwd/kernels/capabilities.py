@@ -90,7 +90,7 @@ ROWS = (
     ),
     Row(
         FORWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.forward_form,
-        f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile",
+        f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc",
     ),
     Row(
         FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES},
@@ -109,7 +109,7 @@ ROWS = (
     ),
     Row(
         BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.backward_form,
-        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.mma_sync.compile", masked=(("dp", (SIXTEEN_BIT,)),),
+        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc", masked=(("dp", (SIXTEEN_BIT,)),),
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,

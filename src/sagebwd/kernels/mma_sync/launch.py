@@ -13,13 +13,13 @@ from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.transposed import launch_transpose
-from sagebwd.kernels.mma_sync.compile import kernel_of
 from sagebwd.kernels.mma_sync.int8_dp import launch_int8_dp
 from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, IN_ROWS, PAIRS_IN_REGISTERS, finish, quantize
 from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, quantize_variant, variant_of
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
+from sagebwd.kernels.runtime.nvrtc import kernel_of
 from sagebwd.kernels.runtime.program import copy, launch, zeros
 from sagebwd.masks.band import FARTHEST
 from sagebwd.recipe import INT8
@@ -38,14 +38,14 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     )  # fmt: skip
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
     arch, settings = capability(call.device), {"half": q.dtype == torch.float16, "first_keys": recipe.first_keys}
-    codes = kernel_of(quantize_variant(call.head_dim, turned=call.turned, **settings), arch)
+    codes = kernel_of(quantize_variant(call.head_dim, turned=call.turned, **settings).source, arch)
     x = quantize(call, codes, _in_chunks(q), _in_chunks(k), _in_chunks(v), k_shift, v_shift, first_keys)
 
     o, lse = empty_like_rows(q), queries.per_token(q.device)
     variant = variant_of(FORWARD, call.head_dim, arch, **settings)
     grid = queries.grid(variant.rows)
     launch(
-        kernel_of(variant, arch),
+        kernel_of(variant.source, arch),
         (grid * queries.batch * queries.heads,),
         *_strided(x.q8, queries),
         x.q_scale,
@@ -101,7 +101,7 @@ def backward(
     variant = variant_of(BACKWARD, call.head_dim, arch, half=v.dtype == torch.float16, int8_dp=int8_dp)
     grid = keys.grid(KEYS)
     launch(
-        kernel_of(variant, arch),
+        kernel_of(variant.source, arch),
         (grid * keys.batch * keys.heads,),
         *_strided(saved.q_int8, queries),
         *_strided(saved.k_int8, keys),

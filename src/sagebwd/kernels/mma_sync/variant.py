@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+from sagebwd.kernels.runtime.nvrtc import Source
 
 FORWARD, BACKWARD, QUANTIZE = "forward", "backward", "quantize"
 HEAD_DIMS = (64, 128)
 # Keys of forward's tiles and queries of backward's; rows of Q or K of a thread block that makes codes.
 KEYS, QUERIES, ROWS_OF_CODES = 128, 64, 256
+SOURCES = Path(__file__).parent / "cuda"
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for; fields are the macros of cuda/common.cuh but for ``direction``."""
+    """What a kernel is compiled for; fields are macros of the sources but for ``direction``."""
 
     direction: str
     head_dim: int
@@ -47,6 +51,12 @@ class Variant(NamedTuple):
             "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
+
+    @property
+    def source(self) -> Source:
+        """What NVRTC compiles."""
+        file = SOURCES / f"{self.direction}.cu"
+        return Source(self.direction, (file,), tuple(self.macros.items()), self.warps, self.shared_bytes)
 
     @property
     def shared_bytes(self) -> int:

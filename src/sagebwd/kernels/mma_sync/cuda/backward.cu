@@ -2,7 +2,7 @@
 // Rows of a tile are keys, columns are queries: S^T = K Q^T, dP^T = V dO^T.
 
 constexpr int QUERIES = 64;  // of a step
-constexpr int KEYS = ROWS;   // of a thread block, which the scale of dS in dQ is of
+constexpr int KEYS = WARPS * MT * 16;   // of a thread block, which the scale of dS in dQ is of
 constexpr int HALVES = WARPS * DQ_MT / 4, DQ_TILES = D / 8 / HALVES;  // warps that share DQ_MT x 16 queries of dQ, and 8-channel tiles of each
 #if INT8_DP
 typedef i8 Operand;  // of dP: codes

@@ -7,6 +7,7 @@ constexpr int KEYS = 128;
 constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
 constexpr u32 START_AT = STAGES * STAGE, TOPS_AT = START_AT + 16;
+constexpr int ROWS = WARPS * MT * 16;  // of all warps
 constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT, OWN_D = D / SPLIT;  // of a thread block, of a warp
 constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
 static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");

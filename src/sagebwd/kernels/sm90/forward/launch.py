@@ -67,7 +67,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
 
 def _forward_of_codes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """The same of q and k that the call has normalised and rotated first: their codes alone are written."""
-    made = launch_norm_rope_codes(call, q, k, SCALE_BLOCK)
+    made = launch_norm_rope_codes(call, q, k)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     given = (made.q, made.q_scale)
     written = launch_forward(call, None, made.k, v, o, with_row_max=call.recipe.dv == FP8, codes=given)

@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels by NVRTC, which torch brings along, and keep machine code on disk."""
+"""Compile kernels of CUDA C++ by NVRTC, which torch brings along, and keep machine code on disk."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import hashlib
 import importlib.util
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from sagebwd.environment import cache_folder, warn_of_unwritable, writable, write_whole
-from sagebwd.kernels.mma_sync.variant import Variant
 from sagebwd.kernels.runtime.cuda import CudaKernel
 
-SOURCES = Path(__file__).parent / "cuda"
+COMMON = Path(__file__).parents[1] / "common/cuda/common.cuh"
 # Bytes in front of what is kept.
 _DIGEST = hashlib.sha256().digest_size
 _INSTALL = "pip install nvidia-cuda-nvrtc, or a torch with CUDA"
@@ -30,28 +30,43 @@ def unavailable() -> str | None:
     return None
 
 
+class Source(NamedTuple):
+    """A kernel of CUDA C++: common/cuda/common.cuh, then some files, of which one has the function ``name``.
+
+    macros: pairs of a name and a number; common.cuh says which it wants.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    macros: tuple[tuple[str, int], ...]
+    warps: int
+    shared_bytes: int
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(path.read_text(encoding="utf-8") for path in (COMMON, *self.files))
+
+
 @cache
-def kernel_of(variant: Variant, capability: int) -> CudaKernel:
-    """A variant for a GPU's compute capability (80, 89, ...), from disk or compiled now, in about a second.
+def kernel_of(source: Source, capability: int) -> CudaKernel:
+    """A kernel for a GPU's compute capability (80, 89, ...), from disk or compiled now, in about a second.
 
     Raises RuntimeError where NVRTC refuses the source.
     """
-    return CudaKernel(machine_code(variant, capability), variant.direction, 32 * variant.warps, variant.shared_bytes)
+    return CudaKernel(machine_code(source, capability), source.name, 32 * source.warps, source.shared_bytes)
 
 
-def machine_code(variant: Variant, capability: int) -> bytes:
-    """The cubin of a variant."""
-    source = "".join(
-        (SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{variant.direction}.cu")
-    )
-    options = [f"--gpu-architecture=sm_{capability}", "-std=c++17"]
-    options += [f"-D{name}={value}" for name, value in variant.macros.items()]
-    key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()[:24]
-    path = cache_folder() / "mma_sync" / f"{variant.direction}-{variant.head_dim}-sm{capability}-{key}.cubin"
+def machine_code(source: Source, capability: int) -> bytes:
+    """The cubin of a kernel."""
+    text, options = source.text, [f"--gpu-architecture=sm_{capability}", "-std=c++17"]
+    options += [f"-D{name}={value}" for name, value in source.macros]
+    key = hashlib.sha256("\0".join((text, *options, str(_version()))).encode()).hexdigest()[:24]
+    path = cache_folder() / "cuda" / f"{source.name}-sm{capability}-{key}.cubin"
     kept = _read(path)
     if kept is not None:
         return kept
-    made = compile_source(source, options)
+    made = compile_source(text, options)
     try:
         _keep(path, made)
     except OSError as error:

@@ -1,4 +1,4 @@
-// What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
+// What kernels of CUDA C++ share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
@@ -101,6 +101,16 @@ DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) {
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// c = a b.
+DEVICE void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
+#if HALF
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+#endif
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
 
 // ---- shared and global memory ----
 
@@ -128,6 +138,8 @@ DEVICE void store_shared4(u32 at, const u32* x) {
 DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
 DEVICE void add_shared(u32 at, int x) { asm volatile("red.shared.add.s32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
 DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
+// Of numbers that are not negative; NaN wins.
+DEVICE void max_global(float* p, float x) { asm volatile("red.global.max.u32 [%0], %1;" :: "l"(p), "r"(as_word(x)) : "memory"); }
 DEVICE void load_words4(u32* r, u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
@@ -137,6 +149,8 @@ DEVICE void add_global4(float* p, float a, float b, float c, float d) {
 }
 #endif
 
+// A line that is going to be loaded.
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 // 16 bytes, zeros where they are not there.
 DEVICE void copy16(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -150,15 +164,16 @@ template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_gro
 #endif  // EMULATED
 
 constexpr int THREADS = WARPS * 32;
-constexpr int ROWS = WARPS * MT * 16;  // of a thread block
 // Tiles of 8 columns at a time, so that no product waits for the one before it.
 constexpr int PAIR = 2;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // An INT32 sum that starts from this reads as the float 1.5 2^23 + sum, without a conversion. |sum| < 2^22.
 constexpr int MAGIC = 0x4B400000;
 constexpr float MAGIC_F = 12582912.0f;
+constexpr float TINY = 0x1p-119f;  // of sagebwd.reference.quantize
+constexpr float ROUNDING = 0x1p-18f;  // of kernels/common/rotation.py
 
-// ---- registers and tiles ----
+// ---- registers ----
 
 // x without its last two bits, so that MAGIC_F x is exact.
 DEVICE float rounded_down(float x) { return as_float(as_word(x) & ~3u); }
@@ -167,6 +182,34 @@ DEVICE float rounded_down(float x) { return as_float(as_word(x) & ~3u); }
 DEVICE u32 pack(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
 }
+
+// ---- codes ----
+
+// x / scale as IEEE division rounds it; inverse is 1 / scale within two units in the last place.
+DEVICE float divide(float x, float scale, float inverse) {
+  const float quotient = x * inverse;
+  return fmaf(fmaf(quotient, -scale, x), inverse, quotient);
+}
+// psi's scale: amax / 127, NaN of infinity, 1 under TINY.
+DEVICE float psi_scale(float amax) { return amax < TINY ? 1.0f : divide(amax + 0.0f * amax, 127.0f, 1.0f / 127.0f); }
+// MAGIC_F + code, whose low byte is the code.
+DEVICE float coded(float x, float scale, float inverse) { return divide(x, scale, inverse) + MAGIC_F; }
+
+// 8 numbers of 16 bits.
+struct Eight {
+  uint4 words;
+  DEVICE float at(int c) const {
+    const u32 word = c < 2 ? words.x : c < 4 ? words.y : c < 6 ? words.z : words.w;
+    return from_16bit((u16)(c & 1 ? word >> 16 : word));
+  }
+};
+DEVICE Eight load_eight(const u16* at, bool there) {
+  Eight x = {{0, 0, 0, 0}};
+  if (there) x.words = *(const uint4*)at;
+  return x;
+}
+
+// ---- tiles ----
 
 // 2 WIDTH maxima in each of two lanes that differ in BIT: each keeps WIDTH of them.
 template <int WIDTH, int BIT> DEVICE void fold(float* x, int lane) {
