@@ -278,6 +278,11 @@ def _row(
     )  # fmt: skip
 
 
+def timed_both_ways(rows: list[Measurement]) -> set[str]:
+    """Implementations and baselines whose backward was timed too."""
+    return {row.impl for row in rows if row.direction == DIRECTIONS[-1] and row.ms is not None}
+
+
 def geometric_mean_speedup(rows: list[Measurement], impl: str, recipe: str, direction: str, over: str) -> float | None:
     """Geometric mean of ``over``'s time ("peer", "fa2" or "cudnn") over ours; None where nothing was measured."""
     ratios = [

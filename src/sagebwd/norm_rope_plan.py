@@ -26,9 +26,13 @@ from sagebwd.recipe import AUTO
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
 OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
-# Of `sage_attention`, and what of it has to be left out.
-TAKES = {"is_causal", "scale", "enable_gqa", "window", "recipe", "impl", *OFFSETS, *LENGTHS}
-LEFT_OUT = {"attn_mask", "block_mask", "sinks", "dropout_p", "return_lse"}
+# Of `sage_attention` and `sage_attention_varlen`, and what of each has to be left out.
+TAKES = {"is_causal", "scale", "window", "recipe", "impl"}
+TAKES_DENSE, TAKES_PACKED = TAKES | {"enable_gqa"}, TAKES | {*OFFSETS, *LENGTHS}
+LEFT_OUT_PACKED = {"sinks", "return_lse"}
+LEFT_OUT_DENSE = LEFT_OUT_PACKED | {"attn_mask", "block_mask", "dropout_p"}
+DEFAULTS = {"is_causal": False, "scale": None, "window": None, "recipe": AUTO, "impl": None, "enable_gqa": False}
+SETTINGS = tuple(sorted((TAKES_DENSE | TAKES_PACKED) - {"recipe", "window", *OFFSETS}))
 # Widths that Hopper's passes take whole.
 HEAD_DIMS = (64, 128)
 _COMPOSED = "composed"
@@ -41,8 +45,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     """
     if not _may_take(q, k, v, prologue, attention):
         return None
-    cu_seqlens_q, cu_seqlens_k = (attention.get(name) for name in OFFSETS)
-    spec = _spec_of(q, k, v, prologue, attention)
+    given = DEFAULTS | attention
+    cu_seqlens_q, cu_seqlens_k = (given.get(name) for name in OFFSETS)
+    tensors = q, k, v, prologue.q_weight, prologue.k_weight
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    spec = _spec_of(q, k, v, prologue, given, trains)
     try:
         plan = None if spec is None else PLANS.get(spec)
     except TypeError:  # of a setting that cannot be hashed, which checks will refuse
@@ -50,14 +57,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     if spec is None:
         return None
     if plan is None:
-        plan = _plan_of(q, k, v, prologue, attention)
+        plan = _plan_of(q, k, v, prologue, given, trains)
         PLANS.put(spec, plan)
     if plan is _COMPOSED:
         return None
     counts[plan.answer] += 1
-    trained = q, k, v, prologue.q_weight, prologue.k_weight
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
-        return NormRopeAttention.apply(plan, *trained[:3], cu_seqlens_q, cu_seqlens_k, *prologue)
+    if trains:
+        return NormRopeAttention.apply(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, *prologue)
     with plans.device_of(q):
         return plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)[0]
 
@@ -72,26 +78,29 @@ def _may_take(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: di
         return False
     if prologue.q_cos is not None and prologue.q_cos.shape[-1] != q.shape[-1]:
         return False
+    packed = OFFSETS[0] in attention
+    takes, left_out = (TAKES_PACKED, LEFT_OUT_PACKED) if packed else (TAKES_DENSE, LEFT_OUT_DENSE)
     for name, given in attention.items():
         absent = given is None or (isinstance(given, (bool, int, float)) and given == 0)
-        if name not in TAKES and not (name in LEFT_OUT and absent):
+        if name not in takes and not (name in left_out and absent):
             return False
-    if OFFSETS[0] in attention and not all(name in attention for name in (OFFSETS[1], *LENGTHS)):
+    if packed and any(attention.get(name) is None for name in (*OFFSETS, *LENGTHS)):
         return False
     return v.shape[-1] == q.shape[-1] and min(q.numel(), k.numel()) > 0
 
 
-def _spec_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Hashable | None:
+def _spec_of(
+    q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
+) -> Hashable | None:  # fmt: skip
     """As `sagebwd.plan.spec_of`, with what there is of the prologue but its values."""
-    offsets = (attention.get(name) for name in OFFSETS)
-    names = sorted(TAKES - {"recipe", "window", *OFFSETS})
-    settings = (attention.get(name) for name in names)
-    spec = plans.spec_of(
-        (q, k, v, None, *offsets, None), None, attention.get("recipe", AUTO), attention.get("window"), *settings
-    )
+    offsets = (given.get(name) for name in OFFSETS)
+    settings = (given.get(name) for name in SETTINGS)
+    recipe = given["recipe"]
+    spec = plans.spec_of((q, k, v, None, *offsets, None), None, recipe, given["window"], *settings)
     if spec is None:
         return None
-    found = [NormRopeAttention, spec, prologue.eps, prologue.interleaved]
+    # who runs a call of "auto" depends on whether it trains, be it the weights alone
+    found = [NormRopeAttention, spec, prologue.eps, prologue.interleaved, trains and recipe == AUTO]
     for x in prologue[2:]:
         if x is None:
             found.append(None)
@@ -103,10 +112,9 @@ def _spec_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dic
 
 
 def _plan_of(
-    q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> plans.Plan | str:  # fmt: skip
     """The plan, or `_COMPOSED` where no family takes the prologue. Raises as `sage_attention`."""
-    given = {"is_causal": False, "scale": None, "window": None, "recipe": AUTO, "impl": None} | attention
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
@@ -115,11 +123,12 @@ def _plan_of(
             q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False
         )
     else:
-        grouped = given.get("enable_gqa", False)
+        grouped = given["enable_gqa"]
         checks.options(impl, enable_gqa=grouped, return_lse=False)
         checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
         scale, window, ask, size = checked.scale, checked.window, checked.ask, checked.size
         lengths = q.shape[2], k.shape[2]
+    ask = ask._replace(training=trains)  # as it is composed, where rows of trained weights need gradients
     choice = dispatch.choose(ask, size, None, not torch.are_deterministic_algorithms_enabled())
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED

@@ -276,8 +276,16 @@ def test_a_packed_call_that_is_handed_over_has_a_plan(monkeypatch):
     PLANS.clear()
 
 
-def test_a_peer_that_refuses_leaves_the_call_to_torch(measured, install, on_cpu):
-    calls = install(FA4, AssertionError("head_dim"))
+def refusal_beside_another():
+    """Raised "from None" where a file, such as one of a cache, was not there: that is no cause of it."""
+    refused = AssertionError("head_dim")
+    refused.__context__, refused.__suppress_context__ = FileNotFoundError("cache"), True
+    return refused
+
+
+@pytest.mark.parametrize("refused", [AssertionError("head_dim"), refusal_beside_another()], ids=["alone", "from None"])
+def test_a_peer_that_refuses_leaves_the_call_to_torch(refused, measured, install, on_cpu):
+    calls = install(FA4, refused)
     measured += [times(SLOWER, **{FA4: BEST})]
     q, k, v = (x.detach() for x in draw())
     exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -159,6 +159,7 @@ def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
         assert row.peer_gates == ({} if is_forward else {"fa3": reason})
         if row.impl == "fa3":
             assert (row.ms, row.gate) == ((1.0, "ok") if is_forward else (None, reason))
+    assert bench.timed_both_ways(rows) == {"reference", "sdpa"}
     printed = io.StringIO()
     Console(file=printed, width=200).print(_attention_table("a shape", rows))
     assert printed.getvalue().count("does not run") == 2

@@ -229,6 +229,17 @@ def test_neither_left_padding_nor_an_overflow_is_the_last_word(nothing_said):
         train(model, ids, HOLES, ids)
 
 
+def test_padding_is_looked_at_once_a_forward_by_all_layers(monkeypatch):
+    """The host waits for a GPU to read it."""
+    model = pair(DECODERS["llama"]())[1]
+    assert model.config.num_hidden_layers > 1
+    looks, ends = [], Mask.ends.func
+    monkeypatch.setattr(Mask.ends, "func", lambda mask: looks.append(1) or ends(mask))
+    for step in range(1, 3):
+        train(model, *padded("left"), tokens(2, 11))
+        assert len(looks) == step
+
+
 def test_a_loss_at_padding_of_a_window_on_both_sides_is_said(nothing_said):
     config = ModernBertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -359,6 +359,48 @@ def test_tables_that_hooks_move_lie_otherwise(monkeypatch, first):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
+@pytest.mark.parametrize("packed", [False, True])
+def test_arguments_of_the_other_layout_are_refused_in_every_call(monkeypatch, packed):
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("mixed"), "hopper/hopper"))
+    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    PLANS.clear()
+    case = Case(lengths=(5, 16) if packed else (), heads=(2, 2))
+    q, k, v = (case.draw(2, n) for n in range(3))
+    ends, offsets = torch.tensor([0, 5, 21], dtype=torch.int32), {}
+    if packed:
+        offsets = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 16, "max_seqlen_k": 16}
+        others = {"enable_gqa": False}, {"attn_mask": None}, {"dropout_p": 0.0}, {"block_mask": None}
+    else:
+        others = {"cu_seqlens_k": ends}, {"max_seqlen_q": 16}, {"max_seqlen_k": 16}
+    qk_norm_rope_attention(q, k, v, eps=EPS, **offsets)
+    for other in (*others, {"is_causal": None}):
+        with pytest.raises(TypeError, match=next(iter(other))):
+            qk_norm_rope_attention(q, k, v, eps=EPS, **offsets, **other)
+    assert len(PLANS) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
+def test_weights_alone_make_a_call_one_of_training(monkeypatch):
+    asked, chosen = [], dispatch.named(Recipe.named("mixed"), "hopper/hopper")
+    monkeypatch.setattr(dispatch, "choose", lambda ask, *_: asked.append(ask.training) or chosen)
+    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    PLANS.clear()
+    case = Case(heads=(2, 2))
+    q, k, v = (case.draw(2, n) for n in range(3))
+    p = case.prologue()
+    tables = {"cos": p.q_cos, "sin": p.q_sin}
+    weight = p.q_weight
+    for trains in (False, True):
+        weight.requires_grad_(trains)
+        o = qk_norm_rope_attention(q, k, v, q_weight=weight, k_weight=p.k_weight, eps=EPS, **tables)
+        assert o.requires_grad == trains
+    assert asked == [False, True]
+    (gradient,) = torch.autograd.grad(o.float().sum(), weight)
+    assert gradient.shape == weight.shape
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize(
     "given",
     [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=str,

@@ -202,7 +202,7 @@ def _is_of_the_machine(error: BaseException | None) -> bool:
         name = type(error).__name__  # DSLCudaRuntimeError is of CuTe DSL, which need not be there
         if isinstance(error, _OF_THE_MACHINE) or "Cuda" in name or _CUDA_ERROR.search(str(error)):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 

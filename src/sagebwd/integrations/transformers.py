@@ -174,7 +174,7 @@ def attention(
     else:
         out = _unpadded(query, key, value, mask, itself, shared)
     if itself and has_values(query):
-        watch_padding(module, out, mask.padding, causal)
+        watch_padding(module, out, mask, causal)
     return out, None
 
 

@@ -317,6 +317,13 @@ class Mask(BlockMask):
         return bool((runs.sum(1) > 1).any())
 
     @cached_property
+    def ends(self) -> tuple[Tensor | None, Tensor | None]:
+        """Padding after a row's last real token, and that with what is before its first; None where there is none."""
+        last = self.padding.flip(1).cumsum(1).flip(1) == 0
+        both = last | (self.padding.cumsum(1) == 0)
+        return tuple(x if found else None for x, found in zip((last, both), (bool(last.any()), bool(both.any()))))
+
+    @cached_property
     def documents(self) -> tuple[Tensor, int]:
         """See `_offsets_of`."""
         return _offsets_of(self.visible.documents)

@@ -12,25 +12,25 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from sagebwd.integrations.transformers_masks import Mask
+
 # Layers whose dO was looked at. The host waits for the GPU to read it, so only the first that has such padding is.
 _looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _said: set[str] = set()
 
 
-def watch_padding(module: nn.Module, out: Tensor, padding: Tensor, is_causal: bool) -> None:
+def watch_padding(module: nn.Module, out: Tensor, mask: Mask, is_causal: bool) -> None:
     """Warn, once a process, where the gradient of ``out`` is not zero at padding whose queries SDPA computes.
 
     A layer is looked at in its first backward with such padding.
 
-    Args: out, (batch, tokens, heads, head_dim); padding, (batch or 1, tokens) bool, True where a token is real;
-    is_causal, whether padding before a row's first real token sees no key, and gives zeros under SDPA too.
+    Args: out, (batch, tokens, heads, head_dim); mask, with padding, which layers share; is_causal, whether padding
+    before a row's first real token sees no key, and gives zeros under SDPA too.
     """
     if module in _looked_at or not out.requires_grad:
         return
-    hidden = padding.flip(1).cumsum(1).flip(1) == 0
-    if not is_causal:
-        hidden = hidden | (padding.cumsum(1) == 0)
-    if not bool(hidden.any()):  # what lies in a hole is computed
+    hidden = mask.ends[not is_causal]  # what lies in a hole is computed
+    if hidden is None:
         return
     layer = weakref.ref(module)
 
