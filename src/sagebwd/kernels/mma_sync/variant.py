@@ -27,11 +27,6 @@ class Variant(NamedTuple):
     turned: int = 0  # channels of the codes' rotation
     # of backward
     int8_dp: bool = False  # dP is a product of codes
-    dp_parts: int = 1  # of queries, one after another
-    dq_tiles: int = 1  # of 16 queries of dQ, a warp
-    flush: int = 0  # steps after which sums lose what INT32 sums start from, or 0: at once
-    two_barriers: bool = False  # a step, else three
-    share: bool = False  # of two warps one adds up dV and one dK
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
     @property
@@ -44,7 +39,7 @@ class Variant(NamedTuple):
         """The macros, by name."""
         names = (
             "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
-            "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
+            "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -59,7 +54,7 @@ class Variant(NamedTuple):
             return (KEYS + 8) * d
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
-        return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
+        return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.int8_dp else 0)
 
 
 # (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages, warps that share rows.
@@ -70,8 +65,6 @@ _TILES = {
 }
 # Of cards whose multiprocessors have shared memory for one thread block of those.
 _TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
-# What else a backward whose dP is INT8 has, by counts of instructions: not timed (dev/log).
-INT8_DP = {"dq_tiles": 2, "flush": 8, "two_barriers": True, "share": True}
 # Compute capabilities that add four FP32 numbers to memory in one instruction.
 ADD_FOUR = 90
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
@@ -90,7 +83,7 @@ def variant_of(
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
     if int8_dp and direction == BACKWARD:
-        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
+        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant

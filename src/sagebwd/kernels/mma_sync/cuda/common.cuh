@@ -2,9 +2,7 @@
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
-// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, in DP_PARTS of the queries; DQ_MT, tiles of
-// 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once;
-// TWO_BARRIERS a step, not three; SHARE, of two warps one adds up dV and one dK; ADDS_FOUR numbers to dQ at a time.
+// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; ADDS_FOUR numbers to dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
