@@ -21,10 +21,9 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
-    # of forward and the codes
     split: int = 1  # warps of forward that share rows
-    first_keys: int = 0  # that are apart
-    turned: int = 0  # channels of the codes' rotation
+    first_keys: int = 0  # of forward and the codes, that are apart
+    turned: int = 0  # channels of the rotation, of codes and gradients
     # of backward
     int8_dp: bool = False  # dP is a product of codes
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
@@ -73,15 +72,15 @@ _MORE_SHARED = (80, 87, 90)
 
 
 def variant_of(
-    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False
+    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False, turned: int = 0
 ) -> Variant:
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
 
-    first_keys and int8_dp: the recipe's, for forward and backward.
+    first_keys: the recipe's, of forward. int8_dp, and turned, channels of the rotation of K: of backward.
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:

@@ -22,12 +22,12 @@ constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS 
 // q8 and k8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
-// registers, zeros before. dk_sums (heads_k, blocks_k KEYS, D): FP32 without the softmax scale. dv: 16 bits, by its strides.
+// registers, zeros before. dk, of K and no more of K R, and dv: 16 bits, by their strides.
 // INT8_DP: v_scale, shaped as k_scale; values (heads, blocks_q, 2, 64, 2): lse in base 2 and Q's scale; delta and dO's scale, both times Q's.
 KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
                 const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
                 const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
-                const float* values, float* dq_sums, float* dk_sums, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
+                const float* values, float* dq_sums, u16* dk, i64 dk_batch, i64 dk_head, i64 dk_token, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
                 const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
                 i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale
 #if INT8_DP
@@ -87,12 +87,8 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   if (steps) fetch_rows(); else commit_copies();
   if (threadIdx.x < 2 * QUERIES) store_shared(base + LARGEST_AT + threadIdx.x * 4, 0);
 
-#if INT8_DP
   int start[4];
   four_opaque(start, MAGIC);
-#else
-  const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
-#endif
   float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
 #if INT8_DP
   float vs[MT][2], vs_start[MT][2];
@@ -344,9 +340,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #endif
       UNROLL for (int i = 0; i < MT; i++) {
         int x[4], y[4];
-#if INT8_DP
         if (n % FENCED == 0) fence();
-#endif
         mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
         mma(start, true, y, ds8[i][0], d[0], d[1]);  // dK += dS^T Q
         mma(x, p8[i][1], b[2], b[3]);
@@ -407,27 +401,28 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     }
   }
   wait_for_copies<0>();
-  float* dk = dk_sums + (z_k * pitch_k + (i64)padded_k * KEYS + first_k) * D;
-#if INT8_DP
+  dk += offset_of(dk_batch, dk_head, dk_token, batch, head_k, keys.start + first_k);
+  dv += offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k);
+#if INT8_DP  // without a branch: ptxas does not know that of_k is a warp's
+  u16* out = of_k ? dk : dv;
+  const i64 pitch = of_k ? dk_token : dv_token;
   UNROLL for (int other = 0; other < 2; other++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = (other ? token0 ^ 16 : token0) + h;
-    if (key >= left_k) continue;
-    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
-    UNROLL for (int n = 0; n < D / 8; n++) {
-      const float low = other ? acc_k[0][n][2 * h] : acc_v[0][n][2 * h], high = other ? acc_k[0][n][2 * h + 1] : acc_v[0][n][2 * h + 1];
-      if (of_k) *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(low, high);
-      else *(u32*)(out + n * 8 + t * 2) = to_16bit(low, high);
-    }
+    float x[D / 4], y[D / 4];
+    UNROLL for (int i = 0; i < D / 4; i++) x[i] = y[i] = other ? acc_k[0][i / 2][2 * h + i % 2] : acc_v[0][i / 2][2 * h + i % 2];
+    turn_back(y, scale, t);
+    UNROLL for (int i = 0; i < D / 4; i++) x[i] = of_k ? y[i] : x[i];
+    store_row(out + key * pitch, key < left_k, x, t);
   }
 #else
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = token0 + i * 16 + h;
-    if (key >= left_k) continue;
-    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
-    UNROLL for (int n = 0; n < D / 8; n++) {
-      *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(acc_k[i][n][2 * h], acc_k[i][n][2 * h + 1]);
-      *(u32*)(out + n * 8 + t * 2) = to_16bit(acc_v[i][n][2 * h], acc_v[i][n][2 * h + 1]);
-    }
+    float x[D / 4];
+    UNROLL for (int c = 0; c < D / 4; c++) x[c] = acc_v[i][c / 2][2 * h + c % 2];
+    store_row(dv + key * dv_token, key < left_k, x, t);
+    UNROLL for (int c = 0; c < D / 4; c++) x[c] = acc_k[i][c / 2][2 * h + c % 2];
+    turn_back(x, scale, t);
+    store_row(dk + key * dk_token, key < left_k, x, t);
   }
 #endif
 }
