@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sagebwd.environment import write_whole
+
+
+def tell(what: str, step: int, steps: int | None = None) -> None:
+    """Say on standard error what is measured now, the ``step``-th, counted from 1: studies take minutes."""
+    print(f"{step}{'' if steps is None else f' of {steps}'}: {what}", file=sys.stderr, flush=True)
 
 
 def write(path: Path, content: dict) -> None:

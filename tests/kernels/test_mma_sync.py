@@ -61,7 +61,8 @@ def variant(
 ) -> Variant:
     if direction == QUANTIZE:
         return quantize_variant(head_dim, half=half, first_keys=first_keys, turned=head_dim)
-    return variant_of(direction, head_dim, capability, half=half, first_keys=first_keys, int8_dp=int8_dp)
+    settings = {"first_keys": first_keys, "int8_dp": int8_dp, "turned": head_dim if direction == BACKWARD else 0}
+    return variant_of(direction, head_dim, capability, half=half, **settings)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -97,9 +98,7 @@ def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatc
     """Of 128 sums of dK and dV a thread 22 and more would be spilled around each step, without its fences."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     made = tmp_path / "backward.cubin"
-    made.write_bytes(
-        nvrtc.machine_code(variant_of(BACKWARD, 128, capability, half=False, int8_dp=True).source, capability)
-    )
+    made.write_bytes(nvrtc.machine_code(variant(BACKWARD, 128, capability, int8_dp=True).source, capability))
     said = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", made], capture_output=True, text=True, check=True
     ).stdout

@@ -14,7 +14,7 @@ from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.mma_sync.int8_dp import launch_int8_dp
-from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, IN_ROWS, PAIRS_IN_REGISTERS, finish, quantize
+from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, PAIRS_IN_REGISTERS, finish, quantize
 from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, quantize_variant, variant_of
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
@@ -94,11 +94,11 @@ def backward(
     k_t = launch_transpose(saved.k_int8, keys, KEYS)
     blocks_q, blocks_k = queries.blocks(QUERIES), keys.blocks(KEYS)
     dq_sums = zeros((queries.heads_in_all, blocks_q, QUERIES * call.head_dim), torch.float32, do.device)
-    dk_sums = keys.padded(KEYS, KEYS * call.head_dim, dtype=torch.float32, device=do.device)
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
 
     arch = capability(call.device)
-    variant = variant_of(BACKWARD, call.head_dim, arch, half=v.dtype == torch.float16, int8_dp=int8_dp)
+    settings = {"half": v.dtype == torch.float16, "turned": call.turned}
+    variant = variant_of(BACKWARD, call.head_dim, arch, int8_dp=int8_dp, **settings)
     grid = keys.grid(KEYS)
     launch(
         kernel_of(variant.source, arch),
@@ -115,7 +115,7 @@ def backward(
         do_scale,
         row_values,
         dq_sums,
-        dk_sums,
+        *_strided(dk, keys),
         *_strided(dv, keys),
         queries.cu_seqlens,
         keys.cu_seqlens,
@@ -132,7 +132,6 @@ def backward(
         *((v_scale,) if int8_dp else ()),
     )
     finish(call, queries, dq_sums, dq, 1.0, PAIRS_IN_REGISTERS if variant.adds_four else IN_REGISTERS)
-    finish(call, keys, dk_sums, dk, float(call.scale), IN_ROWS)
     return dq, dk, dv
 
 

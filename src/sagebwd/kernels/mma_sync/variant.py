@@ -25,17 +25,11 @@ class Variant(NamedTuple):
     stages: int  # of forward
     k_in_registers: bool  # of backward, else in shared memory
     half: bool
-    # of forward and the codes
     split: int = 1  # warps of forward that share rows
-    first_keys: int = 0  # that are apart
-    turned: int = 0  # channels of the codes' rotation
+    first_keys: int = 0  # of forward and the codes, that are apart
+    turned: int = 0  # channels of the rotation, of codes and gradients
     # of backward
     int8_dp: bool = False  # dP is a product of codes
-    dp_parts: int = 1  # of queries, one after another
-    dq_tiles: int = 1  # of 16 queries of dQ, a warp
-    flush: int = 0  # steps after which sums lose what INT32 sums start from, or 0: at once
-    two_barriers: bool = False  # a step, else three
-    share: bool = False  # of two warps one adds up dV and one dK
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
     @property
@@ -48,7 +42,7 @@ class Variant(NamedTuple):
         """The macros, by name."""
         names = (
             "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
-            "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
+            "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -69,7 +63,7 @@ class Variant(NamedTuple):
             return (KEYS + 8) * d
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
-        return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
+        return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.int8_dp else 0)
 
 
 # (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages, warps that share rows.
@@ -80,8 +74,6 @@ _TILES = {
 }
 # Of cards whose multiprocessors have shared memory for one thread block of those.
 _TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
-# What else a backward whose dP is INT8 has, by counts of instructions: not timed (dev/log).
-INT8_DP = {"dq_tiles": 2, "flush": 8, "two_barriers": True, "share": True}
 # Compute capabilities that add four FP32 numbers to memory in one instruction.
 ADD_FOUR = 90
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
@@ -90,17 +82,18 @@ _MORE_SHARED = (80, 87, 90)
 
 
 def variant_of(
-    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False
-) -> Variant:
+    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False,
+    turned: int = 0,
+) -> Variant:  # fmt: skip
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
 
-    first_keys and int8_dp: the recipe's, for forward and backward.
+    first_keys: the recipe's, of forward. int8_dp, and turned, channels of the rotation of K: of backward.
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned)
     if int8_dp and direction == BACKWARD:
-        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
+        variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
         return variant._replace(k_in_registers=True)
     return variant

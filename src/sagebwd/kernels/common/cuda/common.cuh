@@ -2,9 +2,7 @@
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
-// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, in DP_PARTS of the queries; DQ_MT, tiles of
-// 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once;
-// TWO_BARRIERS a step, not three; SHARE, of two warps one adds up dV and one dK; ADDS_FOUR numbers to dQ at a time.
+// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; ADDS_FOUR numbers to dQ at a time.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -245,6 +243,57 @@ template <int BYTES> DEVICE void copy_flat(u32 to, const void* from) {
   UNROLL for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; i++) {
     const int at = i * THREADS + threadIdx.x;
     if (at < BYTES / 16) copy16(to + at * 16, (const u8*)from + at * 16, true);
+  }
+}
+
+// ---- the rotation R ----
+
+// Of a channel all bits up to that of its block's size in R; 0 behind the last block. TURNED: channels that R is of.
+DEVICE constexpr int span_of(int channel) {
+  int span = channel < TURNED ? channel ^ TURNED : 0;
+  span |= span >> 1;
+  span |= span >> 2;
+  span |= span >> 4;
+  return span;
+}
+DEVICE float factor_of(int channel) {  // 1 over the root of the block's size
+  const int span = span_of(channel), bits = (as_word((float)max(span - (span >> 1), 1)) >> 23) - 127;
+  return as_float((127 - bits / 2) << 23) * (bits & 1 ? 0.70710678118654752f : 1.0f);
+}
+// Four lanes share a row: number i of lane t is of this channel, WIDTH of them side by side.
+template <int WIDTH> DEVICE int channel_of(int i, int t) { return i / WIDTH * (4 * WIDTH) + WIDTH * t + i % WIDTH; }
+// x R of such a row, but for its factors.
+template <int WIDTH> DEVICE void turn(float* x, int t) {
+  UNROLL for (int bit = 1; bit < D; bit *= 2) UNROLL for (int i = 0; i < D / 4; i++) {
+    const bool turned = TURNED == D || span_of(channel_of<WIDTH>(i, t)) >> 1 & bit;
+    const int far = bit < WIDTH ? bit : bit / 4;  // of two numbers of a lane
+    if (bit == WIDTH || bit == 2 * WIDTH) {
+      const float other = from_lane_xor(x[i], bit / WIDTH);
+      if (turned) x[i] = fmaf(x[i], WIDTH * t & bit ? -1.0f : 1.0f, other);
+    } else if (!(i & far)) {
+      const float sum = x[i] + x[i | far], difference = x[i] - x[i | far];
+      if (turned) { x[i] = sum; x[i | far] = difference; }
+    }
+  }
+}
+
+// ---- gradients ----
+
+// x R scale of a row of which lane t of four has channels 8 n + 2 t + b at 2 n + b, as a product's rows lie.
+DEVICE void turn_back(float* x, float scale, int t) {
+  if (TURNED) turn<2>(x, t);
+  UNROLL for (int i = 0; i < D / 4; i++) x[i] *= TURNED ? factor_of(channel_of<2>(i, t)) * scale : scale;
+}
+// The same row in 16 bits, where it is inside: lanes exchange words, so that each writes 16 bytes.
+DEVICE void store_row(u16* row, bool inside, const float* x, int t) {
+  UNROLL for (int j = 0; j < D / 32; j++) {
+    u32 w[4];
+    UNROLL for (int n = 0; n < 4; n++) w[n] = to_16bit(x[8 * j + 2 * n], x[8 * j + 2 * n + 1]);
+    UNROLL for (int bit = 1; bit < 4; bit *= 2) UNROLL for (int n = 0; n < 4; n++) if (!(n & bit)) {
+      const u32 other = (u32)from_lane_xor((int)(t & bit ? w[n] : w[n | bit]), bit);
+      (t & bit ? w[n] : w[n | bit]) = other;
+    }
+    if (inside) *(uint4*)(row + 32 * j + 8 * t) = make_uint4(w[0], w[1], w[2], w[3]);
   }
 }
 

@@ -3,30 +3,31 @@
 
 constexpr int QUERIES = 64;  // of a step
 constexpr int KEYS = WARPS * MT * 16;   // of a thread block, which the scale of dS in dQ is of
-constexpr int HALVES = WARPS * DQ_MT / 4, DQ_TILES = D / 8 / HALVES;  // warps that share DQ_MT x 16 queries of dQ, and 8-channel tiles of each
+constexpr int HALVES = WARPS / 4, DQ_TILES = D / 8 / HALVES;  // warps that share 16 queries of dQ, and 8-channel tiles of each
 #if INT8_DP
 typedef i8 Operand;  // of dP: codes
 constexpr float LEAST_SCALE = 1e-37f;  // of Q: that of rows behind the end is 0
+constexpr int FLUSH = 8;  // steps after which sums of dK and dV lose what INT32 sums start from
+static_assert(MT == 1, "of two warps, 16 keys each, one adds up dV and one dK");
 #else
 typedef u16 Operand;
 #endif
-enum : int { DP_BYTES = D * sizeof(Operand), DP_TILES = 8 / DP_PARTS, FENCED = 4 };  // of a row; tiles of 8 queries of dP at a time; of 8 channels of dK and dV
+enum : int { DP_BYTES = D * sizeof(Operand), FENCED = 4 };  // of a row; tiles of 8 channels of dK and dV between fences
 constexpr float LEAST = 1e-30f;  // of a largest magnitude
 constexpr float HIDDEN = -3e38f;  // a score: times the least scale of Q still far below, times 0 no NaN
 constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS ? 0 : KEYS * D), DS_AT = V_AT + KEYS * DP_BYTES, Q_AT = DS_AT + QUERIES * KEYS,
               DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * DP_BYTES, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
               LARGEST_AT = VALUES_AT + QUERIES * 16;
-static_assert(!SHARE || (INT8_DP && MT == 1), "two warps that share have 16 keys each");
 
 // q8 and k8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
-// registers, zeros before. dk_sums (heads_k, blocks_k KEYS, D): FP32 without the softmax scale. dv: 16 bits, by its strides.
+// registers, zeros before. dk, of K and no more of K R, and dv: 16 bits, by their strides.
 // INT8_DP: v_scale, shaped as k_scale; values (heads, blocks_q, 2, 64, 2): lse in base 2 and Q's scale; delta and dO's scale, both times Q's.
 KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
                 const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
                 const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
-                const float* values, float* dq_sums, float* dk_sums, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
+                const float* values, float* dq_sums, u16* dk, i64 dk_batch, i64 dk_head, i64 dk_token, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
                 const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
                 i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale
 #if INT8_DP
@@ -86,17 +87,11 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   if (steps) fetch_rows(); else commit_copies();
   if (threadIdx.x < 2 * QUERIES) store_shared(base + LARGEST_AT + threadIdx.x * 4, 0);
 
-#if INT8_DP
   int start[4];
   four_opaque(start, MAGIC);
-#else
-  const int start[4] = {opaque(MAGIC), opaque(MAGIC), opaque(MAGIC), opaque(MAGIC)};
-#endif
   float ks[MT][2], ks_start[MT][2], acc_k[MT][D / 8][4], acc_v[MT][D / 8][4];
 #if INT8_DP
   float vs[MT][2], vs_start[MT][2];
-#endif
-#if FLUSH
   float lacking_k[MT][2], lacking_v[MT][2];  // of sums that start from MAGIC, what acc_k and acc_v have too much
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) lacking_k[i][h] = lacking_v[i][h] = 0;
 #endif
@@ -126,30 +121,28 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   const u32 qt_lane = base + QT_AT + swizzled<QUERIES>(lane & 7, lane >> 3), dot_lane = base + DOT_AT + swizzled<QUERIES>(lane & 7, lane >> 3);
   const u32 kt_lane = base + KT_AT + swizzled<KEYS>(lane & 7, lane >> 3);
   const u32 k_lane = base + K_AT + swizzled<D>(row0 + (lane & 15), lane >> 4), v_lane = base + V_AT + swizzled<DP_BYTES>(row0 + (lane & 15), lane >> 4);
-  const int dq_tile = (warp & (WARPS / HALVES - 1)) * DQ_MT, half = warp >> (DQ_MT == 1 ? 2 : 1);  // of dQ a warp has DQ_MT tiles of queries and one of HALVES of the channels
+  const int dq_tile = warp & 3, half = warp >> 2;  // of dQ a warp has 16 queries and one of HALVES of the channels
   const u32 ds_lane = base + DS_AT + swizzled<QUERIES * 2>((lane >> 4) * 8 + (lane & 7), dq_tile * 2 + ((lane >> 3) & 1));
   const u32 ds_store = base + DS_AT + (warp * MT * 8 + g) * 128 + t * 4;
-#if SHARE  // of two warps one adds up dV and one dK, of the keys of both: acc_v of its own, acc_k of its partner's
+#if INT8_DP  // of two warps one adds up dV and one dK, of the keys of both: acc_v of its own, acc_k of its partner's
   constexpr u32 PARTNER_AT = LARGEST_AT + QUERIES * 8, CODES = 1024, SCALES = 64;  // bytes that a warp hands over
   const bool of_k = warp & 1;
   const u32 own_codes = base + PARTNER_AT + warp * CODES + lane * 16, partner_codes = own_codes + (of_k ? -CODES : CODES);
   const u32 own_scales = base + PARTNER_AT + WARPS * CODES + warp * SCALES + g * 8, partner_scales = own_scales + (of_k ? -SCALES : SCALES);
-#endif
 
-#if TWO_BARRIERS
   wait_for_copies<0>();
   __syncthreads();
   if (steps) fetch_columns();
 #endif
 #pragma unroll 1
   for (int j = 0; j < steps; j++) {
-#if !TWO_BARRIERS
+#if !INT8_DP
     wait_for_copies<0>();
     __syncthreads();  // rows of this step are here; columns, dS and maxima of the last one are free
     fetch_columns();
 #endif
     const u32 largest_at = base + LARGEST_AT + (j & 1) * QUERIES * 4;
-#if !TWO_BARRIERS
+#if !INT8_DP
     if (j && threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
 #endif
     const int first_q = step_block * QUERIES;
@@ -231,25 +224,23 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
     }
 #if INT8_DP
-    UNROLL for (int part = 0; part < 8; part += DP_TILES) {  // dP^T = V dO^T, of codes
-      int x[MT][DP_TILES][4];
-      fence();
-      UNROLL for (int c = 0; c < D / 64; c++) {
-        u32 a[MT][2][4];
-        UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
-        UNROLL for (int n = 0; n < DP_TILES; n += PAIR) {
-          u32 b[PAIR][4];
-          UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (DO_AT - Q_AT) + (part + n + e) * 8 * D);
-          UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, x[i][n + e], a[i][0], b[e][0], b[e][1]);
-          UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(x[i][n + e], a[i][1], b[e][2], b[e][3]);
-        }
+    int x[MT][8][4];  // dP^T = V dO^T, of codes
+    fence();
+    UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 a[MT][2][4];
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ ((2 * c + k) << 5)) + i * 16 * D);
+      UNROLL for (int n = 0; n < 8; n += PAIR) {
+        u32 b[PAIR][4];
+        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (DO_AT - Q_AT) + (n + e) * 8 * D);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, x[i][n + e], a[i][0], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(x[i][n + e], a[i][1], b[e][2], b[e][3]);
       }
-      UNROLL for (int n = 0; n < DP_TILES; n++) {
-        float c[4];  // of queries 8n + 2t and the next: delta, dO's scale, both times Q's
-        load_shared4(c, base + VALUES_AT + QUERIES * 8 + (part + n) * 64 + t * 16);
-        UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)  // dS = P (dP - delta), times Q's scale
-          ds[i][part + n][r] = ((as_float(x[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]) * p[i][part + n][r];
-      }
+    }
+    UNROLL for (int n = 0; n < 8; n++) {
+      float c[4];  // of queries 8n + 2t and the next: delta, dO's scale, both times Q's
+      load_shared4(c, base + VALUES_AT + QUERIES * 8 + n * 64 + t * 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)  // dS = P (dP - delta), times Q's scale
+        ds[i][n][r] = ((as_float(x[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]) * p[i][n][r];
     }
 #endif
     float column[16];  // the largest |dS| of queries 8n + 2t + b, times K's scale
@@ -298,11 +289,8 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     max_shared(largest_at + (mine * 8 + t * 2 + 1) * 4, column[1]);
     const float do8_scale = do_scale[dq_block] * (1 / 127.0f);
 #if INT8_DP
-    float q_inverse[DQ_MT][2];
-    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int h = 0; h < 2; h++)
-      q_inverse[m][h] = reciprocal(max_nan(load_shared(base + VALUES_AT + ((dq_tile + m) * 16 + h * 8 + g) * 8 + 4), LEAST_SCALE));
-#endif
-#if SHARE
+    float q_inverse[2];
+    UNROLL for (int h = 0; h < 2; h++) q_inverse[h] = reciprocal(max_nan(load_shared(base + VALUES_AT + (dq_tile * 16 + h * 8 + g) * 8 + 4), LEAST_SCALE));
     UNROLL for (int k = 0; k < 2; k++) {
       u32 given[4];
       UNROLL for (int r = 0; r < 4; r++) {
@@ -316,12 +304,10 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       if (t == 0) store_shared(own_scales + h * 4, as_word(of_k ? p_scale[0][h] : ds_scale[0][h]));
       p_scale[0][h] = of_k ? ds_scale[0][h] : p_scale[0][h];
     }
-#endif
-#if TWO_BARRIERS
     wait_for_copies<0>();
 #endif
-    __syncthreads();  // maxima are whole; rows of this step are free (TWO_BARRIERS: columns are here; dS and maxima of the last one are free)
-#if TWO_BARRIERS
+    __syncthreads();  // maxima are whole; rows of this step are free (INT8_DP: columns are here; dS and maxima of the last one are free)
+#if INT8_DP
     if (threadIdx.x < QUERIES) store_shared(base + LARGEST_AT + ((j + 1) & 1) * QUERIES * 4 + threadIdx.x * 4, 0);
 #endif
     advance();
@@ -334,19 +320,17 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         store_shared(ds_store + i * 8 * 128 + ((n ^ g) << 4),
                      pack(ds[i][n][0] * z[0] + MAGIC_F, ds[i][n][2] * z[0] + MAGIC_F, ds[i][n][1] * z[1] + MAGIC_F, ds[i][n][3] * z[1] + MAGIC_F));
     }
-#if SHARE
+#if INT8_DP
     UNROLL for (int k = 0; k < 2; k++) load_words4(ds8[0][k], partner_codes + k * 512);
     load_shared2(ds_scale[0], partner_scales);
     const u32 column_lane = of_k ? qt_lane : dot_lane;
 #else
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) p_scale[i][h] *= do8_scale;
-#endif
-#if !TWO_BARRIERS
     wait_for_copies<1>();
     __syncthreads();  // dS and columns are here
 #endif
     UNROLL for (int n = 0; n < D / 8; n++) {
-#if SHARE
+#if INT8_DP
       u32 b[4], *d = b;
       load_matrices(b, column_lane + n * 8 * QUERIES);
 #else
@@ -356,15 +340,13 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #endif
       UNROLL for (int i = 0; i < MT; i++) {
         int x[4], y[4];
-#if INT8_DP
         if (n % FENCED == 0) fence();
-#endif
         mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
         mma(start, true, y, ds8[i][0], d[0], d[1]);  // dK += dS^T Q
         mma(x, p8[i][1], b[2], b[3]);
         mma(y, ds8[i][1], d[2], d[3]);
         UNROLL for (int r = 0; r < 4; r++) {
-#if FLUSH
+#if INT8_DP
           acc_v[i][n][r] += as_float(x[r]) * p_scale[i][r >> 1];
           acc_k[i][n][r] += as_float(y[r]) * ds_scale[i][r >> 1];
 #else
@@ -374,7 +356,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
         }
       }
     }
-#if FLUSH  // what started from MAGIC is taken off every so many steps: until then sums lack a few units of their codes
+#if INT8_DP  // what started from MAGIC is taken off every so many steps: until then sums lack a few units of their codes
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
       lacking_v[i][h] += MAGIC_F * p_scale[i][h];
       lacking_k[i][h] += MAGIC_F * ds_scale[i][h];
@@ -386,65 +368,61 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
       UNROLL for (int h = 0; h < 2; h++) lacking_v[i][h] = lacking_k[i][h] = 0;
     }
-#endif
-#if TWO_BARRIERS
     wait_for_copies<0>();
     __syncthreads();  // dS and rows of the next step are here; columns are free
     if (j + 1 < steps) fetch_columns();
 #endif
-    u32 a[DQ_MT][KEYS / 32][4];
-    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[m][k], (ds_lane ^ (m << 5)) + k * 16 * 128);
-    float w[DQ_MT][2], w_start[DQ_MT][2];
-    UNROLL for (int m = 0; m < DQ_MT; m++) UNROLL for (int h = 0; h < 2; h++) {  // without its last two bits, so that 1.5 2^23 of it is exact and sums of 0 are 0
-      float y = load_shared(largest_at + ((dq_tile + m) * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E);
+    u32 a[KEYS / 32][4];
+    UNROLL for (int k = 0; k < KEYS / 32; k++) load_matrices_transposed(a[k], ds_lane + k * 16 * 128);
+    float w[2], w_start[2];
+    UNROLL for (int h = 0; h < 2; h++) {  // without its last two bits, so that 1.5 2^23 of it is exact and sums of 0 are 0
+      float y = load_shared(largest_at + (dq_tile * 16 + h * 8 + g) * 4) * (1 / 127.0f / LOG2_E);
 #if INT8_DP
-      y *= q_inverse[m][h];
+      y *= q_inverse[h];
 #endif
-      w[m][h] = rounded_down(y);
-      w_start[m][h] = -MAGIC_F * w[m][h];
+      w[h] = rounded_down(y);
+      w_start[h] = -MAGIC_F * w[h];
     }
     float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane * (ADDS_FOUR ? 4 : 1);
     UNROLL for (int n = 0; n < DQ_TILES; n += PAIR) {
-      int x[DQ_MT][PAIR][4];  // dQ += dS K
+      int x[PAIR][4];  // dQ += dS K
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (kt_lane ^ (c << 6)) + (half * DQ_TILES + n + e) * 8 * KEYS);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int m = 0; m < DQ_MT; m++) mma(start, c == 0, x[m][e], a[m][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int m = 0; m < DQ_MT; m++) mma(x[m][e], a[m][2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) mma(start, c == 0, x[e], a[2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < PAIR; e++) mma(x[e], a[2 * c + 1], b[e][2], b[e][3]);
       }
-      UNROLL for (int m = 0; m < DQ_MT; m++) {
-        float* at = to + (m * (D / 8) + n) * 128;
 #if ADDS_FOUR
-        UNROLL for (int h = 0; h < 2; h++) add_global4(at + h * 128, as_float(x[m][0][2 * h]) * w[m][h] + w_start[m][h], as_float(x[m][0][2 * h + 1]) * w[m][h] + w_start[m][h],
-                                                       as_float(x[m][1][2 * h]) * w[m][h] + w_start[m][h], as_float(x[m][1][2 * h + 1]) * w[m][h] + w_start[m][h]);
+      UNROLL for (int h = 0; h < 2; h++) add_global4(to + (n + h) * 128, as_float(x[0][2 * h]) * w[h] + w_start[h], as_float(x[0][2 * h + 1]) * w[h] + w_start[h],
+                                                     as_float(x[1][2 * h]) * w[h] + w_start[h], as_float(x[1][2 * h + 1]) * w[h] + w_start[h]);
 #else
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(at + e * 128 + r * 32, as_float(x[m][e][r]) * w[m][r >> 1] + w_start[m][r >> 1]);
+      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int r = 0; r < 4; r++) add_global(to + (n + e) * 128 + r * 32, as_float(x[e][r]) * w[r >> 1] + w_start[r >> 1]);
 #endif
-      }
     }
   }
   wait_for_copies<0>();
-  float* dk = dk_sums + (z_k * pitch_k + (i64)padded_k * KEYS + first_k) * D;
-#if SHARE
+  dk += offset_of(dk_batch, dk_head, dk_token, batch, head_k, keys.start + first_k);
+  dv += offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k);
+#if INT8_DP  // without a branch: ptxas does not know that of_k is a warp's
+  u16* out = of_k ? dk : dv;
+  const i64 pitch = of_k ? dk_token : dv_token;
   UNROLL for (int other = 0; other < 2; other++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = (other ? token0 ^ 16 : token0) + h;
-    if (key >= left_k) continue;
-    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
-    UNROLL for (int n = 0; n < D / 8; n++) {
-      const float low = other ? acc_k[0][n][2 * h] : acc_v[0][n][2 * h], high = other ? acc_k[0][n][2 * h + 1] : acc_v[0][n][2 * h + 1];
-      if (of_k) *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(low, high);
-      else *(u32*)(out + n * 8 + t * 2) = to_16bit(low, high);
-    }
+    float x[D / 4], y[D / 4];
+    UNROLL for (int i = 0; i < D / 4; i++) x[i] = y[i] = other ? acc_k[0][i / 2][2 * h + i % 2] : acc_v[0][i / 2][2 * h + i % 2];
+    turn_back(y, scale, t);
+    UNROLL for (int i = 0; i < D / 4; i++) x[i] = of_k ? y[i] : x[i];
+    store_row(out + key * pitch, key < left_k, x, t);
   }
 #else
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int key = token0 + i * 16 + h;
-    if (key >= left_k) continue;
-    u16* out = dv + offset_of(dv_batch, dv_head, dv_token, batch, head_k, keys.start + first_k + key);
-    UNROLL for (int n = 0; n < D / 8; n++) {
-      *(float2*)(dk + (i64)key * D + n * 8 + t * 2) = make_float2(acc_k[i][n][2 * h], acc_k[i][n][2 * h + 1]);
-      *(u32*)(out + n * 8 + t * 2) = to_16bit(acc_v[i][n][2 * h], acc_v[i][n][2 * h + 1]);
-    }
+    float x[D / 4];
+    UNROLL for (int c = 0; c < D / 4; c++) x[c] = acc_v[i][c / 2][2 * h + c % 2];
+    store_row(dv + key * dv_token, key < left_k, x, t);
+    UNROLL for (int c = 0; c < D / 4; c++) x[c] = acc_k[i][c / 2][2 * h + c % 2];
+    turn_back(x, scale, t);
+    store_row(dk + key * dk_token, key < left_k, x, t);
   }
 #endif
 }

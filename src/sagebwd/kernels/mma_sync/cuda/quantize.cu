@@ -4,33 +4,6 @@ constexpr int TILE = 256, KEYS = 128, STEP = THREADS / 4;  // four threads share
 constexpr int CHUNKS = D / 8, UNITS = KEYS / 4 * CHUNKS / THREADS;  // of V a thread has UNITS times 4 tokens x 8 channels
 constexpr u32 CODES_AT = 0, LARGEST_AT = D * KEYS, SUMS_AT = LARGEST_AT + D * 4;
 
-// Of a channel all bits up to that of its block's size in R; 0 behind the last block. TURNED: channels that R is of.
-DEVICE constexpr int span_of(int channel) {
-  int span = channel < TURNED ? channel ^ TURNED : 0;
-  span |= span >> 1;
-  span |= span >> 2;
-  span |= span >> 4;
-  return span;
-}
-DEVICE float factor_of(int channel) {  // 1 over the root of the block's size
-  const int span = span_of(channel), bits = (as_word((float)max(span - (span >> 1), 1)) >> 23) - 127;
-  return as_float((127 - bits / 2) << 23) * (bits & 1 ? 0.70710678118654752f : 1.0f);
-}
-// x R, but for its factors, of a row of which four threads hold channels 32 j + 8 t + c at [j][c].
-DEVICE void turn(float x[D / 32][8], int t) {
-  UNROLL for (int bit = 1; bit < D; bit *= 2) UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) {
-    const int channel = 32 * j + 8 * t + c;
-    if (bit == 8 || bit == 16) {
-      const float other = from_lane_xor(x[j][c], bit / 8);
-      if (TURNED == D || span_of(channel) >> 1 & bit) x[j][c] = fmaf(x[j][c], 8 * t & bit ? -1.0f : 1.0f, other);
-    } else if (!(bit < 8 ? c & bit : j & bit / 32)) {
-      float &low = x[j][c], &high = bit < 8 ? x[j][c | bit & 7] : x[j | bit / 32][c];
-      const float sum = low + high, difference = low - high;
-      if (TURNED == D || span_of(channel) >> 1 & bit) { low = sum; high = difference; }
-    }
-  }
-}
-
 // Rows of a sequence of a head from x on: codes, scales (one a token), and of keys scales by pairs or null; mean and mask
 // or null. Keys up to the one numbered `last` are apart.
 DEVICE void quantize_rows(const u16* x, i64 pitch, const float* mean, const u8* mask, i8* codes, i64 codes_pitch, float* scales,
@@ -39,7 +12,7 @@ DEVICE void quantize_rows(const u16* x, i64 pitch, const float* mean, const u8* 
   float taken_off[D / 32][8], least = 0;
   UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) taken_off[j][c] = mean ? mean[32 * j + 8 * t + c] : 0.0f;
   if (TURNED && mean) {
-    turn(taken_off, t);
+    turn<8>(taken_off[0], t);
     UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) least = fmaxf(least, fabsf(taken_off[j][c]));
     least = fmaxf(least, from_lane_xor(least, 1));
     least = fmaxf(least, from_lane_xor(least, 2)) * ROUNDING;  // of keys that are all alike only rounding is left
@@ -52,7 +25,7 @@ DEVICE void quantize_rows(const u16* x, i64 pitch, const float* mean, const u8* 
       const Eight part = load_eight(x + row * pitch + 32 * j + 8 * t, keep);
       UNROLL for (int c = 0; c < 8; c++) y[j][c] = part.at(c);
     }
-    if (TURNED) turn(y, t);
+    if (TURNED) turn<8>(y[0], t);
     UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) {
       y[j][c] -= taken_off[j][c];
       if ((mean || mask) && fabsf(y[j][c]) < (keep ? least : INF)) y[j][c] = 0;
