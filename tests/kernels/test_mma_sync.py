@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from sagebwd import dispatch, sage_attention
+from sagebwd import dispatch, plan, sage_attention, switches
 from sagebwd.auto.model import MASK
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
@@ -263,6 +263,28 @@ def test_gradients_of_an_int8_dp_that_the_portable_kernels_lack(changes):
     (name,) = changes
     with pytest.raises(NotImplementedError, match=f"{name}=.* with dp=int8.*impl='reference' does"):
         launch.backward(call_of(64, 128, INT8_DP)._replace(**changes), *[None] * 6)
+
+
+@pytest.mark.parametrize("given", [{"scale": -0.1}, "switch", "torch"], ids=str)
+def test_what_backward_lacks_is_said_before_forward(given, monkeypatch):
+    """Of calls that train; others run."""
+    ran, chosen = [], dispatch.named(Recipe.parse(INT8_DP), "mma_sync/mma_sync")
+    monkeypatch.setattr(dispatch, "choose", lambda *_: chosen)
+    monkeypatch.setattr(plan.Plan, "forward", lambda self, q, *_: ran.append(1) or (q, None, None))
+    PLANS.clear()
+    q = torch.zeros(1, 2, 8, 128, dtype=torch.bfloat16)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(given == "torch")
+    try:
+        with switches(deterministic=given == "switch"):
+            options = {"recipe": INT8_DP} | (given if isinstance(given, dict) else {})
+            sage_attention(q, q, q, **options)
+            with pytest.raises(NotImplementedError, match=r"with dp=int8.*impl='reference' does"):
+                sage_attention(*[q.clone().requires_grad_() for _ in range(3)], **options)
+    finally:
+        torch.use_deterministic_algorithms(was)
+        PLANS.clear()
+    assert ran == [1]
 
 
 CALLS = {

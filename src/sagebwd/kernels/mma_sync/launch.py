@@ -80,7 +80,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq is added up in an order that changes from run to run, unless the call is ``deterministic``."""
     if _is_portable(call) or call.deterministic:
-        _check_portable(call)
+        check_gradients(call)
         return portable.backward(call, saved, do, dlse, q, k, v)
     queries, keys = call.queries, call.keys
     int8_dp = call.recipe.dp == INT8
@@ -140,9 +140,9 @@ def _is_portable(call: Call) -> bool:
     return call.lists is not None or call.scale < 0
 
 
-def _check_portable(call: Call) -> None:
-    """Raises NotImplementedError where the portable kernels lack the recipe of a call that is theirs."""
-    if call.recipe.dp == INT8:
+def check_gradients(call: Call) -> None:
+    """Raises NotImplementedError where the portable kernels lack the recipe of a call whose gradients are theirs."""
+    if call.recipe.dp == INT8 and (_is_portable(call) or call.deterministic):
         what = "deterministic=True" if call.deterministic else f"scale={call.scale}" if call.scale < 0 else "a mask"
         raise NotImplementedError(
             f"impl='mma_sync' does not support {what} with dp=int8 of recipe {str(call.recipe)!r} in backward; "
