@@ -179,6 +179,7 @@ static void copy16(u32 to, const void* from, bool there) {
   if (there) memcpy(shared_memory + to, from, 16);
   else memset(shared_memory + to, 0, 16);
 }
+static uint4 load_once(const void* at) { return *(const uint4*)at; }
 static void prefetch(const void*) {}
 static void commit_copies() {}
 template <int N> static void wait_for_copies() {}

@@ -147,6 +147,12 @@ DEVICE void add_global4(float* p, float a, float b, float c, float d) {
 }
 #endif
 
+// 16 bytes that are read once.
+DEVICE uint4 load_once(const void* at) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+  return x;
+}
 // A line that is going to be loaded.
 DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 // 16 bytes, zeros where they are not there.

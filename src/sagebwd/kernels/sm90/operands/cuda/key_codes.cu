@@ -6,6 +6,14 @@ constexpr u32 WEIGHTS_AT = 0, MEANS_AT = D * 4, LARGEST_MEAN_AT = MEANS_AT + HEA
 constexpr u32 FOUND = WARPS * (LANES + 1) * 4;  // bytes of what warps tell each other, twice: of one head and the next
 static_assert(WARPS * 16 == KEYS, "a thread has two keys of a block");
 
+DEVICE void add_four(float* sum, const float* at) {
+  const uint4 x = *(const uint4*)at;
+  sum[0] += as_float((int)x.x);
+  sum[1] += as_float((int)x.y);
+  sum[2] += as_float((int)x.z);
+  sum[3] += as_float((int)x.w);
+}
+
 // A thread block has a block of keys, several heads one after another. k, codes, cos and sin: as query_codes.cu has q's.
 // scales (heads, total) and inverse_rms, one a key; lane_scales (heads, blocks, 4); mean (batch, heads, D); largest: raised
 // to what no norm of a head's keys as codes exceeds; taken: set to 0.
@@ -32,20 +40,22 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
   share_weights(base + WEIGHTS_AT, weight);
   if (threadIdx.x < HEADS) store_shared(base + LARGEST_MEAN_AT + threadIdx.x * 4, 0);
   __syncthreads();
-  for (int i = threadIdx.x; i < (last - first) * D; i += THREADS) {
+  for (int i = 4 * threadIdx.x; i < (last - first) * D; i += 4 * THREADS) {
     const int owner = batch * (int)heads + first + i / D, channel = i % D;
-    float count = 0, sum = 0, turned = 0;
+    float count = 0, sum[4] = {0, 0, 0, 0}, turned[4] = {0, 0, 0, 0};
     for (int n = 0; n < chunks; n++) {
       const i64 at = n * all_heads + owner;
       count += counts[at];
-      if (!TURNED || block == 0) sum += sums[at * D + channel];
-      if (TURNED) turned += turned_sums[at * D + channel];
+      if (!TURNED || block == 0) add_four(sum, sums + at * D + channel);
+      if (TURNED) add_four(turned, turned_sums + at * D + channel);
     }
     count = fmaxf(count, 1.0f);
-    if (block == 0) mean[owner * D + channel] = sum / count;
-    const float mu = (TURNED ? turned : sum) / count;
-    store_shared(base + MEANS_AT + i * 4, as_word(mu));
-    max_shared(base + LARGEST_MEAN_AT + i / D * 4, fabsf(mu));
+    UNROLL for (int c = 0; c < 4; c++) {
+      if (block == 0) mean[owner * D + channel + c] = sum[c] / count;
+      const float mu = (TURNED ? turned[c] : sum[c]) / count;
+      store_shared(base + MEANS_AT + (i + c) * 4, as_word(mu));
+      max_shared(base + LARGEST_MEAN_AT + i / D * 4, fabsf(mu));
+    }
   }
   const Signs signs(lane);
   __syncthreads();

@@ -85,6 +85,7 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
   const int first = program % groups * HEADS, last = min(first + HEADS, (int)heads);
   const bool inside = asked < tokens;
   const int token = min(asked, (int)tokens - 1);
+  for (int n = first; n < last; n++) prefetch_row(q + offset_of(q_batch, q_head, q_token, batch, n, token), lane.t);
   share_weights(shared_base() + WEIGHTS_AT, q_weight);
   const i64 angles = batch * q_table_batch + token * q_table_token;
   const Signs signs(lane);
@@ -97,8 +98,6 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
     UNROLL for (int n = 0; n < 2; n++) load_row(x[n], at + n * other, lane.t);
     Table table;  // of every head anew, of the cache: its registers are the sums' later
     if (ROPE) table.load(q_cos + angles, q_sin + angles, lane.t);
-    UNROLL for (int n = 2; n < 4; n++)
-      if (head + n < last) prefetch_row(at + n * q_head, lane.t);
     u32 y[2][J][4];
     float r[2], turned[2][J][8];
     UNROLL for (int n = 0; n < 2; n++) r[n] = prepare_row(x[n], shared_base() + WEIGHTS_AT, eps, table, y[n]);
