@@ -1,8 +1,9 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
-// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; ADDS_FOUR numbers to dQ at a time.
+// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16; TURNED, channels of a rotation, or 0. Of forward:
+// STAGES and SPLIT; and of codes: FIRST. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, as of row_values;
+// ADDS_FOUR numbers to dQ at a time, as of finish.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -203,10 +204,38 @@ template <int BYTES> DEVICE void copy_flat(u32 to, const void* from) {
   }
 }
 
+// ---- codes ----
+
+constexpr float TINY = 0x1p-119f;  // of sagebwd.reference.quantize
+// x / scale as IEEE division rounds it; inverse is 1 / scale within two units in the last place.
+DEVICE float divide(float x, float scale, float inverse) {
+  const float quotient = x * inverse;
+  return fmaf(fmaf(quotient, -scale, x), inverse, quotient);
+}
+// psi's scale: amax / 127, NaN of infinity, 1 under TINY.
+DEVICE float psi_scale(float amax) { return amax < TINY ? 1.0f : divide(amax + 0.0f * amax, 127.0f, 1.0f / 127.0f); }
+// MAGIC_F + code, whose low byte is the code.
+DEVICE float coded(float x, float scale, float inverse) { return divide(x, scale, inverse) + MAGIC_F; }
+
+// 8 numbers of 16 bits.
+struct Eight {
+  uint4 words;
+  DEVICE float at(int c) const {
+    const u32 word = c < 2 ? words.x : c < 4 ? words.y : c < 6 ? words.z : words.w;
+    return from_16bit((u16)(c & 1 ? word >> 16 : word));
+  }
+};
+DEVICE Eight load_eight(const u16* at, bool there) {
+  Eight x = {{0, 0, 0, 0}};
+  if (there) x.words = *(const uint4*)at;
+  return x;
+}
+
 // ---- the rotation R ----
 
 // Of a channel all bits up to that of its block's size in R; 0 behind the last block. TURNED: channels that R is of.
 DEVICE constexpr int span_of(int channel) {
+  if (TURNED == D) return 2 * D - 1;
   int span = channel < TURNED ? channel ^ TURNED : 0;
   span |= span >> 1;
   span |= span >> 2;

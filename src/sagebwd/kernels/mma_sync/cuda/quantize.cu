@@ -3,32 +3,7 @@
 constexpr int TILE = 256, KEYS = 128, STEP = THREADS / 4;  // four threads share a row of Q or K
 constexpr int CHUNKS = D / 8, UNITS = KEYS / 4 * CHUNKS / THREADS;  // of V a thread has UNITS times 4 tokens x 8 channels
 constexpr u32 CODES_AT = 0, LARGEST_AT = D * KEYS, SUMS_AT = LARGEST_AT + D * 4;
-constexpr float TINY = 0x1p-119f;  // of sagebwd.reference.quantize
 constexpr float ROUNDING = 0x1p-18f;  // of kernels/common/rotation.py
-
-// x / scale as IEEE division rounds it; inverse is 1 / scale within two units in the last place.
-DEVICE float divide(float x, float scale, float inverse) {
-  const float quotient = x * inverse;
-  return fmaf(fmaf(quotient, -scale, x), inverse, quotient);
-}
-// psi's scale: amax / 127, NaN of infinity, 1 under TINY.
-DEVICE float psi_scale(float amax) { return amax < TINY ? 1.0f : divide(amax + 0.0f * amax, 127.0f, 1.0f / 127.0f); }
-// MAGIC_F + code, whose low byte is the code.
-DEVICE float coded(float x, float scale, float inverse) { return divide(x, scale, inverse) + MAGIC_F; }
-
-// 8 numbers of 16 bits.
-struct Eight {
-  uint4 words;
-  DEVICE float at(int c) const {
-    const u32 word = c < 2 ? words.x : c < 4 ? words.y : c < 6 ? words.z : words.w;
-    return from_16bit((u16)(c & 1 ? word >> 16 : word));
-  }
-};
-DEVICE Eight load_eight(const u16* at, bool there) {
-  Eight x = {{0, 0, 0, 0}};
-  if (there) x.words = *(const uint4*)at;
-  return x;
-}
 
 // Rows of a sequence of a head from x on: codes, scales (one a token), and of keys scales by pairs or null; mean and mask
 // or null. Keys up to the one numbered `last` are apart.
