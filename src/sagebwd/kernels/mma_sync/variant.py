@@ -45,7 +45,7 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
+        """Dynamic shared memory, as the constants of a kernel lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
@@ -77,7 +77,14 @@ _MORE_SHARED = (80, 87, 90)
 
 
 def variant_of(
-    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False, turned: int = 0
+    direction: str,
+    head_dim: int,
+    capability: int,
+    *,
+    half: bool,
+    first_keys: int = 0,
+    int8_dp: bool = False,
+    turned: int = 0,
 ) -> Variant:
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
 
@@ -105,7 +112,9 @@ def row_values_variant(head_dim: int, *, half: bool, int8_dp: bool, turned: int)
 
 def finish_variant(backward: Variant) -> Variant:
     """The variant of dQ's pass after a backward."""
-    return backward._replace(direction=FINISH, warps=4, row_tiles=1, blocks_an_sm=4, k_in_registers=False, int8_dp=False)
+    return backward._replace(
+        direction=FINISH, warps=4, row_tiles=1, blocks_an_sm=4, k_in_registers=False, int8_dp=False
+    )
 
 
 def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
