@@ -14,7 +14,6 @@ from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
-from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
 from tests.kernels import emulated_cuda
 from tools.cross_compile import BINARIES
@@ -22,14 +21,18 @@ from tools.cross_compile import BINARIES
 pytest.importorskip("triton")
 import triton
 
-from sagebwd.kernels.mma_sync import launch, operands
+from sagebwd.kernels.mma_sync import launch
 from sagebwd.kernels.mma_sync.variant import (
     BACKWARD,
+    FINISH,
     FORWARD,
     HEAD_DIMS,
     QUANTIZE,
+    ROW_VALUES,
     Variant,
+    finish_variant,
     quantize_variant,
+    row_values_variant,
     variant_of,
 )
 from sagebwd.kernels.runtime import nvrtc
@@ -43,9 +46,9 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvr
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 # Of `variant`: direction, head_dim, and whether dP is INT8.
 VARIANTS = [*((x, head_dim, False) for x in (FORWARD, QUANTIZE) for head_dim in HEAD_DIMS)]
-VARIANTS += (BACKWARD, 128, False), (BACKWARD, 128, True)
+VARIANTS += [(x, 128, int8_dp) for x in (BACKWARD, ROW_VALUES) for int8_dp in (False, True)] + [(FINISH, 128, False)]
 # Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
-STACK_BYTES = {FORWARD: 64, QUANTIZE: 32, BACKWARD: 256}
+STACK_BYTES = {FORWARD: 64, QUANTIZE: 32, BACKWARD: 256, ROW_VALUES: 32, FINISH: 0}
 # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 LOCAL_BYTES = 3
 
@@ -61,6 +64,10 @@ def variant(
 ) -> Variant:
     if direction == QUANTIZE:
         return quantize_variant(head_dim, half=half, first_keys=first_keys, turned=head_dim)
+    if direction == ROW_VALUES:
+        return row_values_variant(head_dim, half=half, int8_dp=int8_dp, turned=head_dim if int8_dp else 0)
+    if direction == FINISH:
+        return finish_variant(variant(BACKWARD, head_dim, capability, half=half, int8_dp=int8_dp))
     settings = {"first_keys": first_keys, "int8_dp": int8_dp, "turned": head_dim if direction == BACKWARD else 0}
     return variant_of(direction, head_dim, capability, half=half, **settings)
 
@@ -186,26 +193,6 @@ def test_a_cpu_is_refused():
         sage_attention(x, x, x, recipe="token", impl="mma_sync")
 
 
-@pytest.mark.parametrize(
-    "order", [operands.IN_ROWS, operands.IN_REGISTERS, operands.PAIRS_IN_REGISTERS], ids=["rows", "registers", "pairs"]
-)
-@pytest.mark.parametrize("recipe", ["token", "token(rotate=False)"])
-@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
-def test_gradients_from_sums(order, recipe, on):
-    tokens, head_dim, block = 150, 64, 128 if order == operands.IN_ROWS else 64
-    call, blocks = call_of(tokens, head_dim, recipe), -(-tokens // block)
-    sums = torch.randn(2, 3, blocks * block, head_dim, generator=torch.Generator().manual_seed(0))
-    given = sums.view(6, blocks, block, head_dim)
-    if order == operands.IN_REGISTERS:  # row 16 m + 8 h + g and channel 8 n + 2 t + b
-        given = given.view(6, blocks, 4, 2, 8, head_dim // 8, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
-    elif order == operands.PAIRS_IN_REGISTERS:  # channel 16 n + 8 e + 2 t + b
-        given = given.view(6, blocks, 4, 2, 8, head_dim // 16, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 7, 6, 8)
-    out = torch.full((2, 3, tokens, head_dim), torch.nan, dtype=torch.float16, device=on)
-    operands.finish(call, call.queries, given.contiguous().to(on), out, 0.5, order)
-    expected = rotated(sums.double()) if call.turned else sums.double()
-    torch.testing.assert_close(out.cpu().double(), expected[:, :, :tokens] * 0.5, atol=2e-3, rtol=2e-3)
-
-
 class Recorder:
     """Stands for a compiled kernel: arguments of its launches."""
 
@@ -236,7 +223,7 @@ def test_launches_hand_over_what_the_kernels_take(packed, recipe, on, monkeypatc
     saved = launch.forward(call, q, k, v)
     gradients = launch.backward(call, saved._replace(o=torch.zeros_like(do)), do, dlse, None, None, v)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-    for direction, arguments in zip((QUANTIZE, FORWARD, BACKWARD), kernel.calls, strict=True):
+    for direction, arguments in zip((QUANTIZE, FORWARD, ROW_VALUES, BACKWARD, FINISH), kernel.calls, strict=True):
         kinds = [
             "pointer" if x is None or isinstance(x, torch.Tensor) else {int: "i64", float: "float"}[type(x)]
             for x in arguments
@@ -341,6 +328,7 @@ SMALL = {
     "64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True),
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
     "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=70, tokens_k=140, heads=1, head_dim=128),
+    "as-it-is": AttentionCase(recipe="token(rotate=False)", tokens_q=20, tokens_k=20, heads=1, head_dim=128),
     **FIRST_16,
 }
 
@@ -448,7 +436,7 @@ def test_loops_hold_their_registers(on):
     device = torch.device(on, torch.cuda.current_device())
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     for direction, head_dim, int8_dp in VARIANTS:
-        kernel = nvrtc.kernel_of(variant(direction, head_dim, capability, int8_dp=int8_dp), capability)
+        kernel = nvrtc.kernel_of(variant(direction, head_dim, capability, int8_dp=int8_dp).source, capability)
         local = ctypes.c_int()
         function = kernel.function(device)
         assert libcuda().cuFuncGetAttribute(ctypes.byref(local), ctypes.c_int(LOCAL_BYTES), function) == 0

@@ -1,20 +1,29 @@
-"""The pass of mma.sync's kernels that makes codes: beside Triton's passes, on a GPU or by emulation on a CPU."""
+"""Passes of mma.sync's kernels: beside Triton's, or FP64, on a GPU or by emulation on a CPU."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from sagebwd.call import Call
+from sagebwd.call import Call, Saved
 from sagebwd.recipe import Recipe
+from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
 from tests.kernels import emulated_cuda
 
 pytest.importorskip("triton")
 from sagebwd.kernels.common.means import launch_statistics
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.mma_sync import operands
-from sagebwd.kernels.mma_sync.variant import quantize_variant
+from sagebwd.kernels.mma_sync.variant import (
+    BACKWARD,
+    Variant,
+    finish_variant,
+    quantize_variant,
+    row_values_variant,
+    variant_of,
+)
 from sagebwd.kernels.runtime import nvrtc
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -31,12 +40,20 @@ CODES = {
 }
 
 
-def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None, arch: int) -> operands.Operands:
-    """Codes by the kernel, compiled or emulated, of q, k and v and the means of these."""
+ARCH = 89
+if HAS_GPU:
+    ARCH = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+
+
+def kernel_of(asked: Variant) -> object:
+    """A variant compiled, or emulated."""
+    return nvrtc.kernel_of(asked.source, ARCH) if HAS_GPU else emulated_cuda.EmulatedKernel(asked.source)
+
+
+def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None) -> operands.Operands:
+    """Codes by the kernel of q, k and v and the means of these."""
     settings = {"half": inputs[0].dtype == torch.float16, "first_keys": call.recipe.first_keys, "turned": call.turned}
-    asked = quantize_variant(call.head_dim, **settings)
-    kernel = nvrtc.kernel_of(asked.source, arch) if HAS_GPU else emulated_cuda.EmulatedKernel(asked.source)
-    return operands.quantize(call, kernel, *inputs, first_keys)
+    return operands.quantize(call, kernel_of(quantize_variant(call.head_dim, **settings)), *inputs, first_keys)
 
 
 @pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
@@ -54,10 +71,7 @@ def test_codes(name, count, on):
     k_mean, v_mean, _, first_keys = launch_statistics(
         k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
     )
-    arch = 89
-    if HAS_GPU:
-        arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys, arch)
+    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys)
     rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
     for which, (x, packing, mean, mask) in rows.items():
         expected = launch_quantize(x, packing, "token", 64, mean, mask, codes=True, turned=call.turned)
@@ -112,7 +126,70 @@ def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
     case = AttentionCase(tokens_q=9, tokens_k=140, head_dim=64, device=on)
     q, k, v, *_ = case.inputs()
     q[0, 0, 4, 7] = k[0, 0, 5, 7] = v[0, 0, 130, 7] = lost
-    made = codes_of(case.call(q, k), (q, k, v, None, None), None, 89)
+    made = codes_of(case.call(q, k), (q, k, v, None, None), None)
     assert made.q_scale[0].isnan().nonzero().tolist() == [[0, 4]]
     assert made.k_scale[0].isnan().nonzero().tolist() == [[0, 5]]
     assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
+
+
+def rows_of_queries(case: AttentionCase) -> tuple[Call, Saved, torch.Tensor, torch.Tensor | None]:
+    """A call, what its forward would leave of queries, dO and dlse, drawn."""
+    q, k, _, do, dlse = case.inputs()
+    call = case.call(q, k)
+    g = torch.Generator().manual_seed(1)
+    lse, scale = (call.queries.per_token(q.device) for _ in range(2))
+    lse.copy_(torch.randn(lse.shape, generator=g))
+    lse.flatten()[2] = -torch.inf
+    scale.copy_(torch.rand(scale.shape, generator=g))
+    codes = torch.randint(-127, 128, q.shape, generator=g, dtype=torch.int8).to(q.device)
+    return call, Saved(q.flip(-1).contiguous(), lse, codes, scale, None, None, None, None), do, dlse
+
+
+ROWS = {
+    "packed-dlse": AttentionCase(lengths_q=[30, 0, 70], lengths_k=[5, 5, 5], head_dim=128, with_dlse=True),
+    "fp16": AttentionCase(tokens_q=100, tokens_k=5, head_dim=128, dtype=torch.float16),
+}
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_values_and_codes_of_queries(name, on):
+    """Those of Triton's pass; a block of zeros has scale 0."""
+    call, saved, do, dlse = rows_of_queries(dataclasses.replace(ROWS[name], device=on))
+    if not call.packed:
+        do[:, :, 64:] = 0
+    values, scale, do_t, q_t = launch_preprocess_do(call, do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8)
+    half = do.dtype == torch.float16
+    kernel = kernel_of(row_values_variant(128, half=half, int8_dp=False, turned=0))
+    made = operands.row_values(call, kernel, saved, do, dlse, None)
+    blocks = [0, 2, 3] if call.packed else [0, 1]  # the third sequence begins at 30 // 64 + 2
+    width = made.values.shape[1] * 64
+    at = torch.cat([torch.arange(64) + 64 * block for block in blocks]).to(on)
+    torch.testing.assert_close(made.values[:, blocks], values.view_as(made.values)[:, blocks], rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.do_scale[:, blocks[0]], scale.view_as(made.do_scale)[:, blocks[0]])
+    if not call.packed:
+        assert (made.do_scale[:, 1] == 0).all()
+    for found, expected in ((made.do8_t, do_t), (made.q8_t, q_t)):
+        found, expected = (x.view(-1, 128, width)[:, :, at] for x in (found, expected))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize(("recipe", "adds_four"), [("token", False), ("token", True), ("token(rotate=False)", False)])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_dq_from_sums(recipe, adds_four, on):
+    case = AttentionCase(recipe=recipe, tokens_q=70, tokens_k=5, head_dim=128, dtype=torch.float16, device=on)
+    q, k, *_ = case.inputs()
+    call = case.call(q, k)
+    z, blocks = call.queries.heads_in_all, 2
+    sums = torch.randn(z, blocks * 64, 128, generator=torch.Generator().manual_seed(0))
+    if adds_four:  # row 16 m + 8 h + g, channel 16 n + 8 e + 2 t + b
+        given = sums.view(z, blocks, 4, 2, 8, 8, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 7, 6, 8)
+    else:  # channel 8 n + 2 t + b
+        given = sums.view(z, blocks, 4, 2, 8, 16, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
+    backward = variant_of(BACKWARD, 128, ARCH, half=True, turned=call.turned)._replace(adds_four=adds_four)
+    dq = torch.full_like(q, torch.nan)
+    operands.finish(call, kernel_of(finish_variant(backward)), given.contiguous().to(on), dq)
+    expected = rotated(sums.double()) if call.turned else sums.double()
+    torch.testing.assert_close(dq.cpu().double().view(z, 70, 128), expected[:, :70], atol=2e-3, rtol=2e-3)

@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Packing, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.common.centered_values import launch_centered_values
 from sagebwd.kernels.common.means import launch_statistics
-from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.transposed import launch_transpose
-from sagebwd.kernels.mma_sync.int8_dp import launch_int8_dp
-from sagebwd.kernels.mma_sync.operands import IN_REGISTERS, PAIRS_IN_REGISTERS, finish, quantize
-from sagebwd.kernels.mma_sync.variant import BACKWARD, FORWARD, KEYS, QUERIES, quantize_variant, variant_of
+from sagebwd.kernels.mma_sync.operands import finish, quantize, row_values
+from sagebwd.kernels.mma_sync.variant import (
+    BACKWARD,
+    FORWARD,
+    KEYS,
+    QUERIES,
+    finish_variant,
+    quantize_variant,
+    row_values_variant,
+    variant_of,
+)
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime.alignment import fits_tma
 from sagebwd.kernels.runtime.device import capability
@@ -83,22 +91,21 @@ def backward(
         check_gradients(call)
         return portable.backward(call, saved, do, dlse, q, k, v)
     queries, keys = call.queries, call.keys
-    int8_dp = call.recipe.dp == INT8
+    int8_dp, arch, half = call.recipe.dp == INT8, capability(call.device), v.dtype == torch.float16
+    do, center, v_scale = _in_chunks(do), None, None
     if int8_dp:
-        dp_v, v_scale, dp_do, row_values, do_scale, do_t, q_t = launch_int8_dp(call, saved, do, dlse, v)
+        dp_v, v_scale, center, _ = launch_centered_values(call, saved, v)
     else:
-        dp_v, dp_do = _in_chunks(v), _in_chunks(do)
-        row_values, do_scale, do_t, q_t = launch_preprocess_do(
-            call, dp_do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8
-        )
+        dp_v = _in_chunks(v)
+    turned_do = sum(call.value_rotation)
+    of_rows = row_values_variant(call.head_dim, half=half, int8_dp=int8_dp, turned=turned_do)
+    x = row_values(call, kernel_of(of_rows.source, arch), saved, do, dlse, center)
     k_t = launch_transpose(saved.k_int8, keys, KEYS)
     blocks_q, blocks_k = queries.blocks(QUERIES), keys.blocks(KEYS)
     dq_sums = zeros((queries.heads_in_all, blocks_q, QUERIES * call.head_dim), torch.float32, do.device)
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
 
-    arch = capability(call.device)
-    settings = {"half": v.dtype == torch.float16, "turned": call.turned}
-    variant = variant_of(BACKWARD, call.head_dim, arch, int8_dp=int8_dp, **settings)
+    variant = variant_of(BACKWARD, call.head_dim, arch, half=half, int8_dp=int8_dp, turned=call.turned)
     grid = keys.grid(KEYS)
     launch(
         kernel_of(variant.source, arch),
@@ -106,14 +113,14 @@ def backward(
         *_strided(saved.q_int8, queries),
         *_strided(saved.k_int8, keys),
         *_strided(dp_v, keys),
-        *_strided(dp_do, queries),
+        *_strided(x.do8 if int8_dp else do, queries),
         k_t,
-        q_t,
-        do_t,
+        x.q8_t,
+        x.do8_t,
         saved.k_scale,
         call.key_mask,
-        do_scale,
-        row_values,
+        x.do_scale,
+        x.values,
         dq_sums,
         *_strided(dk, keys),
         *_strided(dv, keys),
@@ -131,7 +138,7 @@ def backward(
         float(call.scale),
         *((v_scale,) if int8_dp else ()),
     )
-    finish(call, queries, dq_sums, dq, 1.0, PAIRS_IN_REGISTERS if variant.adds_four else IN_REGISTERS)
+    finish(call, kernel_of(finish_variant(variant).source, arch), dq_sums, dq)
     return dq, dk, dv
 
 

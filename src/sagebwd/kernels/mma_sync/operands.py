@@ -1,25 +1,16 @@
-"""Passes beside the attention kernels: codes before forward, gradients from FP32 sums after backward."""
+"""Passes beside the attention kernels: codes before forward, values and codes of queries before backward, dQ after."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from sagebwd.call import Call, Packing
-from sagebwd.kernels.common.rotation import store_turned
-from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.common.tile import block_and_head, load_rows, padded_block, to_16bit, whose
-from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass
+from sagebwd.call import Call, Saved
 from sagebwd.kernels.mma_sync.variant import KEYS, QUERIES, ROWS_OF_CODES
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.program import launch
-
-# How a block of FP32 sums lies.
-IN_ROWS, IN_REGISTERS, PAIRS_IN_REGISTERS = map(tl.constexpr, range(3))
 
 
 class Operands(NamedTuple):
@@ -64,58 +55,39 @@ def quantize(
     return made
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def finish_kernel(
-    sums,
-    cu_seqlens,
-    out,
-    scale,
-    heads,
-    tokens,
-    total,
-    blocks,
-    grid,
-    head_dim: tl.constexpr,
-    TURNED: tl.constexpr,
-    ORDER: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Scale a block of FP32 sums (heads, blocks, BLOCK, D), rotate it back and write it to out, `Strided`.
+class RowValues(NamedTuple):
+    """What `backward` in cuda/backward.cu reads of queries, as cuda/row_values.cu leaves it."""
 
-    ORDER: of a block, IN_ROWS; IN_REGISTERS of a product, (rows / 16, D / 8, half, channel, row, pair): row
-    16 m + 8 h + g and channel 8 n + 2 t + b at [m, n, h, b, g, t]; PAIRS_IN_REGISTERS: channel 16 n + 8 e + 2 t + b at
-    [m, n, h, g, t, e, b]. TURNED: channels of the rotation, or 0.
-    """
-    number, program = block_and_head(grid)
-    batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
-    first = number * BLOCK
-    if first >= length:
-        return
-    sums += (z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number).to(tl.int64) * (BLOCK * head_dim)
-    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    inside = first + rows < length
-    if ORDER == IN_REGISTERS:
-        tile = tl.load(sums + tl.arange(0, BLOCK * BLOCK_D)).reshape(BLOCK // 16, BLOCK_D // 8, 2, 2, 8, 4)
-        tile = tile.permute(0, 2, 4, 1, 5, 3).reshape(BLOCK, BLOCK_D)
-    elif ORDER == PAIRS_IN_REGISTERS:
-        tile = tl.load(sums + tl.arange(0, BLOCK * BLOCK_D)).reshape(BLOCK // 16, BLOCK_D // 16, 2, 8, 4, 2, 2)
-        tile = tile.permute(0, 2, 3, 1, 5, 4, 6).reshape(BLOCK, BLOCK_D)
-    else:
-        tile = load_rows(sums, rows, columns, BLOCK_D, length - first, head_dim, False, True)
-    at = row_of(out, batch, head, start + first)
-    if TURNED:
-        store_turned(at, rows, pitch_of(out), inside, tile, scale, head_dim, TURNED, BLOCK_D)
-    else:
-        at = at + rows[:, None] * pitch_of(out) + columns[None, :]
-        tl.store(at, to_16bit(tile * scale, out.at.dtype.element_ty), mask=inside[:, None])
+    values: Tensor  # (heads, blocks, 256) FP32
+    do_scale: Tensor  # (heads, blocks)
+    do8_t: Tensor  # (heads, D, blocks 64), tokens interleaved
+    q8_t: Tensor
+    do8: Tensor | None  # codes of dO R, of dO's shape, where dP is INT8
 
 
-def finish(call: Call, packing: Packing, sums: Tensor, out: Tensor, scale: float, order: tl.constexpr) -> None:
-    """Write dq or dk from sums in an order of `finish_kernel`: dk's IN_ROWS, dq's of registers."""
-    block = KEYS if order == IN_ROWS else QUERIES
-    launch_pass(
-        finish_kernel, packing, call.head_dim, block, sums, packing.cu_seqlens, Strided.of(out, packing), scale,
-        TURNED=call.turned, ORDER=order.value,
+def row_values(
+    call: Call, kernel: CudaKernel, saved: Saved, do: Tensor, dlse: Tensor | None, center: Tensor | None
+) -> RowValues:
+    """Values and codes of queries, in one launch of `row_values` in cuda/row_values.cu; center: of an INT8 dP, c R."""
+    queries, device, o, q8 = call.queries, do.device, saved.o, saved.q_int8
+    do8 = None if center is None else torch.empty(do.shape, dtype=torch.int8, device=device)
+    do8_t, q8_t = (queries.padded(QUERIES, QUERIES * call.head_dim, dtype=torch.int8, device=device) for _ in range(2))
+    values = queries.padded(QUERIES, QUERIES * 4, dtype=torch.float32, device=device)
+    do_scale = queries.padded(QUERIES, dtype=torch.float32, device=device)
+    grid = queries.grid(QUERIES)
+    launch(
+        kernel, (grid * queries.batch * queries.heads,), do, *queries.strides(do), o, *queries.strides(o),
+        q8, *queries.strides(q8), saved.lse, dlse, saved.q_scale, center,
+        do8, *((0, 0, 0) if do8 is None else queries.strides(do8)), do8_t, q8_t, do_scale, values,
+        queries.cu_seqlens, queries.heads, call.group, queries.tokens, queries.total, queries.blocks(QUERIES), grid,
+    )  # fmt: skip
+    return RowValues(values, do_scale, do8_t, q8_t, do8)
+
+
+def finish(call: Call, kernel: CudaKernel, sums: Tensor, dq: Tensor) -> None:
+    """Write dq from the FP32 sums (heads, blocks, 64 D) of backward, by `finish` in cuda/finish.cu."""
+    queries, grid = call.queries, call.queries.grid(QUERIES)
+    launch(
+        kernel, (grid * queries.batch * queries.heads,), sums, dq, *queries.strides(dq), queries.cu_seqlens,
+        queries.heads, queries.tokens, queries.blocks(QUERIES), grid,
     )  # fmt: skip

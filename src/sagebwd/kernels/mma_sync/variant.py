@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from sagebwd.kernels.runtime.nvrtc import Source
 
-FORWARD, BACKWARD, QUANTIZE = "forward", "backward", "quantize"
+FORWARD, BACKWARD = "forward", "backward"
+QUANTIZE, ROW_VALUES, FINISH = "quantize", "row_values", "finish"  # passes before forward, before and after backward
 HEAD_DIMS = (64, 128)
 # Keys of forward's tiles and queries of backward's; rows of Q or K of a thread block that makes codes.
 KEYS, QUERIES, ROWS_OF_CODES = 128, 64, 256
@@ -28,7 +29,7 @@ class Variant(NamedTuple):
     split: int = 1  # warps of forward that share rows
     first_keys: int = 0  # of forward and the codes, that are apart
     turned: int = 0  # channels of the rotation, of codes and gradients
-    # of backward
+    # of backward and its passes
     int8_dp: bool = False  # dP is a product of codes
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
 
@@ -54,13 +55,17 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as the constants of forward.cu and backward.cu lay it out."""
+        """Dynamic shared memory, as the constants of a kernel lay it out."""
         d = self.head_dim
         if self.direction == FORWARD:
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
             return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
         if self.direction == QUANTIZE:
             return (KEYS + 8) * d
+        if self.direction == ROW_VALUES:
+            return 2 * QUERIES * d + 4 * self.warps
+        if self.direction == FINISH:
+            return 0
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
         return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.int8_dp else 0)
@@ -82,9 +87,15 @@ _MORE_SHARED = (80, 87, 90)
 
 
 def variant_of(
-    direction: str, head_dim: int, capability: int, *, half: bool, first_keys: int = 0, int8_dp: bool = False,
+    direction: str,
+    head_dim: int,
+    capability: int,
+    *,
+    half: bool,
+    first_keys: int = 0,
+    int8_dp: bool = False,
     turned: int = 0,
-) -> Variant:  # fmt: skip
+) -> Variant:
     """The variant of a direction at 64 or 128 for a compute capability; half: inputs are FP16, else BF16.
 
     first_keys: the recipe's, of forward. int8_dp, and turned, channels of the rotation of K: of backward.
@@ -102,6 +113,18 @@ def variant_of(
 def quantize_variant(head_dim: int, *, half: bool, first_keys: int, turned: int) -> Variant:
     """The variant of the codes' pass; turned: channels of the rotation, or 0."""
     return Variant(QUANTIZE, head_dim, 8, 1, 2, 1, False, half, 1, first_keys, turned)
+
+
+def row_values_variant(head_dim: int, *, half: bool, int8_dp: bool, turned: int) -> Variant:
+    """The variant of the queries' pass before backward; turned: channels of the rotation of an INT8 dP, or 0."""
+    return Variant(ROW_VALUES, head_dim, 8, 1, 2, 1, False, half, turned=turned, int8_dp=int8_dp)
+
+
+def finish_variant(backward: Variant) -> Variant:
+    """The variant of dQ's pass after a backward."""
+    return backward._replace(
+        direction=FINISH, warps=4, row_tiles=1, blocks_an_sm=4, k_in_registers=False, int8_dp=False
+    )
 
 
 def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:

@@ -1,8 +1,9 @@
 // What kernels of CUDA C++ share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
-// FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes; ADDS_FOUR numbers to dQ at a time.
+// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16; TURNED, channels of a rotation, or 0. Of forward:
+// STAGES and SPLIT; and of codes: FIRST. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, as of row_values;
+// ADDS_FOUR numbers to dQ at a time, as of finish.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -256,6 +257,7 @@ template <int BYTES> DEVICE void copy_flat(u32 to, const void* from) {
 
 // Of a channel all bits up to that of its block's size in R; 0 behind the last block. TURNED: channels that R is of.
 DEVICE constexpr int span_of(int channel) {
+  if (TURNED == D) return 2 * D - 1;
   int span = channel < TURNED ? channel ^ TURNED : 0;
   span |= span >> 1;
   span |= span >> 2;
