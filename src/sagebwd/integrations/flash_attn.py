@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
+from inspect import signature
 from typing import NoReturn
 
 import torch
@@ -93,49 +94,33 @@ def flash_attn_func(
     return _returned(o.unflatten(0, (batch, tokens)), lse)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    recipe: str | Recipe = AUTO,
-    impl: str | None = None,
-) -> Attended:
+def _with_options_of(function: Callable) -> Callable:
+    """Sign a function that hands *options and **named to another: its own parameters, then the other's optional ones.
+
+    Without block_table, which flash-attn's packed functions do not have.
+    """
+    parameters = signature(function).parameters.values()
+    options = [x for x in parameters if x.default is not x.empty and x.name != "block_table"]
+
+    def signed(wrapper: Callable) -> Callable:
+        its_own = signature(wrapper)
+        first = [x for x in its_own.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        wrapper.__signature__ = its_own.replace(parameters=[*first, *options])
+        return wrapper
+
+    return signed
+
+
+@_with_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: object, **named: object) -> Attended:
     """`flash_attn_func` of keys and values in one tensor, (batch, kv_tokens, 2, kv_heads, head_dim)."""
-    return flash_attn_func(
-        q, *_unpacked("kv", kv, 5, 2),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        recipe=recipe, impl=impl,
-    )  # fmt: skip
+    return flash_attn_func(q, *_unpacked("kv", kv, 5, 2), *options, **named)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    recipe: str | Recipe = AUTO,
-    impl: str | None = None,
-) -> Attended:
+@_with_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: object, **named: object) -> Attended:
     """`flash_attn_func` of queries, keys and values in one tensor, (batch, tokens, 3, heads, head_dim)."""
-    return flash_attn_func(
-        *_unpacked("qkv", qkv, 5, 3),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        recipe=recipe, impl=impl,
-    )  # fmt: skip
+    return flash_attn_func(*_unpacked("qkv", qkv, 5, 3), *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -182,55 +167,23 @@ def flash_attn_varlen_func(
     return _returned(*_attended(options, deterministic, sage_attention_varlen, *packed))
 
 
+@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    recipe: str | Recipe = AUTO,
-    impl: str | None = None,
-) -> Attended:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *options: object, **named: object,
+) -> Attended:  # fmt: skip
     """`flash_attn_varlen_func` of keys and values in one tensor, (total_kv_tokens, 2, kv_heads, head_dim)."""
-    return flash_attn_varlen_func(
-        q, *_unpacked("kv", kv, 4, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        recipe=recipe, impl=impl,
-    )  # fmt: skip
+    places = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, *_unpacked("kv", kv, 4, 2), *places, *options, **named)
 
 
+@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    recipe: str | Recipe = AUTO,
-    impl: str | None = None,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: object, **named: object
 ) -> Attended:
     """`flash_attn_varlen_func` of queries, keys and values in one tensor, (total_tokens, 3, heads, head_dim)."""
-    return flash_attn_varlen_func(
-        *_unpacked("qkv", qkv, 4, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        recipe=recipe, impl=impl,
-    )  # fmt: skip
+    places = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*_unpacked("qkv", qkv, 4, 3), *places, *options, **named)
 
 
 def flash_attn_with_kvcache(

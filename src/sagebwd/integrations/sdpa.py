@@ -21,7 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,19 @@ _is_traced = False  # whether torch.compile has traced a replaced call: those ar
 _lock = threading.RLock()
 _active: list[SdpaReplacement] = []
 _installed: SdpaReplacement | None = None
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of one call, as scaled_dot_product_attention and `sage_attention` order them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
 
 
 class SdpaReplacement:
@@ -231,16 +244,15 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             if is_causal:
                 raise ValueError("CausalBias should not be used with causal=True")
             attn_mask, is_causal, window = _of_bias(attn_mask, query, key)
-        arguments = query, key, value
-        reason = _reason_to_keep(replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        reason = _reason_to_keep(replacement, call)
         if reason is None:
-            arguments = autocast(*arguments)
-            options = attn_mask, 0.0, is_causal, scale, enable_gqa
-            reason = _reason_of_kind(arguments, options, window, replacement)
+            call = SdpaCall(*autocast(query, key, value), attn_mask, 0.0, is_causal, scale, enable_gqa)
+            reason = _reason_of_kind(call, window, replacement)
         if reason is not None and reason not in _ASKED_FOR and replacement.unsupported == "raise":
             if not torch.compiler.is_compiling():
                 replacement._is_used = True
-            _refuse(reason, replacement, *arguments, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            _refuse(reason, replacement, call)
         # a graph cannot hold the side effect of counting
         if torch.compiler.is_compiling():
             _note_trace()
@@ -252,7 +264,7 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             return replacement._original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return sage_attention(*arguments, *options, window=window, recipe=replacement.recipe, impl=replacement.impl)
+        return sage_attention(*call, window=window, recipe=replacement.recipe, impl=replacement.impl)
 
     return scaled_dot_product_attention
 
@@ -289,55 +301,29 @@ def _lower_right(tokens_q: int, tokens_k: int, device: torch.device) -> Tensor:
     return torch.ones(tokens_q, tokens_k, dtype=torch.bool, device=device).tril(tokens_k - tokens_q)
 
 
-def _refuse(
-    reason: str,
-    settings: SdpaReplacement,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> NoReturn:
+def _refuse(reason: str, settings: SdpaReplacement, call: SdpaCall) -> NoReturn:
     """Raise what `sage_attention` raises for a call; NotImplementedError where it has no check of its own."""
-    checked = _reason_in_kind(query, key, value) is None and not (attn_mask is not None and is_causal)
+    checked = _reason_in_kind(*call[:3]) is None and not (call.attn_mask is not None and call.is_causal)
     only_torch = reason in ("dropout", "attn_mask needs a gradient") or reason.startswith("head_dim ")
-    if checked and only_torch and checks.only_torch(query, value, attn_mask, dropout_p) is not None:
-        checks.refuse_only_torch(query, value, attn_mask, dropout_p, _OUTSIDE)
+    of_torch = call.query, call.value, call.attn_mask, call.dropout_p
+    if checked and only_torch and checks.only_torch(*of_torch) is not None:
+        checks.refuse_only_torch(*of_torch, _OUTSIDE)
     if checked:
-        sage_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            recipe="token" if settings.recipe == AUTO else settings.recipe, impl=settings.impl,
-        )  # fmt: skip
+        recipe = "token" if settings.recipe == AUTO else settings.recipe
+        sage_attention(*call, recipe=recipe, impl=settings.impl)
     raise NotImplementedError(
         f"scaled_dot_product_attention: {reason}: not supported under replace_sdpa(unsupported='raise'); {_OUTSIDE}"
     )
 
 
-def _reason_to_keep(
-    settings: SdpaReplacement,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> str | None:
+def _reason_to_keep(settings: SdpaReplacement, call: SdpaCall) -> str | None:
     """Why a call stays on the original, in a few words; None where `sage_attention` has a place for it."""
     # code that took hold of the function, such as another patch, may call it later
     if not settings._entered:
         return _LEFT
-    if _is_short(key, settings.min_tokens):
+    if _is_short(call.key, settings.min_tokens):
         return _SHORT
-    return (
-        _reason_in_kind(query, key, value)
-        or _reason_in_shapes(query, key, value, enable_gqa)
-        or _reason_in_options(query, key, attn_mask, dropout_p, is_causal, scale)
-    )
+    return _reason_in_kind(*call[:3]) or _reason_in_shapes(*call[:3], call.enable_gqa) or _reason_in_options(call)
 
 
 def _is_short(key: Tensor, min_tokens: int) -> bool:
@@ -379,26 +365,19 @@ def _reason_in_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: boo
     return None
 
 
-def _reason_in_options(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> str | None:
-    if dropout_p != 0.0:
+def _reason_in_options(call: SdpaCall) -> str | None:
+    if call.dropout_p != 0.0:
         return "dropout"
-    if not isinstance(is_causal, bool):
+    if not isinstance(call.is_causal, bool):
         return "is_causal is not a bool"
-    if scale is not None and not _is_finite_number(scale):
+    if call.scale is not None and not _is_finite_number(call.scale):
         return "scale is not a finite number"
-    if attn_mask is None:
+    if call.attn_mask is None:
         return None
     # the original refuses or combines the two as its backend likes
-    if is_causal:
+    if call.is_causal:
         return "attn_mask with is_causal"
-    return _reason_in_mask(query, key, attn_mask)
+    return _reason_in_mask(call.query, call.key, call.attn_mask)
 
 
 def _reason_in_mask(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
@@ -420,29 +399,21 @@ def _is_finite_number(scale: object) -> bool:
     return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
-def _reason_of_kind(
-    tensors: tuple[Tensor, Tensor, Tensor], options: tuple, window: tuple[int, int] | None, settings: SdpaReplacement
-) -> str | None:
+def _reason_of_kind(call: SdpaCall, window: tuple[int, int] | None, settings: SdpaReplacement) -> str | None:
     """`_reason_in_implementation`, worked out once for calls that differ in what tensors hold alone."""
-    attn_mask, *numbers = options
-    kind = spec_of((*tensors, attn_mask, None, None, None), None, settings.recipe, window, *numbers)
+    kind = spec_of((*call[:4], None, None, None), None, settings.recipe, window, *call[4:])
     if kind is None:  # a trace must not look at what is cached: dynamo would compile anew whenever there is more
-        return _reason_in_implementation(tensors, options, window, settings)
+        return _reason_in_implementation(call, window, settings)
     found = settings._reasons.get(kind)
     if found is None:
-        found = (_reason_in_implementation(tensors, options, window, settings),)
+        found = (_reason_in_implementation(call, window, settings),)
         settings._reasons.put(kind, found)
     return found[0]
 
 
-def _reason_in_implementation(
-    tensors: tuple[Tensor, Tensor, Tensor], options: tuple, window: tuple[int, int] | None, settings: SdpaReplacement
-) -> str | None:
-    """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them.
-
-    options: attn_mask, dropout_p, is_causal, scale and enable_gqa.
-    """
-    query, key, value = tensors
+def _reason_in_implementation(call: SdpaCall, window: tuple[int, int] | None, settings: SdpaReplacement) -> str | None:
+    """Likewise, of tensors that autocast has seen: whether the implementation that would run takes them."""
+    query, key, value = call[:3]
     if not query.dtype == key.dtype == value.dtype:
         return "dtypes differ"
     dtype = str(query.dtype).removeprefix("torch.")
@@ -452,7 +423,7 @@ def _reason_in_implementation(
         if torch.compiler.is_compiling():
             dispatch.check_traced(settings.impl, query.device, query.dtype)
         else:
-            choice, _ = choice_of(*tensors, *options, window=window, recipe=settings.recipe, impl=settings.impl)
+            choice, _ = choice_of(*call, window=window, recipe=settings.recipe, impl=settings.impl)
             return None if choice.contender in (None, *PEERS) else _FASTER  # a peer runs by sagebwd's function
     except TypeError:
         return f"dtype {dtype}"

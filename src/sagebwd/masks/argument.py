@@ -49,13 +49,7 @@ def read_mask(attn_mask: Tensor) -> Mask:
 
     Raises TypeError and ValueError for anything else.
     """
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask: expected a tensor, got {type(attn_mask).__name__}")
-    checks.strided("attn_mask", attn_mask)
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(
-            f"attn_mask: dtype {attn_mask.dtype} is not supported; accepted: bool and floating-point dtypes"
-        )
+    _check_elements(attn_mask, "a tensor")
     if not 2 <= attn_mask.dim() <= 4:
         raise ValueError(
             f"attn_mask: shape {tuple(attn_mask.shape)} has {attn_mask.dim()} dimensions; accepted: 2 to 4"
@@ -155,14 +149,7 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
     shape, device = (*query.shape[:3], key.shape[2]), key.device
     if is_block_mask(mask) or isinstance(mask, Mask):
         raise TypeError("attn_mask: expected a tensor or None, got a BlockMask; pass it as block_mask=")
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask: expected a tensor or None, got {type(mask).__name__}")
-    checks.strided("attn_mask", mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, or a "
-            "floating-point dtype, which is added to the scores"
-        )
+    _check_elements(mask, "a tensor or None")
     if not (2 <= mask.dim() <= 4 and _broadcast(mask.shape[::-1], shape[::-1])):
         raise ValueError(
             f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {tuple(shape)}; accepted: {_SHAPES}, or its "
@@ -171,6 +158,17 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
     if mask.device != device:
         raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
     return _once_where_expanded(mask[(None,) * (4 - mask.dim())])
+
+
+def _check_elements(mask: object, expected: str) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask: expected {expected}, got {type(mask).__name__}")
+    checks.strided("attn_mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, or a "
+            "floating-point dtype, which is added to the scores"
+        )
 
 
 def _once_where_expanded(mask: Tensor) -> Tensor:

@@ -31,12 +31,6 @@ def rms(x: Tensor) -> float:
     return math.sqrt(_flat(x).square().mean().item()) if x.numel() else 0.0
 
 
-def sqnr_db(actual: Tensor, expected: Tensor) -> float:
-    """Signal to quantisation noise, in dB: -20 log10 of the relative L2 error."""
-    error = relative_l2(actual, expected)
-    return math.inf if error == 0 else -20 * math.log10(error)
-
-
 def largest_logit(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> float:
     """The largest |scale q . k| over visible pairs, for logging.
 
