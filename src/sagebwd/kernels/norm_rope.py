@@ -40,6 +40,8 @@ class Tile(NamedTuple):
 TILE = Tile()
 # Channels of a row for each warp beyond four: more would take more registers than a thread has.
 CHANNELS_OF_WARP = 32
+# Channels of rows whose loads are under way for several heads, as timed; with 64 or 256 some registers are spilled.
+IN_STAGES = 128
 
 
 @triton.jit
@@ -314,10 +316,11 @@ def _launch(
     count, head_dim, rotary = programs(q, tile) + programs(k, tile), q.shape[-1], 0 if cos is None else cos.shape[-1]
     if not count:
         return
+    stages = tile.stages if head_dim == IN_STAGES else 1
     launch(
         kernel, (count,), *given, programs(q, tile), head_dim=head_dim, ROTARY=rotary,
         HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved,
-        BLOCK=tile.block, HEADS=tile.heads, STAGES=tile.stages,
+        BLOCK=tile.block, HEADS=tile.heads, STAGES=stages,
         num_warps=max(tile.warps, _power_of_two(head_dim) // CHANNELS_OF_WARP),
     )  # fmt: skip
 
