@@ -115,6 +115,18 @@ static u16 to_16bit(float x) {
 }
 static u32 to_16bit(float low, float high) { return to_16bit(low) | (u32)to_16bit(high) << 16; }
 
+static u32 chosen_of_two(u32 a, u32 b, bool larger) {
+  u32 y = 0;
+  for (int n = 0; n < 2; n++) {
+    const u16 one = (u16)(a >> 16 * n), other = (u16)(b >> 16 * n);
+    const float p = from_16bit(one), q = from_16bit(other);
+    y |= (u32)(p != p || q != q ? 0x7fff : (larger ? p > q : p < q) ? one : other) << 16 * n;
+  }
+  return y;
+}
+static u32 max_two(u32 a, u32 b) { return chosen_of_two(a, b, true); }
+static u32 min_two(u32 a, u32 b) { return chosen_of_two(a, b, false); }
+
 // A product's fragments: row g or g + 8 of A, column g of B; four bytes, or two numbers of 16 bits, from 4 t or 2 t on.
 template <class T, class Sum, int K> static void product(Sum* c, const u32* a, u32 b0, u32 b1, Sum (*multiply)(T, T)) {
   const u32 given[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -140,6 +152,10 @@ static void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 
   mma(c, a, b0, b1);
 }
 static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, float, 16>(c, a, b0, b1, of_16bit); }
+static void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+  for (int r = 0; r < 4; r++) c[r] = start[r];
+  mma_16bit(c, a, b0, b1);
+}
 
 static u32 shared_base() { return 0; }
 // Lane 8 i + r has the address of row r of matrix i; lane 4 r + w gets its w-th word, transposed its rows 2 w and 2 w + 1.

@@ -7,6 +7,7 @@ import torch
 
 from sagebwd.call import Call
 from sagebwd.recipe import Recipe
+from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
 from tests.kernels import emulated_cuda
 
@@ -29,6 +30,11 @@ CODES = {
     "packed": AttentionCase(lengths_q=[30, 0, 70], lengths_k=[20, 9, 140], head_dim=64),
     "as-it-is": AttentionCase(recipe="token(rotate=False)", tokens_q=20, tokens_k=20, head_dim=128),
 }
+
+
+def _arch() -> int:
+    major, minor = torch.cuda.get_device_capability() if HAS_GPU else (8, 9)
+    return 10 * major + minor
 
 
 def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None, arch: int) -> operands.Operands:
@@ -54,10 +60,7 @@ def test_codes(name, count, on):
     k_mean, v_mean, _, first_keys = launch_statistics(
         k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
     )
-    arch = 89
-    if HAS_GPU:
-        arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys, arch)
+    made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys, _arch())
     rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
     for which, (x, packing, mean, mask) in rows.items():
         expected = launch_quantize(x, packing, "token", 64, mean, mask, codes=True, turned=call.turned)
@@ -106,13 +109,55 @@ def test_codes(name, count, on):
 
 
 @pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("head_dim", [8, 33, 67, 72, 96, 126])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_widths_of_several_blocks_of_the_rotation(head_dim, on):
+    """Codes times scales are rows less the mean, rotated, but for half a scale; channels filled up have codes 0."""
+    width = 64 if head_dim <= 64 else 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 40, head_dim, generator=generator).bfloat16() for _ in range(3))
+    mean = k.float().mean(2)
+    call = AttentionCase(tokens_q=40, tokens_k=40, heads=1, head_dim=head_dim, device=on).call(q.to(on), k.to(on))
+    filled = [torch.nn.functional.pad(x, (0, width - head_dim)).to(on) for x in (q, k, v, mean)]
+    asked = quantize_variant(width, half=False, first_keys=1, turned=head_dim)
+    kernel = nvrtc.kernel_of(asked, _arch()) if HAS_GPU else emulated_cuda.EmulatedKernel(asked)
+    made = operands.quantize(call._replace(head_dim=width), kernel, *filled, None, None)
+    for codes, scale, x in (
+        (made.q8, made.q_scale, q.double()),
+        (made.k8, made.k_scale, k.double() - mean.double()[:, :, None]),
+    ):
+        found, step = (codes.double() * scale.double()[..., None]).cpu(), scale.double()[..., None].cpu()
+        assert ((found[..., :head_dim] - rotated(x)).abs() <= 0.501 * step).all()
+        assert not codes[..., head_dim:].any()
+        assert (codes.abs().amax(-1) == 127).all()
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_keys_that_are_all_alike_have_codes_of_zero(on):
+    """But for one that is not: of others rounding alone is left."""
+    q, k, v = (torch.randn(1, 1, 1, 128).bfloat16().expand(1, 1, 300, 128).contiguous().to(on) for _ in range(3))
+    k[0, 0, 17] += 1
+    mean = k[
+        :,
+        :,
+        :1,
+        :,
+    ].float()[:, :, 0]
+    call = AttentionCase(tokens_q=300, tokens_k=300, heads=1, head_dim=128, device=on).call(q, k)
+    made = codes_of(call, (q, k, v, mean, None), None, _arch())
+    assert made.k8[0, 0].ne(0).any(-1).nonzero().tolist() == [[17]]
+    assert made.k_scale[0, 0, :17].eq(1).all()
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf])
 @pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="emulated"))])
 def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
     case = AttentionCase(tokens_q=9, tokens_k=140, head_dim=64, device=on)
     q, k, v, *_ = case.inputs()
     q[0, 0, 4, 7] = k[0, 0, 5, 7] = v[0, 0, 130, 7] = lost
-    made = codes_of(case.call(q, k), (q, k, v, None, None), None, 89)
+    made = codes_of(case.call(q, k), (q, k, v, None, None), None, _arch())
     assert made.q_scale[0].isnan().nonzero().tolist() == [[0, 4]]
     assert made.k_scale[0].isnan().nonzero().tolist() == [[0, 5]]
     assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]

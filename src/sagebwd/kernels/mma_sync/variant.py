@@ -56,7 +56,7 @@ class Variant(NamedTuple):
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
             return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
         if self.direction == QUANTIZE:
-            return (KEYS + 8) * d
+            return (KEYS + 12) * d
         keys, dp = self.rows, 1 if self.int8_dp else 2  # bytes of an operand of dP
         of_keys = keys * (d * (1 + dp + (not self.k_in_registers)) + QUERIES)
         return of_keys + QUERIES * (d * (3 + dp) + 24) + (self.warps * 1088 if self.share else 0)
@@ -98,7 +98,7 @@ def variant_of(
 
 def quantize_variant(head_dim: int, *, half: bool, first_keys: int, turned: int) -> Variant:
     """The variant of the codes' pass; turned: channels of the rotation, or 0."""
-    return Variant(QUANTIZE, head_dim, 8, 1, 2, 1, False, half, 1, first_keys, turned)
+    return Variant(QUANTIZE, head_dim, 8, 128 // head_dim, 2, 1, False, half, 1, first_keys, turned)
 
 
 def forward_form(head_dim: int, value_dim: int) -> tuple[int, int] | None:

@@ -76,6 +76,15 @@ DEVICE float from_16bit(u16 x) {
 #endif
 }
 
+// Of two numbers of 16 bits each the larger and the smaller, or NaN where either is.
+#if HALF
+#define TWO_16BIT "f16x2"
+#else
+#define TWO_16BIT "bf16x2"
+#endif
+DEVICE u32 max_two(u32 a, u32 b) { u32 y; asm("max.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+DEVICE u32 min_two(u32 a, u32 b) { u32 y; asm("min.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+
 // ---- products ----
 
 // c += a b, (16 x 32) (32 x 8) INT8.
@@ -100,6 +109,16 @@ DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) {
 #endif
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// c = start + a b, (16 x 16) (16 x 8) of 16 bits.
+DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+#if HALF
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#endif
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
 }
 
 // ---- shared and global memory ----
@@ -157,6 +176,7 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // An INT32 sum that starts from this reads as the float 1.5 2^23 + sum, without a conversion. |sum| < 2^22.
 constexpr int MAGIC = 0x4B400000;
 constexpr float MAGIC_F = 12582912.0f;
+constexpr u32 TWO_INF = HALF ? 0x7C007C00 : 0x7F807F80;  // of 16 bits
 
 // ---- registers and tiles ----
 
