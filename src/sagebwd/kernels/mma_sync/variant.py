@@ -25,6 +25,7 @@ class Variant(NamedTuple):
     split: int = 1  # warps of forward that share rows
     first_keys: int = 0  # that are apart
     turned: int = 0  # channels of the codes' rotation
+    product_sums: bool = False  # P's rows are added up by tensor cores
     # of backward
     int8_dp: bool = False  # dP is a product of codes
     dp_parts: int = 1  # of queries, one after another
@@ -43,7 +44,7 @@ class Variant(NamedTuple):
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "PRODUCT_SUMS", "INT8_DP",
             "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
@@ -88,7 +89,9 @@ def variant_of(
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys)
+    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate
+    product_sums = direction == FORWARD and not little
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, product_sums=product_sums)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:

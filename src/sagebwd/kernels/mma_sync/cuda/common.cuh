@@ -1,7 +1,8 @@
 // What the kernels of mma.sync share: instructions in PTX, tiles in shared memory, INT8 sums that read as floats.
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
-// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT and FIRST. Of the codes:
+// multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16. Of forward: STAGES, SPLIT, FIRST and
+// PRODUCT_SUMS, of P's rows. Of the codes:
 // FIRST and TURNED. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, in DP_PARTS of the queries; DQ_MT, tiles of
 // 16 queries of dQ a warp; FLUSH, steps after which sums of dK and dV lose what INT32 sums start from, or 0: at once;
 // TWO_BARRIERS a step, not three; SHARE, of two warps one adds up dV and one dK; ADDS_FOUR numbers to dQ at a time.
@@ -76,6 +77,10 @@ DEVICE float from_16bit(u16 x) {
 #endif
 }
 
+// Two FP16 numbers, and sums of two and two.
+DEVICE u32 to_fp16(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEVICE u32 add_fp16(u32 a, u32 b) { u32 y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+
 // Of two numbers of 16 bits each the larger and the smaller, or NaN where either is.
 #if HALF
 #define TWO_16BIT "f16x2"
@@ -119,6 +124,13 @@ DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1
 #endif
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
+}
+
+// Rows of a, (16 x 16) FP16, are added up: all lanes of a quad get rows g in c[0] and g + 8 in c[2].
+DEVICE void add_rows(float* c, const u32* a) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3C003C00));
 }
 
 // ---- shared and global memory ----
