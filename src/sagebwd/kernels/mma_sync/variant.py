@@ -44,8 +44,8 @@ class Variant(NamedTuple):
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "PRODUCT_SUMS", "INT8_DP",
-            "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED",
+            "PRODUCT_SUMS", "INT8_DP", "DP_PARTS", "DQ_MT", "FLUSH", "TWO_BARRIERS", "SHARE", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -89,8 +89,8 @@ def variant_of(
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate
-    product_sums = direction == FORWARD and not little
+    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate; at 64 sums are spilled
+    product_sums = direction == FORWARD and head_dim == 128 and not little
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, product_sums=product_sums)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR, **INT8_DP)
