@@ -116,6 +116,27 @@ static u16 to_16bit(float x) {
 }
 static u32 to_16bit(float low, float high) { return to_16bit(low) | (u32)to_16bit(high) << 16; }
 
+static u32 chosen_of_two(u32 a, u32 b, bool larger) {
+  u32 y = 0;
+  for (int n = 0; n < 2; n++) {
+    const u16 one = (u16)(a >> 16 * n), other = (u16)(b >> 16 * n);
+    const float p = from_16bit(one), q = from_16bit(other);
+    y |= (u32)(p != p || q != q ? 0x7fff : (larger ? p > q : p < q) ? one : other) << 16 * n;
+  }
+  return y;
+}
+static u32 max_two(u32 a, u32 b) { return chosen_of_two(a, b, true); }
+static u32 min_two(u32 a, u32 b) { return chosen_of_two(a, b, false); }
+
+static float fp16_of(u32 two, int n) { const u16 x = (u16)(two >> 16 * n); _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+static u32 to_fp16(float low, float high) {
+  const _Float16 two[2] = {(_Float16)low, (_Float16)high};
+  u32 y;
+  memcpy(&y, two, 4);
+  return y;
+}
+static u32 add_fp16(u32 a, u32 b) { return to_fp16(fp16_of(a, 0) + fp16_of(b, 0), fp16_of(a, 1) + fp16_of(b, 1)); }
+
 // A product's fragments: row g or g + 8 of A, column g of B; four bytes, or two numbers of 16 bits, from 4 t or 2 t on.
 template <class T, class Sum, int K> static void product(Sum* c, const u32* a, u32 b0, u32 b1, Sum (*multiply)(T, T)) {
   const u32 given[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -144,6 +165,17 @@ static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, flo
 static void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
   c[0] = c[1] = c[2] = c[3] = 0;
   mma_16bit(c, a, b0, b1);
+}
+static void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+  for (int r = 0; r < 4; r++) c[r] = start[r];
+  mma_16bit(c, a, b0, b1);
+}
+
+static void add_rows(float* c, const u32* a) {
+  u32 (*all)[16] = bring(a, 4);
+  for (int r = 0; r < 4; r++) for (int lane = 0; lane < 4; lane++) for (int n = 0; n < 4; n++)
+    c[r] += fp16_of(all[(lane_of_thread() & ~3) + lane][(r >> 1) + (n & 2)], n & 1);
+  seen();
 }
 
 static u32 shared_base() { return 0; }

@@ -120,6 +120,42 @@ def test_codes(name, count, on):
 
 
 @pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("head_dim", [8, 33, 67, 72, 96, 126])
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_widths_of_several_blocks_of_the_rotation(head_dim, on):
+    """Codes times scales are rows less the mean, rotated, but for half a scale; channels filled up have codes 0."""
+    width = 64 if head_dim <= 64 else 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 40, head_dim, generator=generator).bfloat16() for _ in range(3))
+    mean = k.float().mean(2)
+    call = AttentionCase(tokens_q=40, tokens_k=40, heads=1, head_dim=head_dim, device=on).call(q.to(on), k.to(on))
+    filled = [torch.nn.functional.pad(x, (0, width - head_dim)).to(on) for x in (q, k, v, mean)]
+    asked = quantize_variant(width, half=False, first_keys=1, turned=head_dim)
+    made = operands.quantize(call._replace(head_dim=width), kernel_of(asked), *filled, None, None)
+    for codes, scale, x in (
+        (made.q8, made.q_scale, q.double()),
+        (made.k8, made.k_scale, k.double() - mean.double()[:, :, None]),
+    ):
+        found, step = (codes.double() * scale.double()[..., None]).cpu(), scale.double()[..., None].cpu()
+        assert ((found[..., :head_dim] - rotated(x)).abs() <= 0.501 * step).all()
+        assert not codes[..., head_dim:].any()
+        assert (codes.abs().amax(-1) == 127).all()
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_keys_that_are_all_alike_have_codes_of_zero(on):
+    """But for one that is not: of others rounding alone is left."""
+    q, k, v = (torch.randn(1, 1, 1, 128).bfloat16().expand(1, 1, 300, 128).contiguous().to(on) for _ in range(3))
+    k[0, 0, 17] += 1
+    mean = k[:, :, :1].float()[:, :, 0]
+    call = AttentionCase(tokens_q=300, tokens_k=300, heads=1, head_dim=128, device=on).call(q, k)
+    made = codes_of(call, (q, k, v, mean, None), None)
+    assert made.k8[0, 0].ne(0).any(-1).nonzero().tolist() == [[17]]
+    assert made.k_scale[0, 0, :17].eq(1).all()
+
+
+@pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf])
 @pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="emulated"))])
 def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):

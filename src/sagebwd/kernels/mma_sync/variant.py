@@ -29,6 +29,7 @@ class Variant(NamedTuple):
     split: int = 1  # warps of forward that share rows
     first_keys: int = 0  # of forward and the codes, that are apart
     turned: int = 0  # channels of the rotation, of codes and gradients
+    product_sums: bool = False  # of forward: P's rows are added up by tensor cores
     # of backward and its passes
     int8_dp: bool = False  # dP is a product of codes
     adds_four: bool = False  # numbers to dQ at a time, which compute capability 9.0 has
@@ -42,8 +43,8 @@ class Variant(NamedTuple):
     def macros(self) -> dict[str, int]:
         """The macros, by name."""
         names = (
-            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED", "INT8_DP",
-            "ADDS_FOUR",
+            "D", "WARPS", "MT", "CTAS", "STAGES", "K_IN_REGISTERS", "HALF", "SPLIT", "FIRST", "TURNED",
+            "PRODUCT_SUMS", "INT8_DP", "ADDS_FOUR",
         )  # fmt: skip
         return dict(zip(names, map(int, self[1:]), strict=True))
 
@@ -61,7 +62,7 @@ class Variant(NamedTuple):
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
             return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
         if self.direction == QUANTIZE:
-            return (KEYS + 8) * d
+            return (KEYS + 12) * d
         if self.direction == ROW_VALUES:
             return 2 * QUERIES * d + 4 * self.warps
         if self.direction == FINISH:
@@ -102,7 +103,9 @@ def variant_of(
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned)
+    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate; at 64 sums are spilled
+    product_sums = direction == FORWARD and head_dim == 128 and not little
+    variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned, product_sums)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)
     if little and variant.shared_bytes > _LEAST_SHARED_BYTES:
@@ -112,7 +115,7 @@ def variant_of(
 
 def quantize_variant(head_dim: int, *, half: bool, first_keys: int, turned: int) -> Variant:
     """The variant of the codes' pass; turned: channels of the rotation, or 0."""
-    return Variant(QUANTIZE, head_dim, 8, 1, 2, 1, False, half, 1, first_keys, turned)
+    return Variant(QUANTIZE, head_dim, 8, 128 // head_dim, 2, 1, False, half, 1, first_keys, turned)
 
 
 def row_values_variant(head_dim: int, *, half: bool, int8_dp: bool, turned: int) -> Variant:

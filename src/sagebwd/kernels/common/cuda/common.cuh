@@ -2,8 +2,8 @@
 // No includes: NVRTC compiles a kernel of this file and its own as they are.
 // Macros of a variant: D, channels (64 or 128); WARPS and MT, tiles of 16 rows a warp; CTAS, thread blocks that a
 // multiprocessor holds; HALF, 1 where 16 bits are FP16 and not BF16; TURNED, channels of a rotation, or 0. Of forward:
-// STAGES and SPLIT; and of codes: FIRST. Of backward: K_IN_REGISTERS; INT8_DP, a product of codes, as of row_values;
-// ADDS_FOUR numbers to dQ at a time, as of finish.
+// STAGES, SPLIT, and PRODUCT_SUMS, of P's rows; and of codes: FIRST. Of backward: K_IN_REGISTERS; INT8_DP, a product of
+// codes, as of row_values; ADDS_FOUR numbers to dQ at a time, as of finish.
 
 #ifndef EMULATED  // by tests/kernels/emulated_cuda.h, which has its own of all up to its end
 typedef signed char i8;
@@ -75,6 +75,19 @@ DEVICE float from_16bit(u16 x) {
 #endif
 }
 
+// Two FP16 numbers, and sums of two and two.
+DEVICE u32 to_fp16(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEVICE u32 add_fp16(u32 a, u32 b) { u32 y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+
+// Of two numbers of 16 bits each the larger and the smaller, or NaN where either is.
+#if HALF
+#define TWO_16BIT "f16x2"
+#else
+#define TWO_16BIT "bf16x2"
+#endif
+DEVICE u32 max_two(u32 a, u32 b) { u32 y; asm("max.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+DEVICE u32 min_two(u32 a, u32 b) { u32 y; asm("min.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+
 // ---- products ----
 
 // c += a b, (16 x 32) (32 x 8) INT8.
@@ -109,6 +122,23 @@ DEVICE void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
 #endif
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+// c = start + a b, (16 x 16) (16 x 8) of 16 bits.
+DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+#if HALF
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#endif
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
+}
+
+// Rows of a, (16 x 16) FP16, are added up: all lanes of a quad get rows g in c[0] and g + 8 in c[2].
+DEVICE void add_rows(float* c, const u32* a) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3C003C00));
 }
 
 // ---- shared and global memory ----
@@ -177,6 +207,7 @@ constexpr int MAGIC = 0x4B400000;
 constexpr float MAGIC_F = 12582912.0f;
 constexpr float TINY = 0x1p-119f;  // of sagebwd.reference.quantize
 constexpr float ROUNDING = 0x1p-18f;  // of kernels/common/rotation.py
+constexpr u32 TWO_INF = HALF ? 0x7C007C00 : 0x7F807F80;  // of 16 bits
 
 // ---- registers ----
 

@@ -5,6 +5,9 @@
 
 constexpr int KEYS = 128;
 constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
+constexpr float LOG2_LEVELS = 7.9886846867721655f;
+constexpr u32 TWO_1152 = 0x64806480;  // FP16: a number added to 1024 + 128 is rounded, its low byte is the code
+constexpr float SLACK = 8;  // log2 of how far a row's largest score may be above what its sums are in units of
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
 constexpr u32 START_AT = STAGES * STAGE, TOPS_AT = START_AT + 16;
 constexpr int ROWS = WARPS * MT * 16;  // of all warps
@@ -93,7 +96,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       s[i][h] += from_lane_xor(s[i][h], 2);
       if (!shown(key, i, h)) continue;
       m[i][h] = (float)s[i][h] * ks * qs[i][h];
-      l[i][h] = t == 0 && part == 0 ? 1.0f : 0.0f;  // lanes of a row are added up at the end
+      l[i][h] = t == 0 && part == 0 ? (float)LEVELS : 0.0f;  // in units of 1 / LEVELS; lanes of a row are added up at the end
       UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
     }
   }
@@ -121,7 +124,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       const float safe = m[i][h] == -INF ? 0.0f : m[i][h];
       UNROLL for (int c = 0; c < 4; c++) {
         x[c] = exp2_of(x[c] - safe);  // P = exp2(S - m)
-        if (part == 0) l[i][h] += x[c];
+        if (part == 0) l[i][h] += x[c] * LEVELS;
       }
       UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
     }
@@ -135,6 +138,11 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       }
     }
   }
+  auto add_lanes = [&](int i, int h) {
+    l[i][h] += from_lane_xor(l[i][h], 1);
+    l[i][h] += from_lane_xor(l[i][h], 2);
+  };
+  if (FIRST && PRODUCT_SUMS) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) add_lanes(i, h);
   const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + first_d * KEYS + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
   __syncthreads();
   int start[4];
@@ -159,7 +167,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
       UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
     }
-    float x[MT][OWN_KEYS / 8][4], top[MT][2], decay[MT][2], weight[MT][2];
+    float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
     UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
     UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) {
       float ks[4];
@@ -187,27 +195,38 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     }
     bool changed = false;
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      const float y = top[i][h] * qs[i][h];
-      const float larger = fmaxf(m[i][h], y), safe = larger == -INF ? 0.0f : larger;
-      changed |= larger > m[i][h];
-      decay[i][h] = exp2_of(m[i][h] - safe);
-      weight[i][h] = exp2_of(y - safe);
-      m[i][h] = larger;
-      top[i][h] = y == -INF ? 0.0f : y;
+      top[i][h] *= qs[i][h];
+      changed |= top[i][h] > m[i][h] + SLACK;
+    }
+    if (__any_sync(0xffffffffu, changed))
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+        const float y = top[i][h], decay = y > m[i][h] + SLACK ? exp2_of(m[i][h] - y) : 1.0f;
+        m[i][h] = y > m[i][h] + SLACK ? y : m[i][h];
+        l[i][h] *= decay;
+        UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] *= decay;  // alpha l, alpha O
+      }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      weight[i][h] = exp2_of(top[i][h] - (m[i][h] == -INF ? 0.0f : m[i][h]));
+      top[i][h] = (top[i][h] == -INF ? 0.0f : top[i][h]) - LOG2_LEVELS;
     }
     u32 p[MT][KEYS / 32][4];  // of a warp's own keys, then of the other's
     UNROLL for (int i = 0; i < MT; i++) {
-      float sum[2] = {0, 0};
-      UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int r = 0; r < 4; r++) {
-        const float y = exp2_of(x[i][n][r] * qs[i][r >> 1] - top[i][r >> 1]);  // P = exp2(S - block_max)
-        sum[r >> 1] += y;
-        x[i][n][r] = y * LEVELS + (MAGIC_F - 128.0f);
+      float sum[4] = {0, 0, 0, 0};
+      UNROLL for (int n = 0; n < OWN_KEYS / 8; n += 2) {
+        u32 y[4];  // of 16 keys, as a product reads them
+        UNROLL for (int e = 0; e < 2; e++) UNROLL for (int h = 0; h < 2; h++) {
+          float two[2];
+          UNROLL for (int b = 0; b < 2; b++) {
+            two[b] = exp2_of(x[i][n + e][2 * h + b] * qs[i][h] - top[i][h]);  // LEVELS P = exp2(S - block_max + log2(LEVELS))
+            if (!PRODUCT_SUMS) sum[2 * h] += two[b];
+          }
+          y[2 * e + h] = to_fp16(two[0], two[1]);
+        }
+        if (PRODUCT_SUMS) add_rows(sum, y);
+        UNROLL for (int h = 0; h < 2; h++)
+          p[i][n / 4][(n & 2) + h] = __byte_perm(add_fp16(y[h], TWO_1152), add_fp16(y[2 + h], TWO_1152), 0x6420);
       }
-      UNROLL for (int h = 0; h < 2; h++) l[i][h] = l[i][h] * decay[i][h] + sum[h] * weight[i][h];  // l = alpha l + beta rowsum(P)
-      UNROLL for (int k = 0; k < OWN_KEYS / 32; k++) UNROLL for (int r = 0; r < 4; r++) {
-        const int n = 4 * k + (r >> 1) * 2, h = (r & 1) * 2;
-        p[i][k][r] = pack(x[i][n][h], x[i][n][h + 1], x[i][n + 1][h], x[i][n + 1][h + 1]);
-      }
+      UNROLL for (int h = 0; h < 2; h++) l[i][h] += sum[2 * h] * weight[i][h];  // l = alpha l + beta rowsum(P)
     }
     if (SPLIT == 2) {
       const u32 mine = base + CODES_AT + warp * CODES + lane * 16, other = base + CODES_AT + (warp ^ 1) * CODES + lane * 16;
@@ -219,8 +238,6 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int r = 0; r < 4; r++) p[i][OWN_KEYS / 32 * (SPLIT - 1) + k][r] = as_word(words[r]);
       }
     }
-    if (__any_sync(0xffffffffu, changed))
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= decay[i][r >> 1];
     UNROLL for (int n = 0; n < OWN_D / 8; n += PAIR) {
       int sum[PAIR][MT][4];  // P V
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
@@ -245,14 +262,13 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (i * 2 + h) * 128);
   }
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-    float sum = l[i][h];
-    sum += from_lane_xor(sum, 1);
-    sum += from_lane_xor(sum, 2);
+    if (!PRODUCT_SUMS) add_lanes(i, h);
+    const float sum = l[i][h];
     const int row = row0 + i * 16 + h * 8 + g;
     if (row >= queries.length) continue;
     const bool blind = sum == 0;
-    const float inverse = 1.0f / (sum * LEVELS);
-    if (t == 0 && part == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum)) * LN_2;
+    const float inverse = 1.0f / sum;
+    if (t == 0 && part == 0) lse[z_q * total_q + queries.start + row] = blind ? -INF : (m[i][h] + log2_of(sum) - LOG2_LEVELS) * LN_2;
     u16* out = o + offset_of(o_batch, o_head, o_token, batch, head, queries.start + row);
     UNROLL for (int n = 0; n < OWN_D / 8; n++) {
       float y[2];
