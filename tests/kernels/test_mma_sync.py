@@ -366,7 +366,8 @@ OF_INT8_DP = ("full", "causal-grouped", "packed", "holes", "narrow-fp16", "one-t
 
 @on_cpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in OF_INT8_DP else pytest.mark.slow) for x in SMALL if x != "64"]
+    "name",
+    [pytest.param(x, marks=[] if x in OF_INT8_DP else pytest.mark.slow) for x in SMALL if SMALL[x].head_dim > 64],
 )
 def test_on_a_cpu_an_int8_dp_is_the_recipe(name, emulated):
     dataclasses.replace(SMALL[name], recipe=INT8_DP).check("mma_sync")
