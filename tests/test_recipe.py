@@ -20,7 +20,7 @@ def test_named_recipes_are_the_specification():
     assert (token.p_scale_dv, token.ds_scale_dq, token.ds_scale_dk) == ("key", "query", "key")
     assert token.smooth_v
     assert (token.block_q, token.block_k, token.p_levels, paper.p_levels) == (64, 128, 254, 127)
-    assert (token.first_keys, paper.first_keys, Recipe.named("mixed").first_keys) == (1, 0, 1)
+    assert (token.first_keys, paper.first_keys, Recipe.named("mixed").first_keys) == (16, 0, 16)
     assert {getattr(full, product) for product in PRODUCTS} == {"16bit"}
     assert {full.smooth_k, full.smooth_v} == {False}
 

@@ -32,10 +32,10 @@ from sagebwd.reference.quantize import pad_tokens, quantize_tokens
 from sagebwd.reference.rotation import rotated
 
 RECIPES = (
-    "mixed", "mixed(dp=int8)", "token", "token(dp=int8)", "token(first_keys=16)", "token(first_keys=16, dp=int8)",
+    "mixed", "mixed(dp=int8)", "token", "token(dp=int8)", "token(first_keys=1)", "token(first_keys=1, dp=int8)",
     "paper",
 )  # fmt: skip
-BASES = ("mixed", "token(first_keys=16)")
+BASES = ("mixed", "token")
 DP_STEPS = ("rotation", "token scales", "delta of codes", "mean of O")
 """Of an INT8 dP: dO and V are rotated; V has a scale a token, not one for 128 keys; delta is made of dO's codes, not
 of dO; V is less the mean of O."""

@@ -18,10 +18,10 @@ is quantised, so that the sum over tokens stays an integer product.
 Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
 
 Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
-is still free, keeps the first key, most models' attention sink, out of P's scale (``first_keys``) and rotates the
-operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what Hopper's kernels
-run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs more there than
-multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
+is still free, keeps the first 16 keys, where most models have their attention sink, out of P's scale (``first_keys``)
+and rotates the operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what
+Hopper's kernels run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs
+more there than multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Recipe:
     ds_scale_dq: str = "query"
     ds_scale_dk: str = "key"
     p_levels: int = 254
-    first_keys: int = 1
+    first_keys: int = 16
     block_q: int = 64
     block_k: int = 128
     smooth_k: bool = True

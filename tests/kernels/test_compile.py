@@ -38,9 +38,12 @@ LOOPS = {"causal": 1, "ungrouped": 2}
 
 
 def products(kernel, head_dim):
-    """INT8 and 16-bit products of a kernel of `token`: gradients are turned back, in two parts of 32 channels."""
+    """INT8 and 16-bit products of a kernel of `token`: first keys are apart; gradients are turned back, in two parts.
+
+    A part is of 32 channels.
+    """
     int8, floating = PRODUCTS[kernel]
-    return int8, floating + (kernel != "forward_kernel") * head_dim // 16
+    return (int8 + 1, floating + 1) if kernel == "forward_kernel" else (int8, floating + head_dim // 16)
 
 
 def launches(arch, head_dim, recipe, mask="causal"):
@@ -71,19 +74,25 @@ def test_token_on(arch, head_dim):
 @pytest.mark.parametrize(
     ("arch", "head_dim", "mask"),
     [
-        *((89, 64, "causal"), (80, 64, "padded-causal")),
-        *(slow(arch, head_dim, "causal") for arch in (80, 90, 120) for head_dim in (64, 128)),
+        (80, 64, "padded-causal"),
         *(slow(arch, 64, mask) for arch in (80, 90) for mask in ("packed-causal", "bias-matrix", "document")),
     ],
 )
 def test_several_first_keys_on(arch, head_dim, mask):
     """One more INT8 product and one in 16 bit, before the loops."""
-    rows = launches(arch, head_dim, "token(first_keys=16)", mask)
+    rows = launches(arch, head_dim, "token", mask)
     (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
-    assert (row["int8_products"], row["float_products"]) == (PRODUCTS["forward_kernel"][0] + 1, 1), row
+    assert (row["int8_products"], row["float_products"]) == products("forward_kernel", head_dim), row
     assert row["shared_bytes"] <= SHARED_BYTES[arch], row
     whole = row["loops"][0]
     assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_first_keys_need_no_product(count):
+    rows = launches(80, 64, f"token(first_keys={count})")
+    (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
+    assert (row["int8_products"], row["float_products"]) == PRODUCTS["forward_kernel"], row
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "mask"), [(80, 64, "document"), slow(90, 64, "bias-matrix")])

@@ -47,6 +47,13 @@ CALLS = {
     ),
     "paper-128-keys": AttentionCase(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
     "paper-32-keys": AttentionCase(recipe="paper(block_k=32)", tokens_q=200),
+    "first-key": AttentionCase(
+        recipe="token(first_keys=1)", sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True
+    ),
+    "first-key-mask": AttentionCase(recipe="token(first_keys=1)", sink=12, batch=2, masked=True),
+    "first-key-packed": AttentionCase(recipe="token(first_keys=1)", sink=12, **PACKED, is_causal=True),
+    "first-key-window": AttentionCase(recipe="token(first_keys=1)", tokens_q=150, tokens_k=150, window=(60, 5)),
+    "first-key-fp16-head-dim-96": AttentionCase(recipe="token(first_keys=1)", head_dim=96, dtype=torch.float16),
     "sink": AttentionCase(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
     "sink-mask": AttentionCase(sink=12, masked=True),
     "sink-packed": AttentionCase(sink=12, **PACKED, is_causal=True),
@@ -55,8 +62,10 @@ CALLS = {
     "paper-first-key": AttentionCase(recipe="paper(first_keys=1)", tokens_q=130, kv_heads=2, is_causal=True),
     "paper-first-key-window": AttentionCase(recipe="paper(first_keys=1)", tokens_q=200, window=(70, 5)),
     "first-key-int8": AttentionCase(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
-    "first-key-16bit-s-mask": AttentionCase(recipe="token(s=16bit)", batch=2, masked=True, is_causal=True),
-    "first-key-sequence-scale-packed": AttentionCase(recipe="token(v_scale=sequence)", **PACKED, is_causal=True),
+    "first-key-16bit-s-mask": AttentionCase(recipe="token(first_keys=1, s=16bit)", batch=2, masked=True),
+    "first-key-sequence-scale-packed": AttentionCase(
+        recipe="token(first_keys=1, v_scale=sequence)", **PACKED, is_causal=True
+    ),
     "full": AttentionCase(recipe="full", window=(30, 5)),
     "full-mask": AttentionCase(recipe="full", masked=True),
     "fp16": AttentionCase(dtype=torch.float16, is_causal=True),

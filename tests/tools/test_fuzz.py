@@ -64,7 +64,11 @@ def changed(monkeypatch, change):
     monkeypatch.setattr(fuzz, "outcome", instead)
 
 
-@pytest.mark.parametrize(("recipe", "wrong"), [(RECIPE, 1e-5), ("token(smooth_v=False)", 1e-8), ("mixed", 1e-8)])
+# the mean is in 16 bit where several first keys are apart
+ROUNDED = [(RECIPE, 1e-3), ("token(first_keys=1)", 1e-5), ("token(smooth_v=False)", 1e-8), ("mixed", 1e-8)]
+
+
+@pytest.mark.parametrize(("recipe", "wrong"), ROUNDED)
 def test_more_than_the_rounding_of_the_mean_is_found(monkeypatch, recipe, wrong):
     case = fuzz.replace(ZERO_VALUE, recipe=recipe)
     changed(monkeypatch, lambda inputs, results: [results[0] + wrong, *results[1:]])
