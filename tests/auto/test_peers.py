@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import sagebwd
 from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen
@@ -352,6 +353,23 @@ def test_too_little_memory_is_raised_and_forgotten(measured, install, on_cpu):
         sage_attention(q, k, v, is_causal=True, enable_gqa=True)
     sage_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert len(calls) == 2
+
+
+def test_checkpointing_ends_its_recomputation_within_a_peer(measured, install, on_cpu):
+    """Regression: the exception by which it does was taken for a refusal, and remembered."""
+    calls = install(FA4)
+    measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
+    tensors = draw()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        out = checkpoint(lambda *x: sage_attention(*x, is_causal=True, enable_gqa=True), *tensors, use_reentrant=False)
+        found = torch.autograd.grad(out.float().sin().sum(), tensors)
+    exact = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    for x, wanted in zip(found, torch.autograd.grad(exact.float().sin().sum(), tensors)):
+        assert relative_l2(x, wanted) < 0.02
+    assert len(calls) == 2
+    sage_attention(*tensors, is_causal=True, enable_gqa=True)
+    assert len(calls) == 3
 
 
 def test_second_derivatives_raise(measured, install, on_cpu):

@@ -1,6 +1,7 @@
 """Programs: described once, the same launches on the same pieces of memory whatever addresses tensors have."""
 
 import ctypes
+import time
 import weakref
 from typing import NamedTuple
 
@@ -156,6 +157,44 @@ def test_another_compiler_is_announced_too(monkeypatch, caplog):
     (record,) = caplog.records
     assert "CuTe DSL's compiler runs" in record.getMessage()
     assert record.getMessage().endswith("a folder")
+
+
+compiled_by_triton = program.compiled  # which the fixture above stands in for
+
+
+class HalfLoaded(program.JITFunction):
+    """A kernel that loads as Triton's do: its launcher is there before its function."""
+
+    def __init__(self) -> None:
+        self._run = self.function = None
+
+    def run(self, *_, grid, warmup):
+        """The compiled kernel."""
+        return Loaded(self)
+
+
+class Loaded:
+    def __init__(self, kernel: HalfLoaded) -> None:
+        self.kernel = kernel
+
+    @property
+    def run(self) -> object:
+        if self.kernel._run is None:
+            self.kernel._run = object()
+            time.sleep(0.05)
+            self.kernel.function = 1
+        return self.kernel._run
+
+
+def test_of_two_threads_one_loads_a_kernel_before_the_other_has_it():
+    """Regression: the other launched a function that was None."""
+    kernel = HalfLoaded()
+
+    def first_call(_: int) -> object:
+        compiled_by_triton(kernel, (1,), (), {})
+        return kernel.function
+
+    assert at_once(first_call, range(4)) == [1] * 4
 
 
 def test_launches_are_noted_in_the_thread_that_describes_alone():

@@ -42,6 +42,8 @@ BACKENDS = {
 _order = RLock()
 # What a machine raises, whatever the call; of CUDA's errors some are a RuntimeError of these words.
 _OF_THE_MACHINE = OSError, MemoryError, SubprocessError, torch.AcceleratorError
+# Who ends a recomputation by an exception from within a saved tensor's hook.
+_RECOMPUTES = "torch.utils.checkpoint"
 _CUDA_ERROR = re.compile(r"out of memory|cuda[ _]?error|cuda[ _]driver error", re.IGNORECASE)
 # The widest of torch's packed attention, whose kernels take multiples of 8.
 _PACKED_WIDTH, _PACKED_STEP = 256, 8
@@ -186,6 +188,8 @@ def _unless_refused(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler of another project raises what it likes
+            if type(error).__module__ == _RECOMPUTES:
+                raise
             refused = not _is_of_the_machine(error)
             what = "take a call that recipe='auto' chose it for, so others run such calls"
             if not refused:

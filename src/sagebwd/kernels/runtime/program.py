@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ COMPILING_SECONDS = 0.5
 # Compilers that were announced.
 _told: set[str] = set()
 _local = threading.local()
+# Held while Triton loads a kernel, whose launcher it publishes before its function: another thread would launch None.
+_loading = threading.RLock()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -59,7 +61,8 @@ def copy(to: Tensor, x: Tensor) -> Tensor:
 
 def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
     """Start a kernel at once."""
-    return kernel[grid](*arguments, **options)
+    with _loading if isinstance(kernel, JITFunction) else nullcontext():
+        return kernel[grid](*arguments, **options)
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
@@ -69,8 +72,9 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict
     if not isinstance(kernel, JITFunction):
         return None
     began = time.perf_counter()
-    found = kernel.run(*arguments, grid=grid, warmup=True, **options)
-    found.run  # noqa: B018 (loads it, which raises OutOfResources where it does not fit)
+    with _loading:
+        found = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        found.run  # noqa: B018 (loads it, which raises OutOfResources where it does not fit)
     if time.perf_counter() - began > COMPILING_SECONDS:
         say_what_takes_long("Triton's", "~/.triton/cache (TRITON_CACHE_DIR)")
     return found
