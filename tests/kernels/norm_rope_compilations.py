@@ -1,6 +1,6 @@
 """`python -m tests.kernels.norm_rope_compilations ARCH HEAD_DIM CHANNELS ROPE` compiles both kernels of a norm and a
-rotary embedding of so many channels, without a GPU, and prints a JSON line each; with "codes" in place of CHANNELS
-Hopper's, which ends the backward. It runs in a process of its own, as kernels of a process with
+rotary embedding of so many channels, without a GPU, and prints a JSON line each; with a recipe in place of CHANNELS
+Hopper's, which ends its backward. It runs in a process of its own, as kernels of a process with
 TRITON_INTERPRET=1 cannot be compiled."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
         return Unstarted()
 
     JITFunction.run = record
-    codes = channels == "codes"
+    codes = not channels.isdigit()
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -47,7 +47,7 @@ def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
         norms = [empty(*x.shape[:-1], dtype=torch.float32) for x in (q, k)]
         interleaved, dtypes = rope == INTERLEAVED, (torch.bfloat16, torch.bfloat16)
         if codes:
-            _of_codes(q, k, Prologue(1e-6, interleaved, *weights, *tables), norms)
+            _of_codes(q, k, Prologue(1e-6, interleaved, *weights, *tables), norms, channels)
         else:
             norm_rope.forward(q, k, *weights, *tables, 1e-6, interleaved, None)
             norm_rope.backward(q, k, q, k, *norms, *weights, *tables, interleaved, dtypes)
@@ -56,9 +56,9 @@ def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
     return rows
 
 
-def _of_codes(q: Tensor, k: Tensor, prologue: Prologue, norms: list[Tensor]) -> None:
+def _of_codes(q: Tensor, k: Tensor, prologue: Prologue, norms: list[Tensor], recipe: str) -> None:
     dims, tokens = (q.shape[-1], q.shape[-1]), (q.shape[2], k.shape[2])
-    call = Call.of(q, k, dims, None, None, None, *tokens, True, -1, -1, 0.1, Recipe.named("mixed"))
+    call = Call.of(q, k, dims, None, None, None, *tokens, True, -1, -1, 0.1, Recipe.parse(recipe))
     call, tile = call._replace(prologue=prologue), widths.width(*dims).backward
     summed = q.new_empty((q.shape[0] * q.shape[1] * q.shape[3], q.shape[2]), dtype=torch.float16)
     largest = q.new_empty(k.shape[0] * k.shape[1], dtype=torch.int32)

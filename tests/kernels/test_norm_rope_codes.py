@@ -459,11 +459,11 @@ def fused_and_gradients(case, given):
     return o, *torch.autograd.grad(o, (q, k, v, *weights), do)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiled_the_end_of_backward_spills_no_register(head_dim):
+@pytest.mark.parametrize(("head_dim", "recipe"), [(64, "mixed"), (128, "mixed"), (128, "mixed(rotate=False)")])
+def test_compiled_the_end_of_backward_spills_no_register(head_dim, recipe):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), "codes", "half"],
+        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), recipe, "half"],
         capture_output=True, text=True, check=False, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=Path(__file__).parents[2],
     )  # fmt: skip

@@ -58,22 +58,22 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def times_r(a, b, signs):
-    """Pairs of [a b] R sqrt(D), FP32; signs of half of R, or None: then of [a b]."""
-    if signs is None:
-        return a.to(tl.float32), b.to(tl.float32)
-    else:
+def times_r(a, b, signs, TURNED: tl.constexpr):
+    """Pairs of [a b] R sqrt(D), FP32, by the signs of half of R; of [a b] where there is no rotation."""
+    if TURNED:
         of_a, of_b = dot_16bit(a, signs), dot_16bit(b, signs)
         return of_a + of_b, of_a - of_b
+    else:
+        return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
 def half_signs(dtype: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr):
-    """S, (HALF, HALF), where there is a rotation."""
+    """S, (HALF, HALF), where there is a rotation, else nothing that is read: Triton 3.6 takes no None into a loop."""
     if TURNED:
         return signs_and_factors(dtype, HALF, HALF)[0][0]
     else:
-        return None
+        return tl.zeros((1, 1), dtype)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def finish_queries(
             row = z * total + start + first + local
             # dQ = dQ' R
             a, b = load_sums(summed, z, padded, blocks * BLOCK, head_dim, HALF, INTERLEAVED, IN_ROWS, ROWS)
-            a, b = times_r(a, b, signs)
+            a, b = times_r(a, b, signs, TURNED)
             factor = tl.load(spread + row, mask=local < left, other=0)
             factor = factor * (float8_scale(tl.load(largest + owner)) * scale)
             if TURNED:
