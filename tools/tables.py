@@ -599,8 +599,8 @@ def facts() -> str:
         f"- **One call**: forward + backward of the recipe `mixed` is {between(at_8k)} times as fast, by "
         "head_dim, as the "
         f"best BF16 kernel that we timed (8K tokens, H200; on an H100 {between(h100_at_8k)}). FlashAttention-3 was "
-        "among these on the H200 alone, at 128 and, without a mask, at 256; the 1.53 is 256 under a causal mask, "
-        "without it ([all](docs/results/speed.md)).",
+        "among these on the H200 alone, at 128 and, without a mask, at 256; "
+        f"256 under a causal mask has {found[256, 256, True, 8192]:.2f}, without it ([all](docs/results/speed.md)).",
         f"- **One training step** of a 325M model (head_dim 64, 4K tokens) is {one:.2f} times as fast as with the "
         f"best BF16 attention on one H200 and {two:.2f} on two, so there is nothing to gain there. At other lengths "
         f"steps were timed before `mixed` had its [rotation](docs/method.md#rotation): {old[2048]:.2f} (2K) to "
