@@ -69,8 +69,8 @@ def widths(files: Sequence[Path]) -> Figure:
     for peer in (name for name in HATCHES if any(row["peer"] == name for row in rows)):
         label = f"the best is {NAMES[peer].removesuffix(', BF16')}, not FlashAttention-4"
         handles.append(Patch(facecolor="0.6", hatch=HATCHES[peer], edgecolor="white", label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    figure.suptitle(f"mixed, forward + backward, end to end\n{'; '.join(map(_where, contents))}", fontsize=10)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(f"mixed, forward + backward, end to end\n{_where_all(contents)}", fontsize=10)
     return figure
 
 
@@ -235,6 +235,15 @@ def _panels(count: int, size: tuple[float, float], rows: int = 1, share: bool = 
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
     return figure, axes.flat
+
+
+def _where_all(contents: list[dict]) -> str:
+    """The machines of several results files, each once, with commits and dates."""
+    files: dict[str, list[str]] = {}
+    for content in contents:
+        machine = f"{content['gpu']}, torch {content['torch']}"
+        files.setdefault(machine, []).append(f"{content['commit']} ({content['date']})")
+    return "; ".join(f"{machine}: {', '.join(commits)}" for machine, commits in files.items())
 
 
 def _legend(figure: Figure, axis: Axes) -> None:
