@@ -21,7 +21,6 @@ from sagebwd.auto.counts import counts
 from sagebwd.cache import PLANS, TAKEN
 from sagebwd.call import Call, Prologue, keeps_inputs
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
-from sagebwd.kernels.runtime import nvrtc
 from sagebwd.recipe import AUTO
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
@@ -139,6 +138,8 @@ def _plan_of(
 
 def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
     """Whether both directions' passes take the prologue too, and can be compiled, and backward reads codes alone."""
+    from sagebwd.kernels.runtime import nvrtc  # which other calls do not need
+
     dims = head_dim, value_dim
     return (
         nvrtc.unavailable() is None

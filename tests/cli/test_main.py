@@ -98,7 +98,7 @@ def test_doctor_says_of_a_wide_head_that_nothing_here_runs_it(command, recipe, w
         (("trace", "--model", "missing"), "model='missing': no config.json there"),
         (("trace", "--model", ROOT / "docs"), "docs': no config.json there"),
         (("trace", "--load", "missing.safetensors"), "missing.safetensors: there is no such file"),
-        (("trace", "--load", ROOT), "there is no such file"),
+        (("trace", "--load", ROOT), "a folder; accepted: a file"),
         (("trace",), "give one of --model FOLDER and --load FILE"),
         (("trace", "--load", "x", "--layers", "a"), "layers='a': expected indices with commas between them"),
     ],

@@ -141,8 +141,7 @@ UNALIGNED = [
 # of every call's plan with the family's, and those of tensors that begin at an odd element with aligned ones'.
 QUICK = {
     "gqa-ragged", "key-mask-causal", "packed-causal-window", "packed-paper", "sink-mask", "paper-first-key-window",
-    "full-mask", "head-dim-72-packed", "smooth-q-full-packed", "sampled-packed", "plain-mask",
-    "rotate-smooth-q-packed",
+    "full-mask", "head-dim-72-packed", "sampled-packed", "plain-mask",
 }  # fmt: skip
 QUICK_UNALIGNED = [(name, TENSORS) for name in ("key-mask", "packed-causal-window")]
 

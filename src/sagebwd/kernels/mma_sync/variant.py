@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sagebwd.kernels.runtime.nvrtc import Source
+if TYPE_CHECKING:
+    from sagebwd.kernels.runtime.nvrtc import Source
 
 FORWARD, BACKWARD = "forward", "backward"
 QUANTIZE, ROW_VALUES, FINISH = "quantize", "row_values", "finish"  # passes before forward, before and after backward
@@ -51,6 +52,8 @@ class Variant(NamedTuple):
     @property
     def source(self) -> Source:
         """What NVRTC compiles."""
+        from sagebwd.kernels.runtime.nvrtc import Source  # who runs a call is known without it
+
         file = SOURCES / f"{self.direction}.cu"
         return Source(self.direction, (file,), tuple(self.macros.items()), self.warps, self.shared_bytes)
 
