@@ -63,7 +63,6 @@ static float log2_of(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.0f / x; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
-static int opaque(int x) { return x; }
 static void fence() {}
 static void four_opaque(int* y, int x) { y[0] = y[1] = y[2] = y[3] = x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
@@ -162,10 +161,6 @@ static void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 
   mma(c, a, b0, b1);
 }
 static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, float, 16>(c, a, b0, b1, of_16bit); }
-static void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
-  c[0] = c[1] = c[2] = c[3] = 0;
-  mma_16bit(c, a, b0, b1);
-}
 static void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
   for (int r = 0; r < 4; r++) c[r] = start[r];
   mma_16bit(c, a, b0, b1);
@@ -202,7 +197,6 @@ static void max_shared(u32 at, float x) {
   const u32 now = as_word(load_shared(at));
   if (as_word(x) > now) store_shared(at, as_word(x));
 }
-static void add_shared(u32 at, int x) { store_shared(at, as_word(load_shared(at)) + x); }
 static void add_global(float* p, float x) { *p += x; }
 static void max_global(float* p, float x) { if (as_word(x) > as_word(*p)) *p = x; }
 static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }

@@ -35,19 +35,8 @@ DEVICE void fence() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int from_lane_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
-// x in a register of its own: blocks have one dimension, which ptxas does not know, so that it copies no constant
-// for every product. For sm_90 it does better without.
-DEVICE int opaque(int x) {
-#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-  return x;
-#else
-  int y;
-  asm volatile("{ .reg .b32 t; mov.u32 t, %%tid.y; add.s32 %0, t, %1; }" : "=r"(y) : "r"(x));
-  return y;
-#endif
-}
-
-// The same, and four of it are four registers to ptxas.
+// x in four registers that are none of each other's to ptxas, so that it copies no constant for every product: blocks and
+// grids have one dimension, which it does not know.
 DEVICE void four_opaque(int* y, int x) {
   asm volatile("{ .reg .b32 t; mov.u32 t, %%tid.y; add.s32 %0, t, %4; mov.u32 t, %%tid.z; add.s32 %1, t, %4;"
                " mov.u32 t, %%ctaid.y; add.s32 %2, t, %4; mov.u32 t, %%ctaid.z; add.s32 %3, t, %4; }"
@@ -113,16 +102,6 @@ DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) {
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// c = a b.
-DEVICE void product_16bit(float* c, const u32* a, u32 b0, u32 b1) {
-#if HALF
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-#endif
-               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
 // c = start + a b, (16 x 16) (16 x 8) of 16 bits.
 DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
 #if HALF
@@ -165,7 +144,6 @@ DEVICE void store_shared4(u32 at, const u32* x) {
 }
 // Of numbers that are not negative; NaN wins.
 DEVICE void max_shared(u32 at, float x) { asm volatile("red.shared.max.u32 [%0], %1;" :: "r"(at), "r"(as_word(x)) : "memory"); }
-DEVICE void add_shared(u32 at, int x) { asm volatile("red.shared.add.s32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
 DEVICE void add_global(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory"); }
 // Of numbers that are not negative; NaN wins.
 DEVICE void max_global(float* p, float x) { asm volatile("red.global.max.u32 [%0], %1;" :: "l"(p), "r"(as_word(x)) : "memory"); }

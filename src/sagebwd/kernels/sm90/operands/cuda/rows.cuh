@@ -128,8 +128,9 @@ DEVICE void times_r(const u32 y[2][J][4], const Signs& signs, float x[2][J][8]) 
   UNROLL for (int j = 0; j < J; j++) UNROLL for (int e = 0; e < 2; e++) {
     const u32 a[4] = {y[0][j][2 * e], y[1][j][2 * e], y[0][j][2 * e + 1], y[1][j][2 * e + 1]};
     UNROLL for (int m = 0; m < 2; m++) {
+      const float none[4] = {0, 0, 0, 0};
       float sums[4];
-      product_16bit(sums, a, signs.words[m][0], signs.words[m][1]);
+      mma_16bit(none, sums, a, signs.words[m][0], signs.words[m][1]);
       UNROLL for (int i = 0; i < 4; i++) x[i >> 1][j][4 * e + 2 * m + (i & 1)] = sums[i];
     }
   }
