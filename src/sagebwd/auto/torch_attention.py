@@ -42,9 +42,9 @@ BACKENDS = {
 _order = RLock()
 # What a machine raises, whatever the call; of CUDA's errors some are a RuntimeError of these words.
 _OF_THE_MACHINE = OSError, MemoryError, SubprocessError, torch.AcceleratorError
-# Who ends a recomputation by an exception from within a saved tensor's hook.
-_RECOMPUTES = "torch.utils.checkpoint"
 _CUDA_ERROR = re.compile(r"out of memory|cuda[ _]?error|cuda[ _]driver error", re.IGNORECASE)
+# Activation checkpointing ends a recomputation by an exception of this module, where the peer saves its tensors.
+_RECOMPUTES = "torch.utils.checkpoint"
 # The widest of torch's packed attention, whose kernels take multiples of 8.
 _PACKED_WIDTH, _PACKED_STEP = 256, 8
 
@@ -167,7 +167,8 @@ def _unless_refused(
     """A peer's call; ``instead``'s or torch's, with a warning, where the peer raises an error.
 
     A refusal is the peer's answer to the call's specification, and is kept for calls equal to it. An error of the
-    machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is raised.
+    machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is raised, and
+    so is the exception by which activation checkpointing ends a recomputation.
     """
     refused = False
 
