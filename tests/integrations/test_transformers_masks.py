@@ -259,18 +259,22 @@ def test_low_precision_gives_values_in_a_hole(recipe):
     assert 0 < relative_l2(ours[2], exact[2]) < 0.1
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_prompt_tuning_beside_padding_is_sdpas(side):
-    """Virtual tokens before left padding make a hole of it."""
+def check_tuning(kind, name, ids, attention_mask):
+    """Gradients of three virtual tokens of a PEFT configuration, beside SDPA's."""
     peft = pytest.importorskip("peft")
-    ids, attention_mask = padded(side)
     outcomes = []
-    for model in pair(DECODERS["llama"]()):
+    for model in pair(DECODERS[name]()):
         torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3))
         outcomes.append(loss_and_gradients(tuned, attention_mask, input_ids=ids, labels=ids)[1:])
     for a, e in zip(outcomes[1], outcomes[0]):
         assert relative_l2(a, e) < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompt_tuning_beside_padding_is_sdpas(side):
+    """Virtual tokens before left padding make a hole of it."""
+    check_tuning("PromptTuningConfig", "llama", *padded(side))
 
 
 @pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")
@@ -278,15 +282,7 @@ def test_prompt_tuning_beside_padding_is_sdpas(side):
 @pytest.mark.parametrize("side", ["left", "holes"])
 def test_prefix_tuning_beside_padding_is_sdpas(side, name):
     """Its prefix is a KV cache, through which gradients go."""
-    peft = pytest.importorskip("peft")
-    ids, attention_mask = padded("left") if side == "left" else (tokens(3, 8), HOLES)
-    outcomes = []
-    for model in pair(DECODERS[name]()):
-        torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        outcomes.append(loss_and_gradients(tuned, attention_mask, input_ids=ids, labels=ids)[1:])
-    for a, e in zip(outcomes[1], outcomes[0]):
-        assert relative_l2(a, e) < 1e-4
+    check_tuning("PrefixTuningConfig", name, *(padded("left") if side == "left" else (tokens(3, 8), HOLES)))
 
 
 @pytest.mark.filterwarnings("ignore:attn_implementation='sagebwd'. decoding")

@@ -15,6 +15,7 @@ from sagebwd.call import Ask, Call
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
+from tests.gpus import DEVICE, HAS_GPU, on_gpu
 from tests.kernels import emulated_cuda
 from tools.cross_compile import BINARIES
 
@@ -37,10 +38,7 @@ from sagebwd.kernels.mma_sync.variant import (
 )
 from sagebwd.kernels.runtime import nvrtc
 
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-DEVICE = "cuda" if HAS_GPU else "cpu"
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU of compute capability 8.0 or more")]
-on_gpu = pytest.mark.gpu if HAS_GPU else []
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 # Bytes of shared memory of a thread block.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}

@@ -9,6 +9,7 @@ from sagebwd.call import Call, Saved
 from sagebwd.recipe import Recipe
 from sagebwd.reference.rotation import rotated
 from tests.attention_case import AttentionCase
+from tests.gpus import DEVICE, HAS_GPU, on_gpu
 from tests.kernels import emulated_cuda
 
 pytest.importorskip("triton")
@@ -25,10 +26,6 @@ from sagebwd.kernels.mma_sync.variant import (
     variant_of,
 )
 from sagebwd.kernels.runtime import nvrtc
-
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-DEVICE = "cuda" if HAS_GPU else "cpu"
-on_gpu = pytest.mark.gpu if HAS_GPU else []
 
 CODES = {
     "128": AttentionCase(batch=2, tokens_q=70, tokens_k=200, head_dim=128),

@@ -299,15 +299,23 @@ class Family:
     forward, backward = staticmethod(family_forward), staticmethod(family_backward)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
-@pytest.mark.parametrize("lengths", [(), (5, 16)], ids=["dense", "packed"])
-def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
-    """Of two calls by one plan each has its own tensors' results."""
-    chosen = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
-    monkeypatch.setattr(dispatch, "choose", lambda *_: chosen)
+MIXED = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Every call is `mixed`'s on Hopper, which the stand-in runs."""
+    if DEVICE == "cuda":
+        pytest.skip("stands in for a GPU")
+    monkeypatch.setattr(dispatch, "choose", lambda *_: MIXED)
     monkeypatch.setattr(dispatch, "_module", lambda name: Family)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     PLANS.clear()
+
+
+@pytest.mark.parametrize("lengths", [(), (5, 16)], ids=["dense", "packed"])
+def test_a_plan_hands_the_prologue_to_both_directions(stand_in, lengths):
+    """Of two calls by one plan each has its own tensors' results."""
     for seed in (10, 20):
         case = Case(lengths=lengths, heads=(2, 2))
         q, k, v = (case.draw(2, seed + n).requires_grad_() for n in range(3))
@@ -336,13 +344,9 @@ def test_a_plan_hands_the_prologue_to_both_directions(monkeypatch, lengths):
         assert torch.equal(o, y[0] * y[1] + v)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize("first", [True, False])
-def test_tables_that_hooks_move_lie_otherwise(monkeypatch, first):
+def test_tables_that_hooks_move_lie_otherwise(stand_in, first):
     """Equal calls share a plan, whether a hook packed their cos and sin or not."""
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("mixed"), "hopper/hopper"))
-    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
-    PLANS.clear()
     case = Case(heads=(2, 2))
     p = case.prologue()
     cos, sin = torch.cat(p[4:6], -1)[0].chunk(2, -1)  # halves of one table
@@ -358,12 +362,8 @@ def test_tables_that_hooks_move_lie_otherwise(monkeypatch, first):
     assert len(PLANS) == 1
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize("packed", [False, True])
-def test_arguments_of_the_other_layout_are_refused_in_every_call(monkeypatch, packed):
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("mixed"), "hopper/hopper"))
-    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
-    PLANS.clear()
+def test_arguments_of_the_other_layout_are_refused_in_every_call(stand_in, packed):
     case = Case(lengths=(5, 16) if packed else (), heads=(2, 2))
     q, k, v = (case.draw(2, n) for n in range(3))
     ends, offsets = torch.tensor([0, 5, 21], dtype=torch.int32), {}
@@ -379,12 +379,9 @@ def test_arguments_of_the_other_layout_are_refused_in_every_call(monkeypatch, pa
     assert len(PLANS) == 1
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
-def test_weights_alone_make_a_call_one_of_training(monkeypatch):
-    asked, chosen = [], dispatch.named(Recipe.named("mixed"), "hopper/hopper")
-    monkeypatch.setattr(dispatch, "choose", lambda ask, *_: asked.append(ask.training) or chosen)
-    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
-    PLANS.clear()
+def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "choose", lambda ask, *_: asked.append(ask.training) or MIXED)
     case = Case(heads=(2, 2))
     q, k, v = (case.draw(2, n) for n in range(3))
     p = case.prologue()
