@@ -3,7 +3,7 @@
 Files are those of ``benchmarks/results`` that have times of `mixed` beside contenders in full precision:
 ``crossings_*.json`` and ``timings_*.json``, of `sagebwd doctor --measure --output benchmarks/results`, and
 ``attention_*.json`` and ``packed_*.json`` of `python -m benchmarks attention`, of whose packed calls those of equal
-lengths count. With ``--write`` the costs of the files' cards go into
+lengths count. ``FILE:mask,padding`` takes rows of these kinds of mask alone. With ``--write`` the costs of the files' cards go into
 ``src/sagebwd/auto/model.json``. Without a file it takes those that are there already. ``--hold-out`` fits each part of
 the timings from the others, a file, a size or a number of tokens at a time, and prints how often the faster one is
 chosen and what is lost where it is not.
@@ -25,7 +25,7 @@ from rich.table import Table
 from sagebwd.auto import model
 from sagebwd.auto.contenders import FA3, FA4, FLASH, PEERS
 from sagebwd.auto.fit import BOUND, LOW, fitted, size_of, times_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, PACKED, TRAINING, Times
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,15 +33,23 @@ MODEL = Path(model.__file__).with_suffix(".json")
 _DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": TRAINING}
 
 
-def rows_of(path: Path) -> tuple[dict, list[dict]]:
-    """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them; ValueError for one of other rows."""
+def rows_of(name: str) -> tuple[dict, list[dict]]:
+    """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them; ``name``: FILE or FILE:KIND,KIND.
+
+    Raises ValueError for a file of other rows, and where it has none of the kinds.
+    """
+    file, _, kinds = name.partition(":")
+    path = Path(file)
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = content.pop("rows")
     if path.name.startswith(("attention_", "packed_")):
         rows = list(_of_bench(rows))
     elif not path.name.startswith(("crossings_", "timings_")):
         raise ValueError(f"{path}: expected crossings_*.json, timings_*.json, attention_*.json or packed_*.json")
-    return content, [row | {"file": path.name} for row in rows]
+    found = [row | {"file": path.name} for row in rows if not kinds or row["kind"] in kinds.split(",")]
+    if not found:
+        raise ValueError(f"{name}: no rows of {kinds or 'any kind'}; kinds are {', '.join(KINDS)}")
+    return content, found
 
 
 # Baselines of `python -m benchmarks attention` by their names here, first what torch picks, as results files have it.
@@ -81,15 +89,15 @@ def place_of(row: Mapping) -> tuple:
     return tuple(row[name] for name in Times._fields[:6])
 
 
-def text_of(paths: Iterable[Path]) -> str:
-    """``model.json`` of results files."""
+def text_of(names: Iterable[str]) -> str:
+    """``model.json`` of results files, named as for `rows_of`."""
     cards: dict[str, tuple[dict, list]] = {}
-    for path in paths:
-        facts, rows = rows_of(path)
+    for name in names:
+        facts, rows = rows_of(name)
         of, found = cards.setdefault(facts["gpu"], ({"torch": facts["torch"], "files": {}}, []))
         if of["torch"] != facts["torch"]:
-            raise ValueError(f"{path}: torch {facts['torch']}; the other files of {facts['gpu']} have {of['torch']}")
-        of["files"][str(path.resolve().relative_to(ROOT))] = facts["commit"]
+            raise ValueError(f"{name}: torch {facts['torch']}; the other files of {facts['gpu']} have {of['torch']}")
+        of["files"][str(Path(name).resolve().relative_to(ROOT))] = facts["commit"]
         found += rows
     parts = []
     for card, (of, rows) in sorted(cards.items()):
@@ -102,10 +110,10 @@ def text_of(paths: Iterable[Path]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def files_of_model() -> list[Path]:
+def files_of_model() -> list[str]:
     """The results files that ``model.json`` was fitted from."""
     content = json.loads(MODEL.read_text(encoding="utf-8"))
-    return [ROOT / name for of in content.values() for name in of["files"]]
+    return [str(ROOT / name) for of in content.values() for name in of["files"]]
 
 
 def residuals(times: Iterable[Times], rows: Iterable[Mapping]) -> dict[tuple[str, str, str], list[float]]:
@@ -179,14 +187,14 @@ PARTS: dict[str, Callable[[Mapping], object]] = {
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("files", nargs="*", metavar="FILE[:KIND,...]")
     parser.add_argument("--write", action="store_true", help="write src/sagebwd/auto/model.json of these files alone")
     parser.add_argument("--hold-out", action="store_true", help="fit parts from the others")
     given = parser.parse_args(arguments)
-    paths = given.files or files_of_model()
+    names = given.files or files_of_model()
     cards: dict[str, list[dict]] = {}
-    for path in paths:
-        facts, rows = rows_of(path)
+    for name in names:
+        facts, rows = rows_of(name)
         cards.setdefault(facts["gpu"], []).extend(rows)
     console = Console(width=120)
     for card, rows in cards.items():
@@ -208,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
                 shown.add_row("  torch always", *torch.cells())
         console.print(shown)
     if given.write:
-        MODEL.write_text(text_of(paths), encoding="utf-8")
+        MODEL.write_text(text_of(names), encoding="utf-8")
         print(f"wrote {MODEL}")
 
 

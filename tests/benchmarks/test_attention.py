@@ -194,6 +194,15 @@ def test_interleaving_takes_turns():
     assert set(order) == {"a", "b"}
 
 
+def test_every_round_begins_with_another_run(monkeypatch):
+    """Regression: `auto`, the first of each round, took up to a tenth longer than the run that it hands over to."""
+    order = []
+    monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (run(), (100.0, 1.0))[1])
+    runs = {name: lambda name=name: order.append(name) for name in "abcd"}
+    timer.time_interleaved(runs, "cpu", rounds=4)
+    assert "".join(order[8:]) == "abcdbcdacdabdabc"
+
+
 @pytest.mark.rounding
 def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     runs = []

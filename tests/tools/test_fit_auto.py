@@ -1,6 +1,7 @@
 """`tools.fit_auto` on the results files that the package's model was fitted from."""
 
 import json
+from pathlib import Path
 import re
 
 import pytest
@@ -61,9 +62,9 @@ def test_a_score_counts_what_is_lost():
 
 
 def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
-    (path,) = (path for path in fit_auto.files_of_model() if "attention_h100" in path.name)
+    (path,) = (path for path in fit_auto.files_of_model() if "attention_h100" in path)
     facts, found = fit_auto.rows_of(path)
-    raw = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    raw = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     assert 0 < len(found) < len(raw)
     assert {row["direction"] for row in found} == {FORWARD, TRAINING}
     assert {row["recipe"] for row in found} == {"mixed"}
@@ -73,7 +74,16 @@ def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
 def test_other_files_are_refused():
     path = fit_auto.RESULTS / "auto_h200_2026-11-26_3f70cad.json"
     with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json, attention_\*.json or packed_"):
-        fit_auto.rows_of(path)
+        fit_auto.rows_of(str(path))
+
+
+def test_kinds_of_a_file():
+    path = fit_auto.RESULTS / "crossings_h200_2026-11-26_3f70cad.json"
+    _, found = fit_auto.rows_of(f"{path}:causal,full")
+    assert {row["kind"] for row in found} == {"causal", "full"}
+    assert len(found) == sum(row["kind"] in ("causal", "full") for row in fit_auto.rows_of(str(path))[1])
+    with pytest.raises(ValueError, match="no rows of triangle; kinds are full, causal"):
+        fit_auto.rows_of(f"{path}:triangle")
 
 
 def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):

@@ -148,14 +148,16 @@ def widths_text(head_dim: int, value_dim: int) -> str:
 
 @cache
 def of_card(card: str, torch_version: str) -> tuple[Times, ...]:
-    """What is known of a card, as CUDA names it: measured on this machine, or else by this project."""
-    path = kept_at(card, torch_version)
+    """What is known of a card, as CUDA names it: measured on this machine; what was not, by this project."""
+    path, packaged = kept_at(card, torch_version), of_this_project().get(card, ())
     rows = rows_kept(path)
     if rows is None:
-        return of_this_project().get(card, ())
+        return packaged
     from sagebwd.auto.fit import fitted  # which few machines need
 
-    return tuple(fitted(rows, f"timings in {path}", torch_version))
+    measured = fitted(rows, f"timings in {path}", torch_version)
+    places = {times[:4] for times in measured}
+    return (*measured, *(times for times in packaged if times[:4] not in places))
 
 
 @cache

@@ -44,6 +44,8 @@ def time_interleaved(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about.
 
+    The clock also follows the run before, so every round begins with another run.
+
     tell: is told the share of it that is done.
     """
     measure, lead = _stopwatch(device), lead_ms / round_ms if device.startswith("cuda") else 0.0
@@ -54,7 +56,8 @@ def time_interleaved(
         repeats[name] = max(1, round(round_ms / max(measure(run, 2)[0], 1e-3)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(rounds):
-        for number, (name, run) in enumerate(runs.items()):
+        first = turn * len(runs) // rounds
+        for number, (name, run) in enumerate([*runs.items()][first:] + [*runs.items()][:first]):
             tell((turn + 1 + number / len(runs)) / (rounds + 1))
             if lead:
                 measure(run, round(lead * repeats[name]))

@@ -72,7 +72,9 @@ def show(device: str) -> None:
         )
         return
     console.print(table(known))
-    console.print(f"fitted from {known[0].source}{newer_torch(known[0])}", soft_wrap=True, markup=False)
+    sources = {times.source: newer_torch(times) for times in known}
+    fitted_from = "; of what these lack from ".join(f"{source}{newer}" for source, newer in sources.items())
+    console.print(f"fitted from {fitted_from}", soft_wrap=True, markup=False)
 
 
 def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:
