@@ -75,14 +75,14 @@ def test_small_calls_wait_for_the_host_and_the_launches(measured):
 def test_the_comparison_is_that_of_the_costs():
     """In integers, of random costs and sizes; a call within a millionth of the margin may go either way."""
     generator = torch.Generator().manual_seed(0)
-    for draw in torch.rand(2000, 12, generator=generator, dtype=torch.float64).tolist():
-        low, full = (Cost.of(1000 * a, 1000 * b, c, d) for a, b, c, d in (draw[:4], draw[4:8]))
+    for draw in torch.rand(2000, 13, generator=generator, dtype=torch.float64).tolist():
+        low, full = (Cost.of(1000 * a, 1000 * b, c, d, 10 * e) for a, b, c, d, e in (draw[:5], draw[5:10]))
         low = low.with_margin()
-        of = size(1 + int(draw[8] * 9000), 1 + int(draw[9] * 9000), 1 + int(draw[10] * 40))
-        rows, pairs, all_pairs = of.work(CAUSAL)
-        ratio = full.ms(rows, all_pairs) / low.ms(rows, pairs)
+        of = size(1 + int(draw[10] * 9000), 1 + int(draw[11] * 9000), 1 + int(draw[12] * 40))
+        rows, pairs, all_pairs, keys = of.work(CAUSAL)
+        ratio = full.ms(rows, all_pairs, keys) / low.ms(rows, pairs, keys)
         if abs(math.log(ratio)) > 1e-6:
-            ours, theirs = model.taken(low, rows, pairs), model.taken(full, rows, all_pairs)
+            ours, theirs = model.taken(low, rows, pairs, keys), model.taken(full, rows, all_pairs, keys)
             assert model.is_less(ours, theirs) == (ratio > 1)
 
 
@@ -93,13 +93,13 @@ def test_pairs_are_those_that_a_mask_shows(tokens):
     of = Size(n, m, heads=3, kv_heads=1)
     rows = 3 * n + m
     for kind in (FULL, MASK):
-        assert of.work(kind) == (rows, 6 * shown.sum(), 6 * shown.sum())
+        assert of.work(kind) == (rows, 6 * shown.sum(), 6 * shown.sum(), 0)
     of_window = of._replace(width=2)
-    assert of_window.work(WINDOW) == (rows, 3 * 2 * n * 2, 6 * shown.sum())
+    assert of_window.work(WINDOW) == (rows, 3 * 2 * n * 2, 6 * shown.sum(), 0)
     for kind, offset in ((CAUSAL, 0), (PACKED, m - n)):
         # without half of the diagonal, which tiles hold
         exact = shown.tril(offset).sum() - min(n, m) / 2
-        assert of.work(kind)[1:] == (6 * exact,) * 2
+        assert of.work(kind)[1:] == (*(6 * exact,) * 2, m)
 
 
 def test_a_call_has_the_size_of_its_tensors():
@@ -216,7 +216,8 @@ def kept(monkeypatch, tmp_path):
 
 def test_what_was_measured_here_comes_first(kept, caplog):
     kept.write_text(json.dumps({"rows": [ROW, {**ROW, "direction": TRAINING, "torch_ms": None}]}))
-    forward, training = model.of_card(CARD, "0")
+    forward, training, *packaged = model.of_card(CARD, "0")
+    assert not {times[:4] for times in packaged} & {forward[:4], training[:4]}
     assert forward.source == f"timings in {kept}"
     assert ms(forward, size(8192, heads=32)) == pytest.approx((1, 2))
     assert (training.direction, training.full) == (TRAINING, {})

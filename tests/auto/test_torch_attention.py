@@ -285,7 +285,7 @@ def faster_from_100(card, planned, *asked):
     """In causal calls: as many pairs as a head has at 96 tokens take as long as its rows."""
     assert Ask(*asked).device == CARD
     assert not planned
-    return (0, 0, 48, 0), (("cudnn", (0, 0, 0, 2)),)
+    return (0, 0, 48, 0, 0), (("cudnn", (0, 0, 0, 2, 0)),)
 
 
 def _on_a_gpu(contender_of, ask, of, card=None, planned=True):

@@ -20,9 +20,11 @@ LOW = "low"
 # A call whose ms are less than this many times its host's says nothing of the GPU.
 BOUND = 1.15
 # Calls that are timed on the GPU, from which on a kind has coefficients of its own.
-ENOUGH = 5
-# Of rows, pairs and ms, so that equations are of like numbers.
-_ROWS, _PAIRS, _FEMTO = 1e6, 1e9, 1e12
+ENOUGH = 4
+# By which more coefficients have to lower the sum of squares.
+_ROUNDING = 1e-9
+# Of rows, pairs, keys and ms, so that equations are of like numbers.
+_ROWS, _PAIRS, _KEYS, _FEMTO = 1e6, 1e9, 1e4, 1e12
 
 
 def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
@@ -56,8 +58,8 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
             if name != LOW:
                 picks.setdefault(key, name)
             found[*key, name] = gpu
-            fixed, row, pair = gpu
-            costs[name] = Cost(*(round(x * _FEMTO) for x in (_host(host), fixed, row / _ROWS, pair / _PAIRS)))
+            scales = 1.0, _ROWS, _PAIRS, _KEYS
+            costs[name] = Cost(*(round(x * _FEMTO) for x in (_host(host), *(x / y for x, y in zip(gpu, scales)))))
         if LOW in costs:
             times.append(Times(*key, costs.pop(LOW), costs, source, torch))
     return times
@@ -91,8 +93,8 @@ def _host(known: Sequence[float]) -> float:
 
 def coefficients(
     rows: Iterable[Mapping], name: str, like: tuple[float, ...] | None, *, is_other: bool = False
-) -> tuple[float, float, float] | None:
-    """ms of a call, of a million rows and of 1e9 pairs, on the GPU; None of what did not run.
+) -> tuple[float, ...] | None:
+    """ms of a call, of a million rows, of 1e9 pairs and of 1e4 keys, on the GPU; None of what did not run.
 
     like: those of calls without a mask, or of what torch picks, of which a contender with few timings has a multiple.
     is_other: beside low precision and torch's pick; then so has one whose timed calls have about as many rows each,
@@ -107,11 +109,11 @@ def coefficients(
             continue
         work = size_of(row).work(row["kind"])
         pairs = work[1] if name == LOW else pairs_of(name, work)
-        points.append((1.0, work[0] / _ROWS, pairs / 2 / _PAIRS, ms))
+        points.append((1.0, work[0] / _ROWS, pairs / 2 / _PAIRS, work[3] / _KEYS, ms))
     counts = [point[1] for point in points]
     few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
     if like is None or not few:
-        fit = _least_squares(points) if points else (0.0, 0.0, 0.0)
+        fit = _least_squares(points) if points else (0.0,) * 4
         if like is None or not is_other or fit[2] > 0:  # products take time
             return fit
     ratios = [log(ms / sum(map(_times, like, x))) for *x, ms in points]
@@ -123,20 +125,32 @@ def _times(a: float, b: float) -> float:
     return a * b
 
 
-def _least_squares(points: Sequence[tuple[float, ...]]) -> tuple[float, float, float]:
-    """c >= 0 for which the sum of (c x / ms - 1)^2 is least: the best of those with some coefficients at zero."""
+def _least_squares(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """c >= 0 for which the sum of (c x / ms - 1)^2 is least: the best of those with some coefficients at zero.
+
+    The last of them, the last tile's, is zero unless it halves the sum and there are more points than coefficients.
+    """
     scaled = [[x / ms for x in features] for *features, ms in points]
-    best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0, 0.0, 0.0))
-    for count in range(1, 4):
-        for chosen in combinations(range(3), count):
-            part = [[row[i] for i in chosen] for row in scaled]
-            solved = _solved(part)
-            if solved is None or min(solved) < 0:
-                continue
-            error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part)
-            if error < best[0]:
-                best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(3))
-    return best[1]
+    count = len(scaled[0])
+    error, fit = _best(scaled, range(count - 1), count)
+    if len(points) > count:
+        with_last = _best(scaled, range(count), count)
+        fit = with_last[1] if with_last[0] < error / 2 - _ROUNDING else fit
+    return fit
+
+
+def _best(rows: Sequence[Sequence[float]], columns: range, count: int) -> tuple[float, tuple[float, ...]]:
+    """The least sum of squares of rows x = 1, and the ``count`` coefficients, those outside of ``columns`` zero."""
+    best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * count)
+    for chosen in (chosen for size in range(1, len(columns) + 1) for chosen in combinations(columns, size)):
+        part = [[row[i] for i in chosen] for row in rows]
+        solved = _solved(part)
+        if solved is None or min(solved) < 0:
+            continue
+        error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part)
+        if error < best[0] - _ROUNDING:
+            best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
+    return best
 
 
 def _solved(rows: Sequence[Sequence[float]]) -> list[float] | None:

@@ -1,8 +1,9 @@
 """What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
-A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches and the last
-tiles, passes over the rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a
-pair of widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys`` on the GPU: launches, passes
+over the rows of Q and of K and V, products of queries and keys, and the last tile, which under a causal mask meets all
+keys of a sequence while other multiprocessors have nothing left to do. The five are a `Cost`, of a card, a pair of
+widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
 
 Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
 the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
@@ -33,6 +34,7 @@ FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
 _MICRO, _NANO, _PICO = 10**9, 10**6, 10**3
+_UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO
 _MILLI = 10**12
 
 
@@ -50,13 +52,15 @@ class Size(NamedTuple):
     width: int = 0
     by_torch: bool = True
 
-    def work(self, kind: str) -> tuple[int, int, int]:
-        """Rows of Q and of K, and twice the pairs of a query and a key that low precision and that torch multiply.
+    def work(self, kind: str) -> tuple[int, int, int, int]:
+        """Rows of Q and of K; twice the pairs of a query and a key that low precision and that torch multiply; keys of
+        the last tile, 0 where tiles are alike.
 
         Torch gets a window as a mask of elements, and multiplies all; peers multiply what low precision does. Packed
         sequences count as causal; of masks of elements all pairs count.
         """
         n, m = self.queries, self.keys
+        last = m if kind in (CAUSAL, PACKED) else 0
         if kind not in (CAUSAL, PACKED):
             seen = 2 * n * m
         elif n <= m:
@@ -64,7 +68,7 @@ class Size(NamedTuple):
         else:
             seen = m * (2 * n - m) if kind == CAUSAL else m * m
         low = 2 * n * self.width if kind == WINDOW and self.width < m else seen
-        return self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen
+        return self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen, last
 
 
 class Cost(NamedTuple):
@@ -74,30 +78,30 @@ class Cost(NamedTuple):
     fixed: int
     row: int
     pair: int
+    key: int = 0
 
     @classmethod
-    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
+    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float, key_ns: float = 0.0) -> Cost:
         """Of the units that ``model.json`` has."""
-        units = (host_us, _MICRO), (fixed_us, _MICRO), (row_ns, _NANO), (pair_ps, _PICO)
-        return cls(*(round(value * unit) for value, unit in units))
+        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps, key_ns), _UNITS)))
 
     def written(self) -> list[float]:
         """What `of` takes, with three digits."""
-        return [float(f"{value / unit:.3g}") for value, unit in zip(self, (_MICRO, _MICRO, _NANO, _PICO))]
+        return [float(f"{value / unit:.3g}") for value, unit in zip(self, _UNITS)]
 
     def with_margin(self) -> Cost:
         """What low precision counts as: `MARGIN` percent more."""
         return Cost(*((x * (100 + MARGIN) + 50) // 100 for x in self))
 
-    def ms(self, rows: int, pairs: int) -> float:
-        """Of a call's rows and one side's pairs (`Size.work`)."""
-        return max(self.host, self.fixed + self.row * rows + self.pair * pairs // 2) / _MILLI
+    def ms(self, rows: int, pairs: int, keys: int) -> float:
+        """Of a call's rows, one side's pairs and the last tile's keys (`Size.work`)."""
+        return max(taken(self, rows, pairs, keys)) / 2 / _MILLI
 
 
-def taken(cost: tuple[int, ...], rows: int, pairs: int) -> tuple[int, int]:
-    """Twice what the host and what the GPU take by a `Cost`, of rows and twice the pairs (`Size.work`)."""
-    host, fixed, row, pair = cost
-    return 2 * host, 2 * (fixed + row * rows) + pair * pairs
+def taken(cost: tuple[int, ...], rows: int, pairs: int, keys: int) -> tuple[int, int]:
+    """Twice what the host and what the GPU take by a `Cost`, of rows, twice the pairs, and keys (`Size.work`)."""
+    host, fixed, row, pair, key = cost
+    return 2 * host, 2 * (fixed + row * rows + key * keys) + pair * pairs
 
 
 def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
@@ -108,7 +112,7 @@ def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
     return (ours[0] <= theirs[0] or ours[0] <= theirs[1]) and (ours[1] <= theirs[0] or ours[1] <= theirs[1])
 
 
-def pairs_of(contender: str, work: tuple[int, int, int]) -> int:
+def pairs_of(contender: str, work: tuple[int, ...]) -> int:
     """Twice the pairs that a contender in full precision multiplies of `Size.work`."""
     return work[1] if contender in PEERS else work[2]
 
@@ -137,8 +141,8 @@ class Times(NamedTuple):
         """Of low precision and of each contender in full precision."""
         work = size.work(self.kind)
         asked = [name for name in self.full if size.by_torch or name in PEERS]
-        full = {name: self.full[name].ms(work[0], pairs_of(name, work)) for name in asked}
-        return None if self.low is None else self.low.ms(*work[:2]), full
+        full = {name: self.full[name].ms(work[0], pairs_of(name, work), work[3]) for name in asked}
+        return None if self.low is None else self.low.ms(*work[:2], work[3]), full
 
 
 def widths_text(head_dim: int, value_dim: int) -> str:
