@@ -1,8 +1,8 @@
 """`tools.fit_auto` on the results files that the package's model was fitted from."""
 
 import json
-from pathlib import Path
 import re
+from pathlib import Path
 
 import pytest
 

@@ -1,9 +1,9 @@
 """What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
-A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys`` on the GPU: launches, passes
-over the rows of Q and of K and V, products of queries and keys, and the last tile, which under a causal mask meets all
-keys of a sequence while other multiprocessors have nothing left to do. The five are a `Cost`, of a card, a pair of
-widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys`` on the GPU: launches,
+passes over the rows of Q and of K and V, products of queries and keys, and the last tile, which under a causal mask
+meets all keys of a sequence while other multiprocessors have nothing left to do. The five are a `Cost`, of a card, a
+pair of widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
 
 Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
 the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
