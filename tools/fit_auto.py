@@ -4,8 +4,8 @@ Files are those of ``benchmarks/results`` that have times of `mixed` beside cont
 ``crossings_*.json`` and ``timings_*.json``, of `sagebwd doctor --measure --output benchmarks/results`, and
 ``attention_*.json`` and ``packed_*.json`` of `python -m benchmarks attention`, of whose packed calls those of equal
 lengths count. ``FILE:mask,padding`` takes rows of these kinds of mask alone. With ``--write`` the costs of the files'
-cards go into ``src/sagebwd/auto/model.json``. Without a file it takes those that are there already. ``--hold-out`` fits
-each part of the timings from the others, a file, a size or a number of tokens at a time, and prints how often the
+cards go into ``src/sagebwd/auto/model.json``. Without a file it takes those that are there already. ``--hold-out``
+fits each part of the timings from the others, a file, a size or a number of tokens at a time, and prints how often the
 faster one is chosen and what is lost where it is not.
 """
 
