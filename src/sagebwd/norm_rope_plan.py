@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, switches
+from sagebwd import dispatch
 from sagebwd import plan as plans
 from sagebwd.arguments import arguments_of, autocast_dtype, packed_arguments_of
 from sagebwd.auto.counts import counts
 from sagebwd.cache import PLANS, TAKEN
-from sagebwd.call import Call, Prologue, keeps_inputs
+from sagebwd.call import Prologue, keeps_inputs
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
 from sagebwd.recipe import AUTO
 
@@ -117,23 +117,15 @@ def _plan_of(
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
-        checks.options(impl, return_lse=False)
-        *_, scale, window, ask, size = packed_arguments_of(
-            q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False
-        )
+        checked = packed_arguments_of(q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False)
     else:
         grouped = given["enable_gqa"]
-        checks.options(impl, enable_gqa=grouped, return_lse=False)
         checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
-        scale, window, ask, size = checked.scale, checked.window, checked.ask, checked.size
-        lengths = q.shape[2], k.shape[2]
-    ask = ask._replace(training=trains)  # as it is composed, where rows of trained weights need gradients
-    choice = dispatch.choose(ask, size, None, not torch.are_deterministic_algorithms_enabled())
+    # as it is composed, where rows of trained weights need gradients
+    choice = checked._replace(ask=checked.ask._replace(training=trains)).choice()
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED
-    settings = causal, *window, scale, choice.recipe, switches.current.deterministic
-    call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, *offsets, *lengths, *settings)
-    return plans.Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
+    return plans.Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
 
 
 def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
