@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 def pieces_of(
     choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool, norm: bool = False
 ) -> tuple[dict[str, Piece], int]:
-    """What a workspace holds of `sagebwd.call.Saved`, and ``weight`` where there are sinks; and its bytes.
+    """What a workspace holds of `sagebwd.call.Saved`, and its bytes.
 
     Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
     whether the call has one of its own (`sagebwd.call.Prologue`).
@@ -291,25 +291,23 @@ class Plan:
         return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
 
     def _forward_program(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> object:
-        module, form = dispatch.family(FORWARD, self.choice, call)
-        names = (*Saved._fields, "weight")
-        rooms = {names.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
+        family = dispatch.family(FORWARD, self.choice, call)
+        rooms = {Saved._fields.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
         runtime = dispatch.runtime()
-        return runtime.program.Program.of(runtime.driver.forward, (module, form, call, q, k, v, sinks), rooms)
+        return runtime.program.Program.of(runtime.driver.forward, (*family, call, q, k, v, sinks), rooms)
 
     def _backward_program(self, call: Call, workspace: Tensor, *tensors: Tensor | None) -> object:
-        module, form = dispatch.family(BACKWARD, self.choice, call)
+        family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
         def described(call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple:
-            saved, weight = self._saved(o, lse, workspace)
-            return dispatch.runtime().driver.backward(module, form, call, saved, *rest, weight)
+            return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
 
-        return dispatch.runtime().program.Program.of(described, (call, workspace, *tensors))
+        return runtime.program.Program.of(described, (call, workspace, *tensors))
 
-    def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> tuple[Saved, Tensor | None]:
-        """What forward left, and sinks' weight."""
+    def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
+        """What forward left."""
         there = {name: piece.of(workspace) for name, piece in self.pieces.items()}
-        return Saved(o, lse, *(there.get(name) for name in Saved._fields[2:])), there.get("weight")
+        return Saved(o, lse, *(there.get(name) for name in Saved._fields[2:]))
 
     def k_mean(self, workspace: Tensor) -> Tensor:
         """K's mean, (B, Hkv, D) or (sequences, Hkv, D)."""
@@ -341,16 +339,16 @@ class Plan:
         lse: Tensor, workspace: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The gradients by the reference, or of no tokens."""
-        saved, weight = self._saved(o, lse, workspace)
+        saved = self._saved(o, lse, workspace)
         if self.is_empty:
             gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
-            return *gradients, None if weight is None else weight.new_zeros(call.queries.heads)
+            return *gradients, None if saved.weight is None else saved.weight.new_zeros(call.queries.heads)
         with _without_autocast(v.device):
             dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)
-        if weight is None:
+        if saved.weight is None:
             return dq, dk, dv, None
         mean = saved.k_mean if call.recipe.smooth_k else None
-        dsinks = epilogue.gradient(do, dlse, o, weight, dq, mean, call.scale, call.queries.cu_seqlens)
+        dsinks = epilogue.gradient(do, dlse, o, saved.weight, dq, mean, call.scale, call.queries.cu_seqlens)
         return dq, dk, dv, dsinks
 
 
