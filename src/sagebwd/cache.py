@@ -12,6 +12,8 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Any
 
+from torch import Tensor
+
 ENTRIES = 2048
 # Addresses that kernels take as they are: multiples of TAKEN bytes. Pieces of one allocation begin at multiples of
 # ALIGNMENT, as PyTorch's own do.
@@ -52,6 +54,11 @@ class Cache:
         """Entries, the one that was used last at the end."""
         with self._lock:
             return list(self._found.values())
+
+
+def layout_of(x: Tensor | None) -> Hashable:
+    """A tensor's part of a specification."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN)
 
 
 def rounded(size: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import answer, handed_over
-from sagebwd.cache import TAKEN, Cache, rounded
+from sagebwd.cache import PLANS, TAKEN, Cache, layout_of, rounded
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
@@ -40,15 +40,15 @@ def spec_of(
 ) -> Hashable | None:  # fmt: skip
     """A call's specification; None where it must take the operators: modes, subclasses, transforms, tracing.
 
-    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks; mask, of a block_mask; settings, all else
-    that a call is given.
+    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks, then any others; mask, of a block_mask;
+    settings, all else that a call is given.
     """
     if torch.compiler.is_compiling():
         return None
     if torch._C._len_torch_dispatch_stack():
         flops.register()  # for a mode that counts them
         return None
-    q, k, v, attn_mask, _, _, sinks = tensors
+    q, k, v, attn_mask, _, _, sinks = tensors[:7]
     if (
         torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -85,6 +85,14 @@ def spec_of(
         first = elements if tiles is None else tiles
         spec += tiles is None, first.shape, first.stride(), elements.dtype, elements.device, blocks.shape, keys.shape
     return tuple(spec)
+
+
+def known(spec: Hashable | None) -> Any:
+    """The plan of a specification, or None."""
+    try:
+        return None if spec is None else PLANS.get(spec)
+    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
+        return None
 
 
 class Piece(NamedTuple):
@@ -173,11 +181,10 @@ class Plan:
         self.answer = answer(str(choice.recipe), choice.name)
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
         self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
-        self.keeps = keeps_inputs(call.recipe, choice.backward.impl)
-        self.pieces, self.bytes = pieces_of(
-            choice, (call.head_dim, call.value_dim), q, k, queries.batch if call.packed else None, sinks,
-            call.prologue is not None and call.prologue.eps is not None,
-        )  # fmt: skip
+        norm = call.prologue is not None and call.prologue.eps is not None
+        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward.impl)
+        sequences = queries.batch if call.packed else None
+        self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.programs = Cache(MOST_PROGRAMS)
@@ -266,7 +273,7 @@ class Plan:
             call = self._call(key_mask, mask, None, None)._replace(deterministic=deterministic)
             call = dispatch.prepared(direction, self.choice, call)
             tensors = (call.key_mask, *tensors_in(call.lists))
-            layouts = tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() % TAKEN) for x in tensors])
+            layouts = tuple(map(layout_of, tensors))
             return _Read({"key_mask": call.key_mask, "lists": call.lists}, tensors, layouts)
 
         found = mask.taken if direction == FORWARD else mask.made  # which no backward reads
@@ -371,41 +378,44 @@ def device_of(x: Tensor) -> AbstractContextManager:
 
 
 class SageAttention(torch.autograd.Function):
-    """A plan and its derivative, by whose name profilers call them."""
+    """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
 
     @staticmethod
-    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k):
+    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
         """`Plan.forward`."""
         plan.check_gradients()
+        masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)
         keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.sinks_dtype = plan, None if sinks is None else sinks.dtype
+        ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
         ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
         elements = None if mask is None or mask.is_kept else mask.elements
         kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
-        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements)
+        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:])
         return o, lse, workspace
 
     @staticmethod
     def backward(ctx, do, dlse, _):
         """`Plan.backward`."""
-        nothing = (None,) * 3
         if do is None and dlse is None:
-            return (*nothing, *nothing, *nothing)
-        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *tensors = ctx.saved_tensors
         mask = ctx.mask if elements is None else ctx.mask._replace(elements=elements)
         do = torch.zeros_like(o) if do is None else do
+        prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
         with torch.no_grad(), device_of(v):
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
-            *gradients, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks)
-        gradients.append(dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None)
+            dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
+        weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
+        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None, *weights]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = once_differentiable(o, gradients)
-        return None, None, *gradients, *nothing
+        rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
+        return None, None, *gradients[:4], None, None, None, *rest
 
 
 class _OnceDifferentiable(torch.autograd.Function):

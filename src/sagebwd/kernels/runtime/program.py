@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from sagebwd.cache import PLANS, TAKEN, rounded
+from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
@@ -127,11 +127,6 @@ def leaves_of(given: tuple) -> Iterator[Any]:
             yield from leaves_of(x)
         else:
             yield x
-
-
-def layout_of(x: Tensor) -> Hashable:
-    """A tensor's part of a specification."""
-    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % TAKEN == 0
 
 
 class Builder(NamedTuple):
