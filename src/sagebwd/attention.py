@@ -100,7 +100,7 @@ def sage_attention(
     mask = block_mask if block_mask.__class__ is Mask else None
     given = query, key, value, attn_mask, None, None, sinks
     spec = None if block_mask is not mask else plans.spec_of(given, mask, recipe, window, *settings)
-    plan = plans.known(spec)
+    plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, mask, return_lse)
     checks.kind(query, key, value, sinks)
@@ -123,7 +123,7 @@ def sage_attention(
         spec = plans.spec_of(given, mask, recipe, window, *settings)
     if spec is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
-    return _run(plans.known(spec) or _planned(spec, checked, sinks), given, mask, return_lse)
+    return _run(PLANS.get(spec) or _planned(spec, checked, sinks), given, mask, return_lse)
 
 
 def sage_attention_varlen(
@@ -167,7 +167,7 @@ def sage_attention_varlen(
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths = max_seqlen_q, max_seqlen_k
     spec = plans.spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
-    plan = plans.known(spec)
+    plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, None, return_lse)
     checked = packed_arguments_of(

@@ -27,9 +27,12 @@ class Cache:
         self.entries, self._found, self._lock = entries, OrderedDict(), Lock()
 
     def get(self, key: Hashable) -> Any:
-        """The entry, or None. Raises TypeError for a key that cannot be hashed."""
+        """The entry, or None, as for a key that cannot be hashed: settings in it have still to be refused."""
         with self._lock:
-            found = self._found.get(key)
+            try:
+                found = self._found.get(key)
+            except TypeError:
+                return None
             if found is not None:
                 self._found.move_to_end(key)
             return found

@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     spec = plans.spec_of(tensors, None, given["recipe"], given["window"], *settings)
     if spec is None:
         return None
-    plan = plans.known(spec)
+    plan = PLANS.get(spec)
     if plan is None:
         plan = _plan_of(q, k, v, prologue, given, trains)
         PLANS.put(spec, plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import answer, handed_over
-from sagebwd.cache import PLANS, TAKEN, Cache, layout_of, rounded
+from sagebwd.cache import TAKEN, Cache, layout_of, rounded
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
@@ -85,14 +85,6 @@ def spec_of(
         first = elements if tiles is None else tiles
         spec += tiles is None, first.shape, first.stride(), elements.dtype, elements.device, blocks.shape, keys.shape
     return tuple(spec)
-
-
-def known(spec: Hashable | None) -> Any:
-    """The plan of a specification, or None."""
-    try:
-        return None if spec is None else PLANS.get(spec)
-    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
-        return None
 
 
 class Piece(NamedTuple):
@@ -212,23 +204,20 @@ class Plan:
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
-        read = self._read(FORWARD, mask, key_mask, False)
-        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None]
-        if prologue is not None:
-            tensors += (x for x in prologue if isinstance(x, Tensor))
-        tensors += q, k, v
-        if sinks is not None:
-            tensors.append(sinks)
+        read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), q, k, v, sinks
+        tensors = [x for x in given if isinstance(x, Tensor)]
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
-            program = self._keep(read.layouts, self._forward_program(call, q, k, v, sinks))
+            program = self._forward_program(call, q, k, v, sinks)
+            self.programs.put(read.layouts, program)
         o, lse, *_ = program.run(tensors, workspace)
         return o, lse, workspace
 
     def check_gradients(self) -> None:
         """Raises before forward what backward would: a family's ``check_gradients``, which an INT8 dP alone has."""
-        if self.call.recipe.dp != INT8 or self.choice.backward.impl == "reference":
+        if self.choice.backward.impl == "reference":
             return
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         check = getattr(dispatch.family(BACKWARD, self.choice, self.call)[0], "check_gradients", None)
@@ -249,7 +238,7 @@ class Plan:
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
-        read = self._read(BACKWARD, mask, key_mask, deterministic)
+        read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), workspace, o, lse, do, dlse, q, k, v
         tensors = [x for x in given if isinstance(x, Tensor)]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
@@ -258,7 +247,8 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            program = self._keep(key, self._backward_program(call, workspace, o, lse, do, dlse, q, k, v))
+            program = self._backward_program(call, workspace, o, lse, do, dlse, q, k, v)
+            self.programs.put(key, program)
         dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
@@ -267,7 +257,7 @@ class Plan:
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
         if mask is None:
-            return _NOTHING if key_mask is None else _Read({"key_mask": key_mask}, (key_mask,), None)
+            return _Read({"key_mask": key_mask}, (key_mask,), None)
 
         def make() -> _Read:
             call = self._call(key_mask, mask, None, None)._replace(deterministic=deterministic)
@@ -278,10 +268,6 @@ class Plan:
 
         found = mask.taken if direction == FORWARD else mask.made  # which no backward reads
         return found((self, direction, deterministic), make)
-
-    def _keep(self, key: Hashable, program: object) -> object:
-        self.programs.put(key, program)
-        return program
 
     def _call(
         self, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
@@ -383,7 +369,8 @@ class SageAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
         """`Plan.forward`."""
-        plan.check_gradients()
+        if plan.call.recipe.dp == INT8:
+            plan.check_gradients()
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)

@@ -233,7 +233,7 @@ class Program:
             None if x is None else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device)
             for x in self.outputs
         ]
-        tensors += (x for x in own if x is not None)
+        tensors += [x for x in own if x is not None]
         if self.has_workspace:
             tensors.append(workspace)
         if self.scratch_bytes:
