@@ -205,8 +205,8 @@ class Plan:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
         read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
-        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), q, k, v, sinks
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ()), q, k, v, sinks
+        tensors = [x for x in given if x is not None]
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
@@ -239,8 +239,8 @@ class Plan:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
         read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
-        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), workspace, o, lse, do, dlse, q, k, v
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
+        tensors = [x for x in (*given, workspace, o, lse, do, dlse, q, k, v) if x is not None]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
         key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in tensors])
         program = self.programs.get(key)

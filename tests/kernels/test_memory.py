@@ -34,7 +34,7 @@ def peak(heads: int, kv_heads: int, head_dim: int, tokens: int, layout: str) -> 
     k_mean = torch.empty(call.keys.batch, kv_heads, head_dim, device=META)
     saved = Saved(empty_like_rows(q), lse, codes[0], q_scale, codes[1], call.keys.per_token(META), row_max, k_mean)
     made = program.Program.of(backward, (call, saved, q, None, None, None, k))
-    outputs = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype, _ in made.outputs)
+    outputs = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in made.memory)
     return sum(x.nbytes for x in saved if x is not None) + outputs + made.scratch_bytes
 
 

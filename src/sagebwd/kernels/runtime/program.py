@@ -147,13 +147,12 @@ def _describing() -> Iterator[Builder]:
         _local.builder = before
 
 
-class _Output(NamedTuple):
-    """An output's allocation, and its shape, stride and offset there, None where it is all of it."""
+class _Memory(NamedTuple):
+    """An output's allocation."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    view: tuple | None
 
 
 class Program:
@@ -163,17 +162,16 @@ class Program:
         self, builder: Builder, inputs: list[Tensor], outputs: tuple[Tensor | None, ...], device: torch.device,
         rooms: dict[int, tuple[int, int]],
     ) -> None:  # fmt: skip
-        self.device = device
-        self.outputs: list[_Output | None] = []  # None: no tensor here
+        self.device, self.memory = device, []
+        self.outputs: list[tuple[int | None, tuple | None]] = []  # number and view of each; None: no tensor here
         self.owners = {_storage(x): (owner, 0) for owner, x in enumerate(inputs)}
         self.scratch_bytes = zero_bytes = 0
         self.cleared: list[tuple[int, int, int]] = []  # owner, offset, bytes
-        owner = len(inputs)
-        workspace = owner + sum(x is not None and n not in rooms for n, x in enumerate(outputs))
+        workspace = len(inputs) + sum(x is not None and n not in rooms for n, x in enumerate(outputs))
         self.scratch, self.has_workspace = workspace + bool(rooms), bool(rooms)
         for number, x in enumerate(outputs):
             if x is None or number in rooms:
-                self.outputs.append(None)
+                self.outputs.append((None, None))
             if x is None:
                 continue
             storage, size = _storage(x), x.untyped_storage().nbytes()
@@ -185,11 +183,11 @@ class Program:
                 assert size <= room, "a workspace has too little room"
                 self.owners[storage] = workspace, offset
             else:
-                whole = _Output(x.shape, x.stride(), x.dtype, None)
-                part = _Output((size // x.itemsize,), (1,), x.dtype, (x.shape, x.stride(), x.storage_offset()))
-                self.outputs.append(whole if size == x.nbytes else part)
-                self.owners[storage] = owner, 0
-                owner += 1
+                view = None if size == x.nbytes else (x.shape, x.stride(), x.storage_offset())
+                self.owners[storage] = len(inputs) + len(self.memory), 0
+                self.outputs.append((len(self.memory), view))
+                shape, stride = (x.shape, x.stride()) if view is None else ((size // x.itemsize,), (1,))
+                self.memory.append(_Memory(shape, stride, x.dtype))
             if storage in builder.zeroed:
                 self.cleared.append((*self.owners[storage], size))
         used = [x for step in builder.steps for x in _tensors_of(step)]
@@ -229,11 +227,8 @@ class Program:
     def run(self, tensors: list[Tensor], workspace: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """The outputs for inputs and a workspace; None in place of those that the workspace has."""
         device = self.device
-        own = [
-            None if x is None else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device)
-            for x in self.outputs
-        ]
-        tensors += [x for x in own if x is not None]
+        own = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.memory]
+        tensors += own
         if self.has_workspace:
             tensors.append(workspace)
         if self.scratch_bytes:
@@ -245,8 +240,8 @@ class Program:
         for one in self.launches:
             one.start(addresses, tensors, stream)
         return tuple([
-            memory if memory is None or x.view is None else memory.as_strided(*x.view)
-            for x, memory in zip(self.outputs, own)
+            None if number is None else own[number] if view is None else own[number].as_strided(*view)
+            for number, view in self.outputs
         ])  # fmt: skip
 
     def _launcher(self, *step: Any) -> Launcher:
