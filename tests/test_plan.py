@@ -6,6 +6,7 @@ k are multiples of `STEP`, so that codes hold them.
 
 import gc
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -626,7 +627,7 @@ def test_threads_share_the_programs_of_a_plan(stand_ins):
 
     def work(number: int) -> None:
         for count in range(200000):
-            plan._keep((number, count), object())
+            plan.programs.put((number, count), object())
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -643,7 +644,7 @@ def test_threads_share_the_programs_of_a_plan(stand_ins):
 @pytest.mark.parametrize("way", ["dense", "without gradients", "padding", "mask", "packed"])
 def test_a_launch_is_few_calls_below_the_public_function(way, monkeypatch):
     """In the first call as in later ones."""
-    depths, start = [], launchers.Interpreted.start
+    depths, made, start = [], [], launchers.Interpreted.start
 
     def noted(self, *given):
         frame, names = sys._getframe(), []
@@ -651,21 +652,33 @@ def test_a_launch_is_few_calls_below_the_public_function(way, monkeypatch):
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         depths.append(len(names))
+        sys.setprofile(None)
         return start(self, *given)
+
+    def profile(frame, event, arg):
+        """Note what is called before the first launch, but for comprehensions, which later Pythons do not call."""
+        code = frame.f_code
+        if event == "call" and f"{os.sep}sagebwd{os.sep}" in code.co_filename and not code.co_name.startswith("<"):
+            made[-1].append(code.co_name)
 
     monkeypatch.setattr(launchers.Interpreted, "start", noted)
     q, k, v = (torch.randn(1, 2, 16, 16, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
     for _ in range(2):
+        made.append([])
         if way == "packed":
             rows = [x.transpose(1, 2).flatten(0, 1).requires_grad_() for x in (q, k, v)]
             offsets = torch.tensor([0, 8, 16], dtype=torch.int32, device=DEVICE)
+            sys.setprofile(profile)
             sage_attention_varlen(*rows, offsets, offsets, 8, 8, recipe="token", impl="triton")
             continue
         leaves = [x.clone().requires_grad_(way != "without gradients") for x in (q, k, v)]
         keys = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=DEVICE)
         masks = {"padding": keys, "mask": keys.expand(1, 1, 16, 16).tril()}
+        sys.setprofile(profile)
         sage_attention(*leaves, masks.get(way), recipe="token", impl="triton")
     first, second = depths[: len(depths) // 2], depths[len(depths) // 2 :]
     assert first
     assert max(first) <= 12
     assert first == second
+    if way in ("dense", "without gradients"):
+        assert len(made[1]) - 1 <= 12, f"a later call, whose plan is known, made {made[1]}"

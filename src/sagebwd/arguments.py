@@ -1,4 +1,4 @@
-"""What decides who runs a call of the public functions: their arguments, checked, and what torch takes of them."""
+"""Arguments of the public functions, dense and packed: checked, in one form, and what decides who runs the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagebwd import checks, dispatch, switches
 from sagebwd.auto import torch_attention
 from sagebwd.auto.model import FULL, MASK, PACKED, PADDING, WINDOW, Size
 from sagebwd.auto.torch_attention import Way
-from sagebwd.call import Ask
+from sagebwd.call import Ask, Call
 from sagebwd.dispatch import Choice
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
@@ -40,8 +40,7 @@ def choice_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    checked = checked._replace(ask=_asked_of(checked.ask, card))
-    return dispatch.choose(checked.ask, checked.size, card, _planned()), checked
+    return _choice_on(card, checked)
 
 
 def packed_choice_of(
@@ -49,37 +48,35 @@ def packed_choice_of(
     max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
     sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
     card: str | None = None,
-) -> tuple[Choice, Ask, Size | None]:  # fmt: skip
+) -> tuple[Choice, Arguments]:  # fmt: skip
     """The same of `sage_attention_varlen`."""
-    *_, ask, size = packed_arguments_of(
+    checked = packed_arguments_of(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
         sinks, recipe, impl, return_lse, card,
     )  # fmt: skip
-    ask = _asked_of(ask, card)
-    return dispatch.choose(ask, size, card, _planned()), ask, size
+    return _choice_on(card, checked)
 
 
-def _planned() -> bool:
-    """Whether more than torch's own pick may run a call: peers' and backends' gradients need not repeat."""
-    return not torch.are_deterministic_algorithms_enabled()
-
-
-def _asked_of(ask: Ask, card: str | None) -> Ask:
-    """What a GPU of this name is asked, where one is named."""
-    return ask if card is None else ask._replace(device=torch.device("cuda"))
+def _choice_on(card: str | None, checked: Arguments) -> tuple[Choice, Arguments]:
+    """Who runs a call on its device, or on a GPU of a name, and what it was asked."""
+    if card is not None:
+        checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
+    return checked.choice(card), checked
 
 
 class Arguments(NamedTuple):
-    """A dense call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
+    """A call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
-    elements: of attn_mask in four dimensions. way: how torch takes the call; size: its size, where
-    others may run it.
+    elements: of attn_mask in four dimensions. offsets: of packed sequences. lengths: tokens of the longest sequence,
+    queries and keys. way: how torch takes a dense call; size: its size, where others may run it.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     elements: Tensor | None
+    offsets: tuple[Tensor | None, Tensor | None]
+    lengths: tuple[int, int]
     is_causal: bool
     scale: float
     window: tuple[int, int]
@@ -87,13 +84,28 @@ class Arguments(NamedTuple):
     size: Size | None
     way: Way | None
 
+    def choice(self, card: str | None = None) -> Choice:
+        """Who runs the call by a plan: peers and backends too, unless gradients have to repeat, as theirs need not.
+
+        card: as of `sagebwd.dispatch.choose`.
+        """
+        planned = not torch.are_deterministic_algorithms_enabled()
+        return dispatch.choose(self.ask, self.size, card, planned)
+
+    def call(self, recipe: Recipe) -> Call:
+        """As kernels are given it."""
+        dims, deterministic = (self.query.shape[-1], self.value.shape[-1]), switches.current.deterministic
+        settings = *self.lengths, self.is_causal, *self.window, self.scale, recipe, deterministic
+        return Call.of(self.query, self.key, dims, None, *self.offsets, *settings)
+
 
 def arguments_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
     sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool,
 ) -> Arguments:  # fmt: skip
-    """What `sagebwd.dispatch.choose` is asked for a call of `sage_attention` in four dimensions; raises as that."""
+    """A call of `sage_attention` in four dimensions; raises as that."""
+    checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse)
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 4, "(batch, heads, tokens, head_dim)")
     if key.shape[0] != query.shape[0]:
@@ -117,15 +129,17 @@ def arguments_of(
     elif only_torch is not None:
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
-    return Arguments(query, key, value, elements, is_causal, scale, window, ask, size, way)
+    lengths = query.shape[2], key.shape[2]
+    return Arguments(query, key, value, elements, (None, None), lengths, is_causal, scale, window, ask, size, way)
 
 
 def packed_arguments_of(
     query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
     is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
     impl: str | None, return_lse: bool, card: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, int], Ask, Size | None]:  # fmt: skip
-    """The same of packed sequences: tensors, scale, window, and what decides who runs the call."""
+) -> Arguments:  # fmt: skip
+    """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
+    checks.options(impl, return_lse=return_lse)
     checks.kind(query, key, value, sinks)
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
@@ -145,7 +159,7 @@ def packed_arguments_of(
         by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, query.shape[1] != key.shape[1])
         heads = count * query.shape[1], count * key.shape[1]
         size = Size(query.shape[0] // count, key.shape[0] // count, *heads, by_torch=by_torch)
-    return query, key, value, scale, window, ask, size
+    return Arguments(query, key, value, None, offsets, lengths, is_causal, scale, window, ask, size, None)
 
 
 def _width(way: Way, kv_tokens: int) -> int:

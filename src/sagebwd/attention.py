@@ -14,9 +14,7 @@ from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensi
 from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
-from sagebwd.auto.model import Size
 from sagebwd.cache import PLANS
-from sagebwd.call import Ask, Call
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
@@ -102,11 +100,10 @@ def sage_attention(
     mask = block_mask if block_mask.__class__ is Mask else None
     given = query, key, value, attn_mask, None, None, sinks
     spec = None if block_mask is not mask else plans.spec_of(given, mask, recipe, window, *settings)
-    plan = _known(spec)
+    plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, mask, return_lse)
     checks.kind(query, key, value, sinks)
-    checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
@@ -121,25 +118,12 @@ def sage_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    query, key, value, elements, way = checked.query, checked.key, checked.value, checked.elements, checked.way
-    mask = mask_argument.checked(block_mask, query, key)
-    given = query, key, value, attn_mask, None, None, sinks
+    mask = mask_argument.checked(block_mask, checked.query, checked.key)
     if mask is not block_mask:  # a BlockMask, read now
         spec = plans.spec_of(given, mask, recipe, window, *settings)
-    chosen = _chosen(checked.ask, checked.size, planned=spec is not None)
-    if spec is not None:
-        plan = _known(spec) or _planned(spec, chosen, checked, sinks)
-        return _run(plan, given, mask, return_lse)
-    _count(chosen)
-    if isinstance(chosen, str):
-        return torch_attention.dense(way, query, key, value, elements, checked.scale)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    key_mask, mask = mask_argument.read(attn_mask, elements, mask, query, key, by_key=trains)
-    parts = (None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)
-    numbers = is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
-    tokens = query.shape[2], key.shape[2]
-    o, lse, workspace = ops.attention(query, key, value, sinks, key_mask, *parts, None, None, *tokens, *numbers)
-    return _with_lse(chosen, given, checked.scale, None, o, lse, workspace) if return_lse else o
+    if spec is None:
+        return _by_operators(checked, attn_mask, mask, sinks, return_lse)
+    return _run(PLANS.get(spec) or _planned(spec, checked, sinks), given, mask, return_lse)
 
 
 def sage_attention_varlen(
@@ -183,82 +167,51 @@ def sage_attention_varlen(
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths = max_seqlen_q, max_seqlen_k
     spec = plans.spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
-    plan = _known(spec)
+    plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, None, return_lse)
-    offsets = cu_seqlens_q, cu_seqlens_k
-    checks.options(impl, return_lse=return_lse)
-    query, key, value, scale, window, ask, size = packed_arguments_of(
-        query, key, value, offsets, lengths, is_causal, scale, window, sinks, recipe, impl, return_lse
-    )
-    chosen = _chosen(ask, size, planned=spec is not None)
-    if spec is not None and isinstance(chosen, str):
-        options = {"is_causal": is_causal, "scale": scale, "window": window}
-        instead = None
-        if chosen in PEERS and not size.by_torch:
-            instead = _by_kernels(sage_attention_varlen, ask, *lengths, **options)
-        run = torch_attention.settled_packed(chosen, lengths, is_causal, window, scale, instead)
-        plan = plans.SdpaCall(chosen, run)
-        PLANS.put(spec, plan)
-        return _run(plan, given, None, return_lse)
-    numbers = *lengths, is_causal, *window, scale, *chosen, switches.current.deterministic
-    if spec is not None:
-        choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
-        dims = query.shape[-1], value.shape[-1]
-        rest = *numbers[:-3], choice.recipe, numbers[-1]
-        plan = plans.Plan(
-            choice, Call.of(query, key, dims, None, *offsets, *rest), query, key, sinks=sinks is not None
-        )
-        PLANS.put(spec, plan)
-        return _run(plan, given, None, return_lse)
-    _count(chosen)
-    if isinstance(chosen, str):
-        return torch_attention.packed(query, key, value, offsets, lengths, is_causal, window, scale)
-    o, lse, workspace = ops.attention(query, key, value, sinks, *(None,) * 4, *offsets, *numbers)
-    return _with_lse(chosen, given, scale, cu_seqlens_q, o, lse, workspace) if return_lse else o
-
-
-def _known(spec: Hashable | None) -> plans.Plan | plans.SdpaCall | None:
-    """The plan of a specification."""
+    checked = packed_arguments_of(
+        query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
+        return_lse,
+    )  # fmt: skip
     if spec is None:
-        return None
-    try:
-        return PLANS.get(spec)
-    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
-        return None
+        return _by_operators(checked, None, None, sinks, return_lse)
+    return _run(_planned(spec, checked, sinks), given, None, return_lse)
 
 
-def _planned(
-    spec: Hashable, chosen: tuple[str, str] | str, checked: Arguments, sinks: Tensor | None
-) -> plans.Plan | plans.SdpaCall:
-    """The plan of a dense call, kept."""
+def _planned(spec: Hashable, checked: Arguments, sinks: Tensor | None) -> plans.Plan | plans.SdpaCall:
+    """The plan of a call, kept."""
     q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
-    if isinstance(chosen, str):
-        options = {"is_causal": checked.is_causal, "scale": checked.scale, "window": checked.window}
-        instead = None
-        if chosen in PEERS and not checked.size.by_torch:
-            instead = _by_kernels(sage_attention, checked.ask, enable_gqa=True, **options)
-        run = torch_attention.settled(chosen, checked.way, q, k, v, elements, checked.scale, instead)
-        plan = plans.SdpaCall(chosen, run)
-    else:
-        choice = dispatch.named(Recipe.parse(chosen[0]), chosen[1])
+    choice, packed = checked.choice(), checked.offsets[0] is not None
+    contender = choice.contender
+    if contender is None:
         padding = None
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
             padding = elements[:, 0, 0].expand(k.shape[0], k.shape[2])
-        settings = checked.is_causal, *checked.window, checked.scale, choice.recipe, switches.current.deterministic
-        call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, None, None, q.shape[2], k.shape[2], *settings)
+        call = checked.call(choice.recipe)
         plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding)
+    else:
+        instead = _by_kernels(checked) if contender in PEERS and not checked.size.by_torch else None
+        if packed:
+            band = checked.is_causal, checked.window, checked.scale
+            run = torch_attention.settled_packed(contender, checked.lengths, *band, instead)
+        else:
+            run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
+        plan = plans.SdpaCall(contender, run)
     PLANS.put(spec, plan)
     return plan
 
 
-def _by_kernels(attention: Callable[..., Tensor], ask: Ask, *lengths: int, **options: object) -> Callable[..., Tensor]:
-    """A call of "auto" on kernels, of q, k, v, None and offsets where there are lengths, as plans are given it."""
-    recipe = dispatch.choose(ask).recipe
+def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
+    """A call of "auto" on kernels, of q, k, v, None and offsets, as plans are given it."""
+    options = {"is_causal": checked.is_causal, "scale": checked.scale, "window": checked.window}
+    options["recipe"] = dispatch.choose(checked.ask).recipe
+    packed, lengths = checked.offsets[0] is not None, checked.lengths
 
     def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor | None) -> Tensor:
-        given = (*offsets, *lengths) if lengths else ()
-        return attention(query, key, value, *given, recipe=recipe, **options)
+        if packed:
+            return sage_attention_varlen(query, key, value, *offsets, *lengths, **options)
+        return sage_attention(query, key, value, enable_gqa=True, **options)
 
     return run
 
@@ -286,32 +239,33 @@ def _run(
     return o, epilogue.true_lse(lse, q, plan.k_mean(workspace), plan.call.scale, cu_seqlens_q, sinks)
 
 
-def _with_lse(
-    chosen: tuple[str, str], given: tuple[Tensor | None, ...], scale: float, offsets: Tensor | None, o: Tensor,
-    lse: Tensor, workspace: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """O, and lse with what K-smoothing took off, of the operator's outputs."""
-    q, k, v, *_, sinks = given
-    k_mean = ops.k_mean_of(workspace, q, k, v, sinks, offsets, *chosen)
-    return o, epilogue.true_lse(lse, q, k_mean, scale, offsets, sinks)
-
-
-def _chosen(ask: Ask, size: Size | None, *, planned: bool) -> tuple[str, str] | str:
-    """The recipe and the choice's name, as the operator takes them; of a call that is handed over, to whom.
-
-    planned: whether the call gets a plan, as of `sagebwd.dispatch.contender_of`.
-    """
+def _by_operators(
+    checked: Arguments, attn_mask: Tensor | None, mask: Mask | None, sinks: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The outputs of a call that somebody may look at or change: by operators, or by torch, which then picks."""
+    q, k, v, ask = checked.query, checked.key, checked.value, checked.ask
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
-        contender = dispatch.contender_of(ask, size, None, False)
-        if contender is not None:
-            return contender
-        dispatch.check_traced(ask.impl, ask.device, ask.dtype)
-        return str(ask.recipe), ask.impl or dispatch.FASTEST
-    choice = dispatch.choose(ask, size, None, planned and not torch.are_deterministic_algorithms_enabled())
-    return choice.contender or (str(choice.recipe), choice.name)
-
-
-def _count(chosen: tuple[str, str] | str) -> None:
-    """Count a call outside of torch.compile that no plan runs."""
-    if not torch.compiler.is_compiling():
-        counts[handed_over(chosen) if isinstance(chosen, str) else answer(*chosen)] += 1
+        contender = dispatch.contender_of(ask, checked.size, None, False)
+        if contender is None:
+            dispatch.check_traced(ask.impl, ask.device, ask.dtype)
+        chosen = str(ask.recipe), ask.impl or dispatch.FASTEST
+    else:
+        choice = dispatch.choose(ask, checked.size, None, False)
+        contender, chosen = choice.contender, (str(choice.recipe), choice.name)
+        counts[answer(*chosen) if contender is None else handed_over(contender)] += 1
+    packed = checked.offsets[0] is not None
+    if contender is not None and packed:
+        band = checked.is_causal, checked.window, checked.scale
+        return torch_attention.packed(q, k, v, checked.offsets, checked.lengths, *band)
+    if contender is not None:
+        return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
+    masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
+    numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
+    o, lse, workspace = ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers)
+    if not return_lse:
+        return o
+    offsets = checked.offsets[0]  # of K's sequences there are as many
+    k_mean = ops.k_mean_of(workspace, q, k, v, sinks, offsets, *chosen)
+    return o, epilogue.true_lse(lse, q, k_mean, checked.scale, offsets, sinks)

@@ -12,6 +12,8 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Any
 
+from torch import Tensor
+
 ENTRIES = 2048
 # Addresses that kernels take as they are: multiples of TAKEN bytes. Pieces of one allocation begin at multiples of
 # ALIGNMENT, as PyTorch's own do.
@@ -25,9 +27,12 @@ class Cache:
         self.entries, self._found, self._lock = entries, OrderedDict(), Lock()
 
     def get(self, key: Hashable) -> Any:
-        """The entry, or None. Raises TypeError for a key that cannot be hashed."""
+        """The entry, or None, as for a key that cannot be hashed: settings in it have still to be refused."""
         with self._lock:
-            found = self._found.get(key)
+            try:
+                found = self._found.get(key)
+            except TypeError:
+                return None
             if found is not None:
                 self._found.move_to_end(key)
             return found
@@ -52,6 +57,11 @@ class Cache:
         """Entries, the one that was used last at the end."""
         with self._lock:
             return list(self._found.values())
+
+
+def layout_of(x: Tensor | None) -> Hashable:
+    """A tensor's part of a specification."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN)
 
 
 def rounded(size: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.model import FULL, MASK
-from sagebwd.masks.band import FARTHEST
+from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.rotation import sizes
@@ -65,10 +65,10 @@ class Packing(NamedTuple):
         """Heads of such a layout: of one sequence, or of the batch if dense."""
         return self.heads if self.cu_seqlens is not None else self.batch * self.heads
 
-    def per_token(self, device: torch.device, *several: int) -> Tensor:
-        """Uninitialised FP32, one value a row: (B, H, N) or (H, total), or ``several`` such."""
+    def per_token(self, device: torch.device) -> Tensor:
+        """Uninitialised FP32, one value a row: (B, H, N) or (H, total)."""
         shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
-        return torch.empty(*several, *shape, self.total, dtype=torch.float32, device=device)
+        return torch.empty(*shape, self.total, dtype=torch.float32, device=device)
 
     def grid(self, block: int) -> int:
         """Blocks of the longest sequence."""
@@ -205,13 +205,13 @@ class Call(NamedTuple):
 
     @property
     def band(self) -> dict[str, int | bool]:
-        """Bounds on key - query, before a packed sequence's offset; their sums with places fit 32 bits."""
+        """Bounds on key - query, before a packed sequence's offset; 1 and -1 where there is none."""
+        band = Band.of(self.is_causal, self.window_left, self.window_right)
+        has_lower, has_upper = band.lower is not None, band.upper is not None
         return {
-            "lower": -min(self.window_left, FARTHEST),
-            "upper": 0 if self.is_causal else min(self.window_right, FARTHEST),
-            "HAS_LOWER": self.window_left >= 0,
-            "HAS_UPPER": self.is_causal or self.window_right >= 0,
-        }
+            "lower": band.lower if has_lower else 1, "upper": band.upper if has_upper else -1,
+            "HAS_LOWER": has_lower, "HAS_UPPER": has_upper,
+        }  # fmt: skip
 
 
 class Saved(NamedTuple):
@@ -221,7 +221,8 @@ class Saved(NamedTuple):
     taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape but as wide as
     the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
     product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse. Where the call has
-    a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse.
+    a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse. Where it has sinks, their ``weight`` beside
+    each query's keys (`sagebwd.reference.sinks`), shaped as lse.
     """
 
     o: Tensor
@@ -234,6 +235,7 @@ class Saved(NamedTuple):
     k_mean: Tensor
     q_inverse_rms: Tensor | None = None
     k_inverse_rms: Tensor | None = None
+    weight: Tensor | None = None
 
 
 def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

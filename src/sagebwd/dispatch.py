@@ -349,7 +349,7 @@ def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Save
     if choice.forward.impl == "reference":
         return _module(choice.forward.module).forward(call, q, k, v)
     given = *family(FORWARD, choice, call), prepared(FORWARD, choice, call), q, k, v
-    return Saved(*runtime().program.run(runtime().driver.forward, *given)[:-1])
+    return Saved(*runtime().program.run(runtime().driver.forward, *given))
 
 
 def backward(

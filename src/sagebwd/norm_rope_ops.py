@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
-from sagebwd.ops import LIBRARY, operator
+from sagebwd.ops import LIBRARY, differentiable, operator
 from sagebwd.plan import device_of, once_differentiable
 
 
@@ -100,12 +100,12 @@ def _(dq_out, dk_out, q, k, q_inverse_rms, k_inverse_rms, q_weight, k_weight, *s
 
 
 class _NormRope(torch.autograd.Function):
-    """The derivative of ``sagebwd::qk_norm_rope``; keyset: the dispatcher's, of which kernels below autograd run."""
+    """The derivative of ``sagebwd::qk_norm_rope``; below: the operator's kernels below autograd."""
 
     @staticmethod
-    def forward(ctx, keyset, *arguments):
+    def forward(ctx, below, *arguments):
         q, k, *weights, q_cos, q_sin, k_cos, k_sin, eps, interleaved, _ = arguments
-        *outputs, q_inverse_rms, k_inverse_rms = _below_autograd(keyset, *arguments)
+        *outputs, q_inverse_rms, k_inverse_rms = below(*arguments)
         ctx.mark_non_differentiable(q_inverse_rms, k_inverse_rms)
         ctx.settings = interleaved, q.dtype, k.dtype
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
@@ -126,15 +126,4 @@ class _NormRope(torch.autograd.Function):
         return None, *needed, *(None,) * 7
 
 
-def _below_autograd(keyset, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return qk_norm_rope.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-
-def _autograd(keyset, *arguments):
-    """What the dispatcher calls for ``sagebwd::qk_norm_rope`` before a device's kernel."""
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    return (_NormRope.apply if differentiable else _below_autograd)(keyset, *arguments)
-
-
-LIBRARY.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
+differentiable(_NormRope, qk_norm_rope)

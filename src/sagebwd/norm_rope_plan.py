@@ -8,18 +8,17 @@ torch.compile and under modes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, switches
+from sagebwd import dispatch
 from sagebwd import plan as plans
 from sagebwd.arguments import arguments_of, autocast_dtype, packed_arguments_of
 from sagebwd.auto.counts import counts
-from sagebwd.cache import PLANS, TAKEN
-from sagebwd.call import Call, Prologue, keeps_inputs
+from sagebwd.cache import PLANS
+from sagebwd.call import Prologue, keeps_inputs
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
 from sagebwd.recipe import AUTO
 
@@ -48,23 +47,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     cu_seqlens_q, cu_seqlens_k = (given.get(name) for name in OFFSETS)
     tensors = q, k, v, prologue.q_weight, prologue.k_weight
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    spec = _spec_of(q, k, v, prologue, given, trains)
-    try:
-        plan = None if spec is None else PLANS.get(spec)
-    except TypeError:  # of a setting that cannot be hashed, which checks will refuse
-        return None
+    # who runs a call of "auto" depends on whether it trains, be it the weights alone
+    settings = *(given.get(name) for name in SETTINGS), *prologue[:2], trains and given["recipe"] == AUTO, _COMPOSED
+    tensors = q, k, v, None, cu_seqlens_q, cu_seqlens_k, None, *prologue[2:]
+    spec = plans.spec_of(tensors, None, given["recipe"], given["window"], *settings)
     if spec is None:
         return None
+    plan = PLANS.get(spec)
     if plan is None:
         plan = _plan_of(q, k, v, prologue, given, trains)
         PLANS.put(spec, plan)
     if plan is _COMPOSED:
         return None
     counts[plan.answer] += 1
+    masks = None, cu_seqlens_q, cu_seqlens_k
     if trains:
-        return NormRopeAttention.apply(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, *prologue)
+        return plans.SageAttention.apply(plan, None, q, k, v, None, *masks, *prologue)[0]
     with plans.device_of(q):
-        return plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)[0]
+        return plan.forward(q, k, v, None, None, *masks, prologue)[0]
 
 
 def _may_take(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> bool:
@@ -88,28 +88,6 @@ def _may_take(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: di
     return v.shape[-1] == q.shape[-1] and min(q.numel(), k.numel()) > 0
 
 
-def _spec_of(
-    q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
-) -> Hashable | None:  # fmt: skip
-    """As `sagebwd.plan.spec_of`, with what there is of the prologue but its values."""
-    offsets = (given.get(name) for name in OFFSETS)
-    settings = (given.get(name) for name in SETTINGS)
-    recipe = given["recipe"]
-    spec = plans.spec_of((q, k, v, None, *offsets, None), None, recipe, given["window"], *settings)
-    if spec is None:
-        return None
-    # who runs a call of "auto" depends on whether it trains, be it the weights alone
-    found = [NormRopeAttention, spec, prologue.eps, prologue.interleaved, trains and recipe == AUTO]
-    for x in prologue[2:]:
-        if x is None:
-            found.append(None)
-        elif x.__class__ not in plans.PLAIN or x.layout is not torch.strided or x.is_neg() or x._is_zerotensor():
-            return None
-        else:
-            found += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
-    return tuple(found)
-
-
 def _plan_of(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> plans.Plan | str:  # fmt: skip
@@ -117,23 +95,15 @@ def _plan_of(
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
-        checks.options(impl, return_lse=False)
-        *_, scale, window, ask, size = packed_arguments_of(
-            q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False
-        )
+        checked = packed_arguments_of(q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False)
     else:
         grouped = given["enable_gqa"]
-        checks.options(impl, enable_gqa=grouped, return_lse=False)
         checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
-        scale, window, ask, size = checked.scale, checked.window, checked.ask, checked.size
-        lengths = q.shape[2], k.shape[2]
-    ask = ask._replace(training=trains)  # as it is composed, where rows of trained weights need gradients
-    choice = dispatch.choose(ask, size, None, not torch.are_deterministic_algorithms_enabled())
+    # as it is composed, where rows of trained weights need gradients
+    choice = checked._replace(ask=checked.ask._replace(training=trains)).choice()
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED
-    settings = causal, *window, scale, choice.recipe, switches.current.deterministic
-    call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, *offsets, *lengths, *settings)
-    return plans.Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
+    return plans.Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
 
 
 def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bool:
@@ -147,33 +117,3 @@ def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bo
         and choice.forms(*dims) == (dims, dims)
         and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
     )
-
-
-class NormRopeAttention(torch.autograd.Function):
-    """A plan with a prologue and its derivative, by whose name profilers call them."""
-
-    @staticmethod
-    def forward(ctx, plan, q, k, v, cu_seqlens_q, cu_seqlens_k, *prologue):
-        """`sagebwd.plan.Plan.forward`."""
-        prologue = Prologue(*prologue)
-        with plans.device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, prologue)
-        ctx.plan, ctx.settings = plan, prologue[:2]
-        inputs = (None, None) if prologue.eps is None else (q, k)  # a rotation reads none
-        ctx.save_for_backward(*inputs, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *prologue[2:])
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        """`sagebwd.plan.Plan.backward`."""
-        q, k, v, o, lse, workspace, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
-        prologue = Prologue(*ctx.settings, *tensors)
-        with torch.no_grad(), plans.device_of(v):
-            *gradients, _ = ctx.plan.backward(
-                do, None, q, k, v, o, lse, workspace, None, None, cu_seqlens_q, cu_seqlens_k, prologue
-            )
-        for n, weight in enumerate(tensors[:2], 3):
-            gradients[n] = None if weight is None else gradients[n].to(weight.dtype)
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = plans.once_differentiable(o, gradients)
-        return None, *gradients[:3], None, None, None, None, *gradients[3:], *(None,) * 4

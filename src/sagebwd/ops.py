@@ -14,7 +14,7 @@ times a call, and copies them each time: 0.1 ms of host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch
 from sagebwd.auto.model import FULL, MASK
-from sagebwd.cache import PLANS, TAKEN
+from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
@@ -102,7 +102,7 @@ def attention(
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
     tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "forward", *map(_layout, tensors), *settings
+    key = "forward", *map(layout_of, tensors), *settings
     plan = PLANS.get(key)
     if plan is None:
         plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
@@ -110,10 +110,6 @@ def attention(
     of_mask = _mask(mask, mask_tiles, mask_blocks, key_mask)
     with torch.autocast(q.device.type, enabled=False), device_of(q):
         return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k)
-
-
-def _layout(x: Tensor | None) -> Hashable:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN)
 
 
 def _plan_of(
@@ -192,7 +188,7 @@ def attention_backward(
     """
     tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "backward", *map(_layout, tensors), head_dim, sinks is None, *settings
+    key = "backward", *map(layout_of, tensors), head_dim, sinks is None, *settings
     plan = PLANS.get(key)
     if plan is None:
         plan = _plan_of(o, v, (head_dim, v.shape[-1]), v, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
@@ -214,14 +210,31 @@ def _(
     return *empty_gradients(choice.recipe, head_dim, o, v), dsinks
 
 
+def differentiable(derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload) -> None:
+    """Register a derivative of an operator, for calls in which one of its first four arguments needs a gradient.
+
+    Its forward is given the operator below autograd, a function, and the arguments.
+    """
+
+    def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
+        def below(*arguments: object) -> object:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
+        return derivative.apply(below, *arguments) if needed else below(*arguments)
+
+    LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)
+
+
 class _Attention(torch.autograd.Function):
-    """The derivative of ``sagebwd::attention``; keyset: the dispatcher's, of which kernels below autograd run."""
+    """The derivative of ``sagebwd::attention``; below: the operator's kernels below autograd."""
 
     @staticmethod
-    def forward(ctx, keyset, *arguments):
+    def forward(ctx, below, *arguments):
         q, k, v, sinks = arguments[:4]
         masks, settings = arguments[4:10], arguments[10:]
-        o, lse, workspace = _below_autograd(keyset, *arguments)
+        o, lse, workspace = below(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
         ctx.settings = q.shape[-1], *settings
@@ -246,15 +259,4 @@ class _Attention(torch.autograd.Function):
         return None, *gradients, *(None,) * 15
 
 
-def _below_autograd(keyset, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return attention.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-
-def _autograd(keyset, *arguments):
-    """What the dispatcher calls for ``sagebwd::attention`` before a device's kernel."""
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    return (_Attention.apply if differentiable else _below_autograd)(keyset, *arguments)
-
-
-LIBRARY.impl("attention", _autograd, "Autograd", with_keyset=True)
+differentiable(_Attention, attention)

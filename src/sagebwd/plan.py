@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch, switches
 from sagebwd.auto import flops
 from sagebwd.auto.counts import answer, handed_over
-from sagebwd.cache import TAKEN, Cache, rounded
+from sagebwd.cache import TAKEN, Cache, layout_of, rounded
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
@@ -40,15 +40,15 @@ def spec_of(
 ) -> Hashable | None:  # fmt: skip
     """A call's specification; None where it must take the operators: modes, subclasses, transforms, tracing.
 
-    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks; mask, of a block_mask; settings, all else
-    that a call is given.
+    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks, then any others; mask, of a block_mask;
+    settings, all else that a call is given.
     """
     if torch.compiler.is_compiling():
         return None
     if torch._C._len_torch_dispatch_stack():
         flops.register()  # for a mode that counts them
         return None
-    q, k, v, attn_mask, _, _, sinks = tensors
+    q, k, v, attn_mask, _, _, sinks = tensors[:7]
     if (
         torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 def pieces_of(
     choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool, norm: bool = False
 ) -> tuple[dict[str, Piece], int]:
-    """What a workspace holds of `sagebwd.call.Saved`, and ``weight`` where there are sinks; and its bytes.
+    """What a workspace holds of `sagebwd.call.Saved`, and its bytes.
 
     Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
     whether the call has one of its own (`sagebwd.call.Prologue`).
@@ -173,11 +173,10 @@ class Plan:
         self.answer = answer(str(choice.recipe), choice.name)
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
         self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
-        self.keeps = keeps_inputs(call.recipe, choice.backward.impl)
-        self.pieces, self.bytes = pieces_of(
-            choice, (call.head_dim, call.value_dim), q, k, queries.batch if call.packed else None, sinks,
-            call.prologue is not None and call.prologue.eps is not None,
-        )  # fmt: skip
+        norm = call.prologue is not None and call.prologue.eps is not None
+        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward.impl)
+        sequences = queries.batch if call.packed else None
+        self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.programs = Cache(MOST_PROGRAMS)
@@ -205,23 +204,20 @@ class Plan:
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
-        read = self._read(FORWARD, mask, key_mask, False)
-        tensors = [x for x in (cu_seqlens_q, cu_seqlens_k, *read.tensors) if x is not None]
-        if prologue is not None:
-            tensors += (x for x in prologue if isinstance(x, Tensor))
-        tensors += q, k, v
-        if sinks is not None:
-            tensors.append(sinks)
+        read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ()), q, k, v, sinks
+        tensors = [x for x in given if x is not None]
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
-            program = self._keep(read.layouts, self._forward_program(call, q, k, v, sinks))
+            program = self._forward_program(call, q, k, v, sinks)
+            self.programs.put(read.layouts, program)
         o, lse, *_ = program.run(tensors, workspace)
         return o, lse, workspace
 
     def check_gradients(self) -> None:
         """Raises before forward what backward would: a family's ``check_gradients``, which an INT8 dP alone has."""
-        if self.call.recipe.dp != INT8 or self.choice.backward.impl == "reference":
+        if self.choice.backward.impl == "reference":
             return
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         check = getattr(dispatch.family(BACKWARD, self.choice, self.call)[0], "check_gradients", None)
@@ -242,16 +238,17 @@ class Plan:
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
-        read = self._read(BACKWARD, mask, key_mask, deterministic)
-        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue or ()), workspace, o, lse, do, dlse, q, k, v
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
+        given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
+        tensors = [x for x in (*given, workspace, o, lse, do, dlse, q, k, v) if x is not None]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
         key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in tensors])
         program = self.programs.get(key)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            program = self._keep(key, self._backward_program(call, workspace, o, lse, do, dlse, q, k, v))
+            program = self._backward_program(call, workspace, o, lse, do, dlse, q, k, v)
+            self.programs.put(key, program)
         dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
@@ -260,21 +257,17 @@ class Plan:
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
         if mask is None:
-            return _NOTHING if key_mask is None else _Read({"key_mask": key_mask}, (key_mask,), None)
+            return _Read({"key_mask": key_mask}, (key_mask,), None)
 
         def make() -> _Read:
             call = self._call(key_mask, mask, None, None)._replace(deterministic=deterministic)
             call = dispatch.prepared(direction, self.choice, call)
             tensors = (call.key_mask, *tensors_in(call.lists))
-            layouts = tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() % TAKEN) for x in tensors])
+            layouts = tuple(map(layout_of, tensors))
             return _Read({"key_mask": call.key_mask, "lists": call.lists}, tensors, layouts)
 
         found = mask.taken if direction == FORWARD else mask.made  # which no backward reads
         return found((self, direction, deterministic), make)
-
-    def _keep(self, key: Hashable, program: object) -> object:
-        self.programs.put(key, program)
-        return program
 
     def _call(
         self, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
@@ -291,25 +284,23 @@ class Plan:
         return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
 
     def _forward_program(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> object:
-        module, form = dispatch.family(FORWARD, self.choice, call)
-        names = (*Saved._fields, "weight")
-        rooms = {names.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
+        family = dispatch.family(FORWARD, self.choice, call)
+        rooms = {Saved._fields.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
         runtime = dispatch.runtime()
-        return runtime.program.Program.of(runtime.driver.forward, (module, form, call, q, k, v, sinks), rooms)
+        return runtime.program.Program.of(runtime.driver.forward, (*family, call, q, k, v, sinks), rooms)
 
     def _backward_program(self, call: Call, workspace: Tensor, *tensors: Tensor | None) -> object:
-        module, form = dispatch.family(BACKWARD, self.choice, call)
+        family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
         def described(call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple:
-            saved, weight = self._saved(o, lse, workspace)
-            return dispatch.runtime().driver.backward(module, form, call, saved, *rest, weight)
+            return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
 
-        return dispatch.runtime().program.Program.of(described, (call, workspace, *tensors))
+        return runtime.program.Program.of(described, (call, workspace, *tensors))
 
-    def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> tuple[Saved, Tensor | None]:
-        """What forward left, and sinks' weight."""
+    def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
+        """What forward left."""
         there = {name: piece.of(workspace) for name, piece in self.pieces.items()}
-        return Saved(o, lse, *(there.get(name) for name in Saved._fields[2:])), there.get("weight")
+        return Saved(o, lse, *(there.get(name) for name in Saved._fields[2:]))
 
     def k_mean(self, workspace: Tensor) -> Tensor:
         """K's mean, (B, Hkv, D) or (sequences, Hkv, D)."""
@@ -341,16 +332,16 @@ class Plan:
         lse: Tensor, workspace: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The gradients by the reference, or of no tokens."""
-        saved, weight = self._saved(o, lse, workspace)
+        saved = self._saved(o, lse, workspace)
         if self.is_empty:
             gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
-            return *gradients, None if weight is None else weight.new_zeros(call.queries.heads)
+            return *gradients, None if saved.weight is None else saved.weight.new_zeros(call.queries.heads)
         with _without_autocast(v.device):
             dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)
-        if weight is None:
+        if saved.weight is None:
             return dq, dk, dv, None
         mean = saved.k_mean if call.recipe.smooth_k else None
-        dsinks = epilogue.gradient(do, dlse, o, weight, dq, mean, call.scale, call.queries.cu_seqlens)
+        dsinks = epilogue.gradient(do, dlse, o, saved.weight, dq, mean, call.scale, call.queries.cu_seqlens)
         return dq, dk, dv, dsinks
 
 
@@ -373,41 +364,45 @@ def device_of(x: Tensor) -> AbstractContextManager:
 
 
 class SageAttention(torch.autograd.Function):
-    """A plan and its derivative, by whose name profilers call them."""
+    """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
 
     @staticmethod
-    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k):
+    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
         """`Plan.forward`."""
-        plan.check_gradients()
+        if plan.call.recipe.dp == INT8:
+            plan.check_gradients()
+        masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)
         keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.sinks_dtype = plan, None if sinks is None else sinks.dtype
+        ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
         ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
         elements = None if mask is None or mask.is_kept else mask.elements
         kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
-        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements)
+        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:])
         return o, lse, workspace
 
     @staticmethod
     def backward(ctx, do, dlse, _):
         """`Plan.backward`."""
-        nothing = (None,) * 3
         if do is None and dlse is None:
-            return (*nothing, *nothing, *nothing)
-        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *tensors = ctx.saved_tensors
         mask = ctx.mask if elements is None else ctx.mask._replace(elements=elements)
         do = torch.zeros_like(o) if do is None else do
+        prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
         with torch.no_grad(), device_of(v):
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
-            *gradients, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks)
-        gradients.append(dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None)
+            dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
+        weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
+        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None, *weights]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = once_differentiable(o, gradients)
-        return None, None, *gradients, *nothing
+        rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
+        return None, None, *gradients[:4], None, None, None, *rest
 
 
 class _OnceDifferentiable(torch.autograd.Function):

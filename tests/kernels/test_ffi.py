@@ -48,28 +48,27 @@ def scale(tmp_path, monkeypatch):
 
 def test_arguments_arrive(scale):
     x, out, told = torch.randn(3, 4).t(), torch.empty(4, 3), torch.zeros(7, dtype=torch.int32)
-    scale[()](x, out, None, 2.0, told, 5)
+    program.launch(scale, (), x, out, None, 2.0, told, 5)
     torch.testing.assert_close(out, 2 * x)
     assert told.tolist() == [2, 2, 32, 1, 5, 0, 0]
 
 
 def test_a_failure_raises(scale):
     with pytest.raises(RuntimeError, match="it failed"):
-        scale[()](torch.ones(1, 1), torch.ones(1, 1), None, 0.0, torch.ones(7), 5)
+        program.launch(scale, (), torch.ones(1, 1), torch.ones(1, 1), None, 0.0, torch.ones(7), 5)
 
 
 def test_programs_launch_functions(scale):
-    """Inputs, outputs, a view of one and scratch of another type."""
+    """Inputs, an output that is a view and scratch of another type."""
 
     def call(x):
         torch.empty(5)
         told, both = torch.empty(8, dtype=torch.int32), torch.empty(2, 4, 3)
         program.launch(scale, (), x, both[1].t(), None, 3.0, told[1:], 5)
-        return both[1], both[1].t()
+        return (both[1].t(),)
 
     for _ in range(4):
         x = torch.randn(3, 4)
-        out, transposed = program.run(call, x)
-        torch.testing.assert_close(out, 3 * x.t())
-        torch.testing.assert_close(transposed, 3 * x)
+        (out,) = program.run(call, x)
+        torch.testing.assert_close(out, 3 * x)
     assert len(PLANS) == 1

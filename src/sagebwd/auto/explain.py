@@ -71,8 +71,8 @@ def explain_varlen(
     """The same of `sage_attention_varlen`."""
     _check("explain_varlen", packed_choice_of, query, key, value, *arguments, **options)
     _check_card(device)
-    choice, ask, size = packed_choice_of(query, key, value, *arguments, card=device, **options)
-    return explained(choice, ask, size, options.get("recipe", AUTO), device)
+    choice, checked = packed_choice_of(query, key, value, *arguments, card=device, **options)
+    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO), device)
 
 
 def _check_card(card: str | None) -> None:

@@ -27,25 +27,17 @@ def register() -> None:
                 mode.counter.flop_registry.setdefault(operator, formula)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None,
-    mask_tiles: Tensor | None, mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int, max_seqlen_k: int, *settings: object, out_val: object = None,
-) -> int:  # fmt: skip
-    """Q K^T and P V."""
-    pairs = _pairs(q, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: object, out_val: object = None) -> int:
+    """Q K^T and P V; rest: of `sagebwd.ops.attention`, sinks first."""
+    return 2 * _pairs(q, v, rest[5:7], rest[7:9]) * (q.shape[-1] + v.shape[-1])
 
 
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
-    workspace: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None, mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, head_dim: int,
-    max_seqlen_q: int, max_seqlen_k: int, *settings: object, out_val: object = None,
+    workspace: Tensor, *rest: object, out_val: object = None,
 ) -> int:  # fmt: skip
-    """Q K^T again, dP, dV, dQ and dK."""
-    pairs = _pairs(o, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-    return 2 * pairs * (3 * head_dim + 2 * v.shape[-1])
+    """Q K^T again, dP, dV, dQ and dK; rest: of `sagebwd.ops.attention_backward`, sinks first."""
+    return 2 * _pairs(o, v, rest[5:7], rest[8:10]) * (3 * rest[7] + 2 * v.shape[-1])
 
 
 def _pairs(q: Tensor, k: Tensor, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]) -> int:

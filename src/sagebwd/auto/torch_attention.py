@@ -123,17 +123,9 @@ def settled(
     instead: of the same, who runs what a peer refuses; None for torch. A window's mask is made in each call: one that
     was kept could be freed under a CUDA graph that reads it.
     """
-    if way.keys is not None or way.band is not None:
 
-        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-            return dense(way, query, key, value, mask, scale)
-
-    else:
-        grouped, is_plain = query.shape[1] != key.shape[1], mask is None or mask.dtype in (torch.bool, query.dtype)
-
-        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-            mask = mask if is_plain else mask.to(query.dtype)
-            return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, enable_gqa=grouped)
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+        return dense(way, query, key, value, mask, scale)
 
     if contender in BACKENDS:
         with suppress(RuntimeError):  # of no backend at all, which the call itself says

@@ -10,32 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.runtime.device import NO_CONTEXT, current_stream, enter_context, libcuda
+from sagebwd.kernels.runtime.device import NO_CONTEXT, enter_context, libcuda
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_BYTES = 8
 
 
 class CudaKernel:
-    """A function of a cubin, launched as Triton's kernels are: ``kernel[grid](*arguments)``.
-
-    Arguments: tensors or None for pointers, int for 64-bit integers, float for FP32.
-    """
-
-    arg_names = ()
+    """A function of a cubin. Arguments: tensors or None for pointers, int for 64-bit integers, float for FP32."""
 
     def __init__(self, machine_code: bytes, name: str, threads: int, shared_bytes: int) -> None:
         self.machine_code, self.name, self.threads, self.shared_bytes = machine_code, name, threads, shared_bytes
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._lock = Lock()
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*arguments: Any) -> None:
-            tensors = [x for x in arguments if isinstance(x, Tensor)]
-            device = tensors[0].device
-            CudaLaunch(self, grid, arguments, device).start([x.data_ptr() for x in tensors], current_stream(device))
-
-        return start
+    def laid_out(self, grid: tuple[int, ...], arguments: Sequence[Any], device: torch.device) -> CudaLaunch:
+        """A launch with arguments like these, whatever the tensors' addresses."""
+        return CudaLaunch(self, grid, arguments, device)
 
     def function(self, device: torch.device) -> ctypes.c_void_p:
         """The function in a GPU's context, loaded once."""

@@ -22,8 +22,8 @@ CHANNELS = 8
 
 def forward(
     family: ModuleType, form: tuple[int, int], call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    """What ``family.forward(call, q, k, v)`` gives, at the widths of ``form``, and the weight of sinks or None."""
+) -> Saved:
+    """What ``family.forward(call, q, k, v)`` gives, at the widths of ``form``, beside sinks where there are any."""
     wide = _at_widths(family, form, call)
     given = (_filled(x, width) for x, width in zip((q, k, v), (wide.columns[0], *wide.columns)))
     saved = Saved(*family.forward(wide, *map(aligned_rows, given)))
@@ -32,19 +32,19 @@ def forward(
     if wide.columns[0] != call.head_dim:
         saved = saved._replace(k_mean=contiguous(saved.k_mean[..., : call.head_dim]))
     if sinks is None:
-        return *saved, None
+        return saved
     mean = saved.k_mean if call.recipe.smooth_k else None
     rest = call.scale, call.queries.cu_seqlens, call.queries.tokens
-    return *saved, kernels.weigh(saved.o, saved.lse, q, mean, sinks, *rest)
+    return saved._replace(weight=kernels.weigh(saved.o, saved.lse, q, mean, sinks, *rest))
 
 
 def backward(
     family: ModuleType, form: tuple[int, int], call: Call, saved: Saved, do: Tensor, dlse: Tensor | None,
-    q: Tensor | None, k: Tensor | None, v: Tensor, weight: Tensor | None = None,
+    q: Tensor | None, k: Tensor | None, v: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """What ``family.backward(call, saved, do, dlse, q, k, v)`` gives, at the widths of ``form``.
 
-    Then sinks' gradient by blocks of queries, whose weight is given, or None.
+    Then sinks' gradient by blocks of queries, or None.
     """
     wide = _at_widths(family, form, call)
     columns, values = wide.columns
@@ -59,11 +59,11 @@ def backward(
             gradient if gradient.shape == x.shape else copy(x, gradient[..., : x.shape[-1]])
             for x, gradient in zip(narrow, gradients)
         )
-    if weight is None:
+    if saved.weight is None:
         return *gradients, None
     mean = saved.k_mean if call.recipe.smooth_k else None
     rest = call.scale, call.queries.cu_seqlens, call.queries.tokens
-    return *gradients, kernels.gradient_by_block(do, dlse, saved.o, weight, gradients[0], mean, *rest)
+    return *gradients, kernels.gradient_by_block(do, dlse, saved.o, saved.weight, gradients[0], mean, *rest)
 
 
 def _at_widths(family: ModuleType, form: tuple[int, int], call: Call) -> Call:

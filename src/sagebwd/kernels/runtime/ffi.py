@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd.kernels.runtime.device import current_stream
-
 # DLPack's device types, and type codes with bits.
 DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 DTYPES = {
@@ -58,12 +56,7 @@ class _Error(ctypes.Structure):
 
 
 class Function:
-    """A function of tensors and numbers, and the stream last, launched as Triton's kernels are.
-
-    Its grid is its own affair: it is launched with ().
-    """
-
-    arg_names = ()
+    """A function of tensors and numbers, and the stream last; its grid is its own affair, and () in a launch."""
 
     def __init__(self, path: Path, entry: str) -> None:
         runtime()
@@ -72,16 +65,9 @@ class Function:
         self.function = getattr(self.library, f"__tvm_ffi_{entry}")
         self.function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.run
-
-    def run(self, *arguments: Any) -> Function:
-        """Launch on the current stream."""
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        stream = current_stream(device)
-        Packed(self, arguments, device).start([x.data_ptr() for x in tensors], stream)
-        return self
+    def laid_out(self, grid: tuple[int, ...], arguments: Sequence[Any], device: torch.device) -> Packed:
+        """A launch with arguments like these, whatever the tensors' addresses."""
+        return Packed(self, arguments, device)
 
 
 class Packed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -58,23 +57,12 @@ class Interpreted:
     """A kernel that Triton interprets, which takes tensors."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: list, options: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.arguments, self.options = kernel, grid, arguments, options
+        self.kernel, self.grid, self.options = kernel, grid, options
+        self.filled = _filler(arguments, of_tensors=True)
 
     def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
         """Run it."""
-        self.kernel[self.grid](*(_filled_in(x, tensors) for x in self.arguments), **self.options)
-
-
-def _filled_in(x: Any, tensors: list[Tensor]) -> Any:
-    """An argument with tensors at its places."""
-    if isinstance(x, Place):
-        return x.of(tensors)
-    if isinstance(x, Descriptor):
-        return x.at(x.place.of(tensors))
-    if isinstance(x, tuple):
-        fields = [_filled_in(field, tensors) for field in x]
-        return type(x)(*fields) if hasattr(x, "_fields") else tuple(fields)
-    return x
+        self.kernel[self.grid](*self.filled(tensors), **self.options)
 
 
 class PackedLauncher:
@@ -97,43 +85,23 @@ class TritonLauncher:
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: list) -> None:
-        self.compiled, self.grid, self.arguments = compiled, grid, arguments
-        self.run, self.lock = compiled.run if isinstance(compiled, CompiledKernel) else None, Lock()
-        self.filled = _filler(arguments)
-        described = any(isinstance(x, Descriptor) for x in arguments)
-        self.encodes = described and _launcher_below(self.run) is not None
+        self.compiled, self.grid, self.filled = compiled, grid, _filler(arguments)
+        self.run = None  # of Triton's compiler, whose own launcher needs no questions
+        if isinstance(compiled, CompiledKernel):
+            self.run, handed_on = _below(compiled.run, arguments)
+            self.handed_on = _filler(handed_on)
 
     def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
         """Launch on a stream."""
-        if self.run is None or _is_hooked():
-            self.compiled[self.grid](*self.filled(addresses))
-            return
-        if self.encodes:
-            with self.lock:  # of two threads one encodes
-                if self.encodes:
-                    self.run, self.filled, self.encodes = *self._encoding(addresses), False
-        # what indexing with a grid does, but for its questions
         compiled = self.compiled
+        if self.run is None or _is_hooked():
+            compiled[self.grid](*self.filled(addresses))
+            return
+        # what indexing with a grid does, but for its questions
         self.run(
             *self.grid[:3], stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *self.filled(addresses),
+            *self.handed_on(addresses),
         )  # fmt: skip
-
-    def _encoding(self, addresses: list[int]) -> tuple[Any, Callable[[list[int]], list]]:
-        """The same with descriptors as Triton's launcher hands them on: encoded, and sizes."""
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        launcher, metadata = _launcher_below(self.run)
-        run = copy.copy(self.run)
-        run.launch = launcher
-        handed_on, kinds = [], iter(metadata)
-        for x in self.arguments:
-            handed_on.append(x)
-            if isinstance(x, Descriptor):
-                kind = next(kinds)
-                handed_on[-1] = _EncodedDescriptor(x, make_tensordesc_arg, kind)
-                handed_on += make_tensordesc_arg(x.at(addresses[x.place.owner] + x.place.offset), kind)[1:]
-        return run, _filler(handed_on)
 
 
 Launcher = Interpreted | PackedLauncher | TritonLauncher
@@ -148,15 +116,16 @@ def launcher_of(
         return Interpreted(kernel, grid, placed, options)
     if isinstance(compiled, (Function, CudaKernel)):
         places = [place for x, place in zip(arguments, placed) if isinstance(x, Tensor)]
-        is_cuda = isinstance(compiled, CudaKernel)
-        packed = CudaLaunch(compiled, grid, arguments, device) if is_cuda else Packed(compiled, arguments, device)
-        return PackedLauncher(packed, places)
+        return PackedLauncher(compiled.laid_out(grid, arguments, device), places)
     constants = [options[x] for x in kernel.arg_names[len(arguments) :]]
     return TritonLauncher(compiled, (*grid, 1, 1), [*placed, *constants])
 
 
-def _filler(arguments: list) -> Callable[[list[int]], list]:
-    """A function of addresses that gives the arguments, written out: a loop takes three times as long."""
+def _filler(arguments: list, of_tensors: bool = False) -> Callable[[list], list]:
+    """A function of addresses, or of tensors, that gives the arguments, written out: a loop takes three times as long.
+
+    Of addresses a named tuple becomes a plain one.
+    """
     others: dict[str, Any] = {}
 
     def named(x: Any) -> str:
@@ -165,38 +134,59 @@ def _filler(arguments: list) -> Callable[[list[int]], list]:
 
     def written(x: Any) -> str:
         if isinstance(x, Place):
-            return f"addresses[{x.owner}] + {x.offset}"
+            return f"{named(x.of)}(given)" if of_tensors else f"given[{x.owner}] + {x.offset}"
         if isinstance(x, Descriptor):
             return f"{named(x.at)}({written(x.place)})"
         if isinstance(x, tuple) and any(isinstance(field, (Place, tuple)) for field in x):
-            return f"({''.join(f'{written(field)}, ' for field in x)})"
+            fields = f"({''.join(f'{written(field)}, ' for field in x)})"
+            return f"{named(x._make)}({fields})" if of_tensors and hasattr(x, "_make") else fields
         return named(x)
 
-    return eval(f"lambda addresses: [{', '.join(map(written, arguments))}]", others)
+    return eval(f"lambda given: [{', '.join(map(written, arguments))}]", others)
 
 
 class _EncodedDescriptor(Descriptor):
     """A descriptor as Triton's launcher hands it on: of each address what is encoded there."""
 
-    def __init__(self, descriptor: Descriptor, encode: Callable, metadata: Any) -> None:
-        self.described, self.place, self.known = descriptor, descriptor.place, {}
-        self.encode, self.metadata = encode, metadata
+    def __init__(self, place: Place, encode: Callable[[int], Any]) -> None:
+        self.place, self.encode, self.known = place, encode, {}
 
     def at(self, address: int) -> Any:
         encoded = self.known.get(address)
         if encoded is None:
             if len(self.known) >= MOST_DESCRIPTORS:
                 self.known.clear()
-            encoded = self.known[address] = self.encode(self.described.at(address), self.metadata)[0]
+            encoded = self.known[address] = self.encode(address)
         return encoded
 
 
-def _launcher_below(run: Any) -> tuple[Any, list] | None:
-    """Triton's launcher of encoded descriptors, and their metadata; None where this Triton keeps them elsewhere."""
-    if not inspect.isfunction(getattr(run, "launch", None)):
-        return None
-    known = inspect.getclosurevars(run.launch).nonlocals
-    return (known["launcher"], known["tensordesc_meta"]) if {"launcher", "tensordesc_meta"} <= set(known) else None
+def _below(run: Any, arguments: list) -> tuple[Any, list]:
+    """Triton's launcher below the one that encodes descriptors, and the arguments that it takes, encoded and sizes.
+
+    Both as they are where nothing is to be encoded, or where this Triton keeps that launcher elsewhere.
+    """
+    launch = getattr(run, "launch", None)
+    known = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    if not (any(isinstance(x, Descriptor) for x in arguments) and {"launcher", "tensordesc_meta"} <= set(known)):
+        return run, arguments
+    below = copy.copy(run)
+    below.launch = known["launcher"]
+    handed_on, kinds = [], iter(known["tensordesc_meta"])
+    for x in arguments:
+        if isinstance(x, Descriptor):
+            handed_on += _handed_on(x, next(kinds))
+        else:
+            handed_on.append(x)
+    return below, handed_on
+
+
+def _handed_on(x: Descriptor, kind: Any) -> list:
+    """A descriptor and its sizes; kind: Triton's metadata, None where the GPU has no TMA."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    encoded = _EncodedDescriptor(x.place, lambda address: make_tensordesc_arg(x.at(address), kind)[0])
+    sizes = [*x.fields["shape"], *x.fields["strides"]] if kind else make_tensordesc_arg(x.at(0), None)[1:]
+    return [encoded, *sizes]
 
 
 class _Address(int):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from sagebwd.cache import PLANS, TAKEN, rounded
+from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
@@ -36,18 +36,25 @@ _loading = threading.RLock()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """``kernel[grid](*arguments, **options)``: noted in a description, else started at once."""
+    """``kernel[grid](*arguments, **options)``: compiled and noted in a description, else started at once.
+
+    Raises what compiling raises, `OutOfResources` for one.
+    """
     builder = getattr(_local, "builder", None)
     if builder is None:
         _start(kernel, grid, *arguments, **options)
     else:
-        builder.launch(kernel, grid, arguments, options)
+        builder.steps.append((compiled(kernel, grid, arguments, options), kernel, grid, arguments, options))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is zero when the first of the launches begins."""
     builder = getattr(_local, "builder", None)
-    return torch.zeros(shape, dtype=dtype, device=device) if builder is None else builder.zeros(shape, dtype)
+    if builder is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    builder.zeroed[_storage(x)] = x
+    return x
 
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
@@ -59,10 +66,15 @@ def copy(to: Tensor, x: Tensor) -> Tensor:
     return to
 
 
-def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Start a kernel at once."""
+    if isinstance(kernel, (Function, CudaKernel)):
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        device = tensors[0].device
+        kernel.laid_out(grid, arguments, device).start([x.data_ptr() for x in tensors], current_stream(device))
+        return
     with _loading if isinstance(kernel, JITFunction) else nullcontext():
-        return kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, **options)
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
@@ -117,44 +129,26 @@ def leaves_of(given: tuple) -> Iterator[Any]:
             yield x
 
 
-def layout_of(x: Tensor) -> Hashable:
-    """A tensor's part of a specification."""
-    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % TAKEN == 0
+class Builder(NamedTuple):
+    """A description under way: its steps in their order, and tensors that are zero by their storage."""
 
-
-class Builder:
-    """A description under way: steps in their order, and which storages are zero."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple] = []
-        self.zeroed: set[int] = set()
-        self.kept: list[Tensor] = []  # lest a storage's address names another
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-        """Note a launch. Raises what compiling raises, `OutOfResources` for one."""
-        self.steps.append((compiled(kernel, grid, arguments, options), kernel, grid, arguments, options))
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Note memory that has to be cleared."""
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        self.zeroed.add(_storage(x))
-        self.kept.append(x)
-        return x
+    steps: list[tuple]
+    zeroed: dict[int, Tensor]
 
 
 @contextmanager
-def _describing(builder: Builder) -> Iterator[None]:
-    """Inside, launches are noted by a builder."""
-    before, _local.builder = getattr(_local, "builder", None), builder
+def _describing() -> Iterator[Builder]:
+    """Inside, launches are noted."""
+    before, _local.builder = getattr(_local, "builder", None), Builder([], {})
     try:
         with torch.no_grad():
-            yield
+            yield _local.builder
     finally:
         _local.builder = before
 
 
 class _Memory(NamedTuple):
-    """An output's allocation: of that shape and stride, or some bytes of which outputs are views."""
+    """An output's allocation."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -169,37 +163,31 @@ class Program:
         rooms: dict[int, tuple[int, int]],
     ) -> None:  # fmt: skip
         self.device, self.memory = device, []
-        self.outputs: list[tuple[int | None, tuple | None]] = []  # allocation and view of each; None: no tensor here
+        self.outputs: list[tuple[int | None, tuple | None]] = []  # number and view of each; None: no tensor here
         self.owners = {_storage(x): (owner, 0) for owner, x in enumerate(inputs)}
         self.scratch_bytes = zero_bytes = 0
         self.cleared: list[tuple[int, int, int]] = []  # owner, offset, bytes
-        count, sharing = len(inputs), [_storage(x) for n, x in enumerate(outputs) if x is not None and n not in rooms]
-        workspace = count + len(dict.fromkeys(sharing))
+        workspace = len(inputs) + sum(x is not None and n not in rooms for n, x in enumerate(outputs))
         self.scratch, self.has_workspace = workspace + bool(rooms), bool(rooms)
         for number, x in enumerate(outputs):
-            if x is None:
+            if x is None or number in rooms:
                 self.outputs.append((None, None))
+            if x is None:
                 continue
             storage, size = _storage(x), x.untyped_storage().nbytes()
+            assert storage not in self.owners, "an output is a tensor of its own"
             if number in rooms:
                 offset, room = rooms[number]
                 assert x.is_contiguous(), "a workspace keeps outputs that lie alone"
                 assert x.storage_offset() == 0, "a workspace keeps outputs that lie alone"
-                assert storage not in self.owners, "a workspace keeps outputs that lie alone"
                 assert size <= room, "a workspace has too little room"
                 self.owners[storage] = workspace, offset
-                self.outputs.append((None, None))
             else:
-                if storage not in self.owners:
-                    whole = sharing.count(storage) == 1 and size == x.nbytes
-                    made = _Memory(x.shape, x.stride(), x.dtype) if whole else _Memory((size,), (1,), torch.uint8)
-                    self.owners[storage] = count + len(self.memory), 0
-                    self.memory.append(made)
-                owner = self.owners[storage][0] - count
-                assert owner >= 0, "an output is an input"
-                alone = self.memory[owner].dtype == x.dtype and self.memory[owner].shape == x.shape
-                offset = x.storage_offset()
-                self.outputs.append((owner, None if alone else (x.dtype, x.shape, x.stride(), offset)))
+                view = None if size == x.nbytes else (x.shape, x.stride(), x.storage_offset())
+                self.owners[storage] = len(inputs) + len(self.memory), 0
+                self.outputs.append((len(self.memory), view))
+                shape, stride = (x.shape, x.stride()) if view is None else ((size // x.itemsize,), (1,))
+                self.memory.append(_Memory(shape, stride, x.dtype))
             if storage in builder.zeroed:
                 self.cleared.append((*self.owners[storage], size))
         used = [x for step in builder.steps for x in _tensors_of(step)]
@@ -223,17 +211,16 @@ class Program:
     ) -> Program:  # fmt: skip
         """Describe ``function(*given)``; rooms: of outputs that a workspace keeps, offset and bytes there."""
         inputs: list[Tensor] = []
-        builder, device = Builder(), next(x.device for x in leaves_of(given) if isinstance(x, Tensor))
-        with _describing(builder):
-            outputs = function(*_described(given, inputs, builder))
+        device = next(x.device for x in leaves_of(given) if isinstance(x, Tensor))
+        with _describing() as builder:
+            outputs = function(*_described(given, inputs))
         rooms = {n: room for n, room in (rooms or {}).items() if outputs[n] is not None}
         return cls(builder, inputs, outputs, device, rooms)
 
     @classmethod
     def alone(cls, function: Callable[[], None], device: torch.device) -> Program:
         """Launches of a function on memory that nobody has written, to be timed."""
-        builder = Builder()
-        with _describing(builder):
+        with _describing() as builder:
             function()
         return cls(builder, [], (), device, {})
 
@@ -253,8 +240,8 @@ class Program:
         for one in self.launches:
             one.start(addresses, tensors, stream)
         return tuple([
-            None if owner is None else own[owner] if view is None else own[owner].view(view[0]).as_strided(*view[1:])
-            for owner, view in self.outputs
+            None if number is None else own[number] if view is None else own[number].as_strided(*view)
+            for number, view in self.outputs
         ])  # fmt: skip
 
     def _launcher(self, *step: Any) -> Launcher:
@@ -289,14 +276,14 @@ class Copy:
         self.to.of(tensors).copy_(self.x.of(tensors))
 
 
-def _described(given: Any, inputs: list[Tensor], builder: Builder) -> Any:
+def _described(given: Any, inputs: list[Tensor]) -> Any:
     """The same with tensors of the device meta, copied first where an address is no multiple of 16."""
     if isinstance(given, Tensor):
         described = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
         inputs.append(described)
         return described if given.data_ptr() % TAKEN == 0 else dense(described)
     if isinstance(given, tuple) and (hasattr(given, "_fields") or type(given) is tuple):
-        fields = [_described(x, inputs, builder) for x in given]
+        fields = [_described(x, inputs) for x in given]
         return type(given)(*fields) if hasattr(given, "_fields") else tuple(fields)
     return given
 

@@ -39,9 +39,7 @@ FILLS = True
 
 
 def prepare(direction: str, call: Call) -> Call:
-    """The call with lists of its mask's blocks, where there is a mask of elements."""
-    if call.mask is None:
-        return call
+    """The call with lists of its mask's blocks."""
     tile = widths.width(call.head_dim, call.value_dim).backward
     tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
