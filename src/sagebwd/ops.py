@@ -42,15 +42,16 @@ def operator(fn: Callable) -> torch._ops.OpOverload:
 
 
 @cache
-def _parsed(recipe: str) -> Recipe:
+def parsed(recipe: str) -> Recipe:
+    """The recipe of a text, as operators take it."""
     return Recipe.parse(recipe)
 
 
 def _chosen(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tensor | None) -> Choice:
     """What was chosen for a call, or is now; dims: head_dim and value's; x: of query's dtype and device."""
     if dispatch.SEPARATOR in impl:
-        return dispatch.named(_parsed(recipe), impl)
-    wanted = recipe if recipe == AUTO else _parsed(recipe)
+        return dispatch.named(parsed(recipe), impl)
+    wanted = recipe if recipe == AUTO else parsed(recipe)
     return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, FULL if mask is None else MASK, impl))
 
 
@@ -60,7 +61,7 @@ def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor,
         return _chosen(recipe, impl, dims, x, mask)
     except NotImplementedError:
         reference = dispatch.SEPARATOR.join(["reference"] * 2)
-        return dispatch.named(_parsed("token" if recipe == AUTO else recipe), reference)
+        return dispatch.named(parsed("token" if recipe == AUTO else recipe), reference)
 
 
 @operator
@@ -102,7 +103,7 @@ def attention(
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
     tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "forward", *map(_layout, tensors), *settings
+    key = "forward", *map(layout_of, tensors), *settings
     plan = PLANS.get(key)
     if plan is None:
         plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
@@ -112,7 +113,8 @@ def attention(
         return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k)
 
 
-def _layout(x: Tensor | None) -> Hashable:
+def layout_of(x: Tensor | None) -> Hashable:
+    """What a plan goes by of a tensor, which is none of its values."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN)
 
 
@@ -192,7 +194,7 @@ def attention_backward(
     """
     tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "backward", *map(_layout, tensors), head_dim, sinks is None, *settings
+    key = "backward", *map(layout_of, tensors), head_dim, sinks is None, *settings
     plan = PLANS.get(key)
     if plan is None:
         plan = _plan_of(o, v, (head_dim, v.shape[-1]), v, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
