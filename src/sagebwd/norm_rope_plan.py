@@ -11,7 +11,7 @@ such a plan. A trace decides by what it knows of a call: shapes, dtypes, the dev
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch, norm_rope_attention_ops, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import arguments_of, autocast_dtype, packed_arguments_of
+from sagebwd.auto import flops
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.counts import answer, counts
 from sagebwd.auto.model import Size
@@ -117,24 +118,14 @@ def _spec_of(
     return tuple(found)
 
 
-class _Settled(NamedTuple):
-    """Settings of a call that were checked: the longest sequences, or tokens, and what decides who runs it."""
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: bool
+) -> tuple[tuple, Ask, Size | None]:  # fmt: skip
+    """Numbers as `Call.of` and the operators take them, and what decides who runs the call.
 
-    lengths: tuple[int, int]
-    is_causal: bool
-    window: tuple[int, int]
-    scale: float
-    ask: Ask
-    size: Size | None
-
-    @property
-    def numbers(self) -> tuple:
-        """As `Call.of` and the operators take them."""
-        return *self.lengths, self.is_causal, *self.window, self.scale
-
-
-def _settled(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: bool) -> _Settled:
-    """Raises as `sage_attention`."""
+    The numbers are the longest sequences, or tokens, is_causal, the window's two and scale. Raises as
+    `sage_attention`.
+    """
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
@@ -148,20 +139,20 @@ def _settled(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: boo
         checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
         scale, window, ask, size = checked.scale, checked.window, checked.ask, checked.size
         lengths = q.shape[2], k.shape[2]
-    # as it is composed, where rows of trained weights need gradients
-    return _Settled(lengths, causal, window, scale, ask._replace(training=trains), size)
+    ask = ask._replace(training=trains)  # as it is composed, where rows of trained weights need gradients
+    return (*lengths, causal, *window, scale), ask, size
 
 
 def _plan_of(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> plans.Plan | str:  # fmt: skip
     """The plan, or `_COMPOSED` where no family takes the prologue. Raises as `sage_attention`."""
-    settled = _settled(q, k, v, given, trains)
-    choice = dispatch.choose(settled.ask, settled.size, None, not torch.are_deterministic_algorithms_enabled())
+    numbers, ask, size = _checked(q, k, v, given, trains)
+    choice = dispatch.choose(ask, size, None, not torch.are_deterministic_algorithms_enabled())
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED
     offsets = (given.get(x) for x in OFFSETS)
-    settings = *settled.numbers, choice.recipe, switches.current.deterministic
+    settings = *numbers, choice.recipe, switches.current.deterministic
     call = Call.of(q, k, (q.shape[-1], v.shape[-1]), None, *offsets, *settings)
     return plans.Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
 
@@ -181,19 +172,19 @@ def _by_operator(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> Tensor | None:
     """The output by the operator, or None where the call is to be composed. Raises as `sage_attention`."""
-    settled = _settled(q, k, v, given, trains)
-    if dispatch.contender_of(settled.ask, settled.size, None, False) is not None:
+    numbers, ask, size = _checked(q, k, v, given, trains)
+    if dispatch.contender_of(ask, size, None, False) is not None:
         return None
-    recipe, *asked = settled.ask
+    recipe, *asked = ask
     chosen = _fused(str(recipe), *asked)
     if chosen is None:
         return None
     if not torch.compiler.is_compiling():
-        plans.flops.register()  # for a mode that counts them
+        flops.register()  # for a mode that counts them
         counts[answer(*chosen)] += 1
     eps, interleaved, *tensors = prologue
     offsets = (given.get(x) for x in OFFSETS)
-    settings = *settled.numbers, eps, interleaved, *chosen, switches.current.deterministic
+    settings = *numbers, eps, interleaved, *chosen, switches.current.deterministic
     return norm_rope_attention_ops.qk_norm_rope_attention(q, k, v, *tensors, *offsets, *settings)[0]
 
 
