@@ -246,12 +246,15 @@ class Kernel:
         return self.function
 
 
+NOTHING = Prologue(None, False, *(None,) * 6)
+
+
 def family_forward(call, q, k, v):
     """Q's and K's rows are kept as codes of multiples of a step: none is read in backward."""
     o, lse = empty_like_rows(q), call.queries.per_token(v.device)
     codes = [torch.empty(x.shape, dtype=torch.int8, device=v.device) for x in (q, k)]
     scales = [x.per_token(v.device) for x in (call.queries, call.keys)]
-    prologue = call.prologue or Prologue(None, False, *(None,) * 6)
+    prologue = call.prologue or NOTHING
     norms = [x.per_token(v.device) if prologue.eps is not None else None for x in (call.queries, call.keys)]
     row_max = call.queries.per_token(v.device)
     mean = torch.empty(call.keys.batch, call.keys.heads, call.head_dim, device=v.device)
@@ -270,10 +273,15 @@ def family_forward(call, q, k, v):
 def family_backward(call, saved, do, dlse, q, k, v):
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
     out = dq, empty_like_rows(dk if k is None else k), dv
-    shares = [None if x is None else torch.empty(2, call.head_dim) for x in call.prologue[2:4]]
-    eps, interleaved, *_ = call.prologue
+    prologue = call.prologue or NOTHING
+    shares = [None if x is None else torch.empty(2, call.head_dim) for x in prologue[2:4]]
+    eps, interleaved, *_ = prologue
 
     def run(do, q, k, norm, tensors, out, shares):
+        if call.prologue is None:
+            for x, factor in zip(out, (1, -2, 1)):
+                x.copy_(factor * do)
+            return
         assert norm is None or (norm == 1).all()
         norms = [None if x is None else (in_four(x).float().square().mean(-1) + eps).rsqrt() for x in (q, k)]
         given = *map(in_four, (do, -2 * do, q, k)), *norms, *tensors, interleaved, (do.dtype, do.dtype)
@@ -284,9 +292,9 @@ def family_backward(call, saved, do, dlse, q, k, v):
             if x is not None:
                 x.copy_(gradient.sum(0) / 2)
 
-    given = do, q, k, saved.q_inverse_rms, tuple(call.prologue[2:]), out, tuple(shares)
+    given = do, q, k, saved.q_inverse_rms, tuple(prologue[2:]), out, tuple(shares)
     program.launch(Kernel(run), (1,), *given)
-    return *out, *shares
+    return out if call.prologue is None else (*out, *shares)
 
 
 def rows_of(x, prologue, side, tensors):
