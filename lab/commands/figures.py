@@ -90,6 +90,8 @@ def contexts(files: Sequence[Path]) -> Figure:
             [max(row["all_ms"]) - row["step_ms"] for row in found],
         ]
         style = {"color": COLORS[short], "marker": "o", "markersize": 4, "label": NAMES.get(short, short)}
+        if "+fused" in name:
+            style |= {"linestyle": "--", "label": f"{style['label']}, fused"}
         whole.errorbar(tokens, steps, spread, capsize=3, **style)
         own = [row["parts"]["attention"] + row["parts"]["passes"] for row in found]
         attention.plot(tokens, own, **style)

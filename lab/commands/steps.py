@@ -15,7 +15,9 @@ def bench_training(
     config: ConfigFile = Path("configs/paper-325m.yaml"),
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="cudnn, flash, sdpa, fa4, a recipe or recipe@impl; repeat [default: all here]."),
+        typer.Option(
+            help="cudnn, flash, sdpa, fa4, a recipe, recipe+fused or recipe@impl; repeat [default: all here]."
+        ),
     ] = None,
     context: Annotated[
         list[int] | None, typer.Option(help="Tokens a sequence [default: the config's]; repeat.")

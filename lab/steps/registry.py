@@ -18,14 +18,18 @@ from sagebwd.call import Ask
 from sagebwd.integrations.transformers import NAME
 from sagebwd.recipe import Recipe
 
+FUSED = "+fused"
+"""Behind a recipe: norm and rotary embedding run with attention, as ``fuse`` of ``config.sagebwd`` has it."""
+
 
 @dataclass(frozen=True)
 class Choice:
-    """An attention by its name: one of `FULL_PRECISION`, "fa4", a recipe, or recipe@impl."""
+    """An attention by its name: one of `FULL_PRECISION`, "fa4", a recipe, recipe+fused, or either with @impl."""
 
     name: str
     recipe: str | None = None
     impl: str | None = None
+    fuse: bool = False
 
     @staticmethod
     def parse(text: str, device: str) -> Choice:
@@ -36,17 +40,18 @@ class Choice:
         if text == flash_attention_4.NAME:
             flash_attention_4.register()
             return Choice(text)
-        recipe, _, impl = text.partition("@")
-        parsed = Recipe.parse(recipe)
+        named, _, impl = text.partition("@")
+        parsed, fuse = Recipe.parse(named.removesuffix(FUSED)), named.endswith(FUSED)
         like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
         chosen = dispatch.choose(Ask.of(like, like, parsed, impl or None)).impl
-        return Choice(f"{recipe}@{chosen}", str(parsed), chosen)
+        return Choice(f"{named}@{chosen}", str(parsed), chosen, fuse)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """The model computes with this attention while it is open."""
         model.config._attn_implementation = NAME if self.recipe else _registered(self.name)
-        setattr(model.config, NAME, {"recipe": self.recipe, "impl": self.impl} if self.recipe else None)
+        settings = {"recipe": self.recipe, "impl": self.impl, "fuse": self.fuse}
+        setattr(model.config, NAME, settings if self.recipe else None)
         yield
 
 

@@ -55,10 +55,12 @@ class Model:
 @dataclass(frozen=True)
 class Attention:
     """``recipe``: one of `FULL_PRECISION` for torch's own attention, or a recipe's text, which "auto" is none of: a
-    config fixes its run's numbers on any machine; ``impl`` as in `sage_attention`."""
+    config fixes its run's numbers on any machine; ``impl`` as in `sage_attention`; ``fuse``, whether norm and rotary
+    embedding of Q and K run with attention, as in ``config.sagebwd`` (docs/qk-norm-rope.md)."""
 
     recipe: str = "token"
     impl: str | None = None
+    fuse: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,13 @@ class Settings:
         """The config as nested plain values."""
         return dataclasses.asdict(self)
 
+    def numbers(self) -> dict[str, typing.Any]:
+        """`as_dict` without an ``attention.fuse`` that is off, so that a run from before there was one goes on."""
+        content = self.as_dict()
+        if not content["attention"]["fuse"]:
+            del content["attention"]["fuse"]
+        return content
+
     def each_variant(self) -> dict[str, typing.Self]:
         """Each variant as a config of its own, so that a mistake in the last one shows before the first has run.
 
@@ -164,6 +173,11 @@ class Settings:
         dispatch.check_known(self.attention.impl)
         if self.attention.recipe not in in_full:
             Recipe.parse(self.attention.recipe)
+        elif self.attention.fuse:
+            raise ValueError(
+                f"attention.fuse=true with attention.recipe={self.attention.recipe}, which is torch's own attention; "
+                "expected a recipe"
+            )
 
 
 def _variants(variants: dict) -> dict[str, dict[str, object]]:
@@ -239,6 +253,11 @@ class Config(Settings):
                 f"model.value_dim={model.value_dim} with model.head_dim={model.head_dim}: expected a head_dim that is "
                 "larger by an even number, as 192 for 128"
             )
+        if self.attention.fuse:
+            raise ValueError(
+                f"model.value_dim={model.value_dim} with attention.fuse=true: multi-head latent attention rotates a "
+                "part of its keys by itself; expected fuse: false"
+            )
         if model.qk_norm or model.kv_heads is not None:
             raise ValueError(
                 f"model.value_dim={model.value_dim} with model.qk_norm={str(model.qk_norm).lower()} and "
@@ -277,7 +296,7 @@ class Config(Settings):
 
     def digest(self) -> str:
         """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
-        content = self.as_dict()
+        content = self.numbers()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
         del content["optimisation"]["sharding"], content["optimisation"]["keep_attention"]
         if self.model.value_dim is None:  # so that a run from before there was one goes on

@@ -106,6 +106,6 @@ class Finetuning(Settings):
 
     def digest(self) -> str:
         """A hash of all that changes the numbers."""
-        content = self.as_dict()
+        content = self.numbers()
         del content["name"], content["variants"], content["logging"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

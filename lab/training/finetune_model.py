@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -65,7 +66,7 @@ def build(config: Finetuning, tokens: PreTrainedTokenizerBase, labels: list[str]
         )
     implementation = SDPA if config.attention.recipe == SDPA else NAME
     if implementation == NAME:
-        setattr(model_config, NAME, {"recipe": config.attention.recipe, "impl": config.attention.impl})
+        setattr(model_config, NAME, asdict(config.attention))
     model_config.use_cache = False
     kind = AutoModelForCausalLM
     if labels is not None:

@@ -6,6 +6,7 @@ Qwen3 is a Llama after `add_qk_norm`, as a class that ``from_pretrained`` knows.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 from transformers import (
     DeepseekV3Config,
@@ -56,7 +57,7 @@ def build(config: Config, vocabulary: int) -> PreTrainedModel:
         implementation = full_precision.register(config.attention.recipe)
     else:
         implementation = NAME
-        shared[NAME] = {"recipe": config.attention.recipe, "impl": config.attention.impl}
+        shared[NAME] = asdict(config.attention)
     set_seed(config.seed)
     return model_class._from_config(config_class(**shared, **of_heads), attn_implementation=implementation)
 

@@ -92,7 +92,8 @@ def _switched(config: Config, before: dict, switched: list[dict[str, object]], s
     Raises ValueError where checkpoints hold more of the attention than the config.
     """
     attention = before["attention"]
-    as_it_was = config.replace({f"attention.{name}": value for name, value in attention.items()})
+    of_before = {"attention.fuse": False} | {f"attention.{name}": value for name, value in attention.items()}
+    as_it_was = config.replace(of_before)
     if before["digest"] != digest_after(as_it_was, switched):
         return []
     if config.monitor.precision == "auto":
@@ -133,7 +134,7 @@ def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
             if not switched:
                 raise ValueError(
                     f"{run_dir} holds a run of another config; choose another --output, or delete the folder "
-                    "(attention.recipe and attention.impl alone may change, with --resume)"
+                    "(attention.recipe, attention.impl and attention.fuse alone may change, with --resume)"
                 )
         if (run_dir / RESULT).exists():
             raise ValueError(f"{run_dir} holds this run, finished; choose another --output, or delete the folder")

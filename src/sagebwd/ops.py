@@ -42,15 +42,16 @@ def operator(fn: Callable) -> torch._ops.OpOverload:
 
 
 @cache
-def _parsed(recipe: str) -> Recipe:
+def parsed(recipe: str) -> Recipe:
+    """The recipe of a text, as operators take it."""
     return Recipe.parse(recipe)
 
 
 def _chosen(recipe: str, impl: str, dims: tuple[int, int], x: Tensor, mask: Tensor | None) -> Choice:
     """What was chosen for a call, or is now; dims: head_dim and value's; x: of query's dtype and device."""
     if dispatch.SEPARATOR in impl:
-        return dispatch.named(_parsed(recipe), impl)
-    wanted = recipe if recipe == AUTO else _parsed(recipe)
+        return dispatch.named(parsed(recipe), impl)
+    wanted = recipe if recipe == AUTO else parsed(recipe)
     return dispatch.choose(Ask(wanted, *map(int, dims), x.dtype, x.device, FULL if mask is None else MASK, impl))
 
 
@@ -60,7 +61,7 @@ def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor,
         return _chosen(recipe, impl, dims, x, mask)
     except NotImplementedError:
         reference = dispatch.SEPARATOR.join(["reference"] * 2)
-        return dispatch.named(_parsed("token" if recipe == AUTO else recipe), reference)
+        return dispatch.named(parsed("token" if recipe == AUTO else recipe), reference)
 
 
 @operator

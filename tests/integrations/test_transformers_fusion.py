@@ -1,12 +1,16 @@
 """``config.sagebwd = {"fuse": True}``: the model that it was, within rounding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import CohereConfig, CohereForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from sagebwd.integrations import transformers as integration
 from sagebwd.integrations import transformers_fusion as fusion
+from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers import add_qk_norm
 from sagebwd.reference.metrics import relative_l2
 from tests.integrations.test_transformers import padded_batch, run, tokens
@@ -28,9 +32,9 @@ MODELS = {
 
 def build(name, fuse, recipe="full", implementation="sagebwd", **changes):
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        **{"head_dim": 16, **MODELS.get(name, {}), **changes},
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, use_cache=False,
+        **{"head_dim": 16, "num_hidden_layers": 2, "num_key_value_heads": 2, **MODELS.get(name, {}), **changes},
     )  # fmt: skip
     if implementation == "sagebwd":
         config.sagebwd = {"recipe": recipe, "fuse": fuse}
@@ -46,26 +50,37 @@ def build(name, fuse, recipe="full", implementation="sagebwd", **changes):
 
 
 def calls(monkeypatch):
-    """Counts calls of `qk_norm_rope` by layers, of a norm and of none."""
-    seen, real = [], fusion.qk_norm_rope
+    """Calls by layers: their eps, or None; how many of the pass that gives rows, and of attention with it within."""
+    seen = SimpleNamespace(eps=[], rows=0, whole=0)
 
-    def counted(*rows, **settings):
-        seen.append(settings.get("eps"))
-        return real(*rows, **settings)
+    def counted(name, real):
+        def run(*tensors, **settings):
+            seen.eps.append(settings.get("eps"))
+            setattr(seen, name, getattr(seen, name) + 1)
+            return real(*tensors, **settings)
 
-    monkeypatch.setattr(fusion, "qk_norm_rope", counted)
+        return run
+
+    rows = counted("rows", fusion.qk_norm_rope)
+    monkeypatch.setattr(fusion, "qk_norm_rope", rows)
+    monkeypatch.setattr(integration, "qk_norm_rope", rows)
+    whole = counted("whole", integration.qk_norm_rope_attention)
+    monkeypatch.setattr(integration, "qk_norm_rope_attention", whole)
     return seen
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fused_model_is_the_unfused(name, monkeypatch):
+def test_a_fused_model_is_the_unfused(name, padded, monkeypatch):
+    """Norm and rotary embedding are attention's but where padding is taken out between the two."""
     ids, mask = padded_batch("right")
+    mask = mask if padded else torch.ones_like(mask)
     seen = calls(monkeypatch)
     plain = run(build(name, fuse=False), ids, mask)
-    assert not seen
+    assert not seen.eps
     fused = run(build(name, fuse=True), ids, mask)
-    assert len(seen) == 2
-    assert [eps is not None for eps in seen] == [name in ("Qwen3", "Gemma3Text", "Glm4Moe")] * 2
+    assert (seen.rows, seen.whole) == ((2, 0) if padded else (0, 2))
+    assert [eps is not None for eps in seen.eps] == [name in ("Qwen3", "Gemma3Text", "Glm4Moe")] * 2
     for a, e in zip(fused, plain):
         assert relative_l2(a, e) < 1e-5
 
@@ -85,14 +100,38 @@ def test_under_autocast_it_is_no_farther_from_full_precision(name, dtype):
     assert all(a < 1.5 * e for a, e in zip(fused, plain)), errors
 
 
-def test_packed_documents_have_positions_of_their_own():
-    lengths = 30, 50
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("given", ["position_ids", "offsets"])
+def test_packed_documents_have_positions_of_their_own(given, batch, monkeypatch):
+    seen, lengths = calls(monkeypatch), (30, 50)
     model = build("Qwen3", fuse=True)
-    ids = tokens(1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    together = model(input_ids=ids, position_ids=positions).logits[0]
-    alone = torch.cat([model(input_ids=x).logits[0] for x in ids.split(lengths, 1)])
+    ids = tokens(batch, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(batch, -1)
+    packing = {}
+    if given == "offsets":
+        ends = torch.tensor([0, *lengths * batch]).cumsum(0, dtype=torch.int32)
+        packing = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 50, "max_length_k": 50}
+    together = model(input_ids=ids, position_ids=positions, **packing).logits
+    assert (seen.rows, seen.whole) == (0, 2)
+    alone = torch.cat([model(input_ids=x).logits for x in ids.split(lengths, 1)], 1)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_with_a_cache_attention_is_given_rows(monkeypatch):
+    """Which the cache keeps, and training hears of; a mask that is carried needs them too."""
+    seen, ids = calls(monkeypatch), tokens(1, 12)
+    model = build("Qwen3", fuse=True).train()
+    monkeypatch.setattr(transformers_torch, "_said", set())
+    with pytest.warns(UserWarning, match="give use_cache=False in training"):
+        model(input_ids=ids, use_cache=True)
+    seen.rows = 0
+    logits = [model(input_ids=ids, use_cache=use_cache).logits for use_cache in (True, False)]
+    assert (seen.rows, seen.whole) == (2, 2)
+    carried = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    logits.append(model(input_ids=ids, attention_mask=carried, use_cache=False).logits)
+    assert (seen.rows, seen.whole) == (4, 2)
+    for x in logits[1:]:
+        torch.testing.assert_close(x, logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_have_recipes_of_their_own_beside_it(monkeypatch):
@@ -102,7 +141,7 @@ def test_layers_have_recipes_of_their_own_beside_it(monkeypatch):
         model = build("Llama", fuse=fuse, recipe="token")
         model.config.sagebwd["layers"] = {"1": {"recipe": "full"}}
         outcomes.append(model(input_ids=ids).logits)
-    assert len(seen) == 2
+    assert len(seen.eps) == 2
     assert relative_l2(outcomes[1], outcomes[0]) < 0.01
 
 
@@ -133,7 +172,7 @@ def test_it_survives_saving(tmp_path, monkeypatch):
     build("Llama", fuse=True).save_pretrained(tmp_path)
     seen = calls(monkeypatch)
     LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")(input_ids=tokens(1, 8))
-    assert len(seen) == 2
+    assert len(seen.eps) == 2
 
 
 def test_other_attentions_of_the_class_are_left_alone(monkeypatch):
@@ -142,10 +181,10 @@ def test_other_attentions_of_the_class_are_left_alone(monkeypatch):
     build("Llama", fuse=False, implementation="sdpa")(input_ids=ids)
     model.set_attn_implementation("sdpa")
     model(input_ids=ids)
-    assert not seen
+    assert not seen.eps
     model.set_attn_implementation("sagebwd")
     model(input_ids=ids)
-    assert len(seen) == 2
+    assert len(seen.eps) == 2
 
 
 def test_a_norm_that_was_added_stays():
@@ -183,7 +222,7 @@ def test_it_is_read_at_every_call(monkeypatch):
     for fuse, count in ((True, 2), (False, 2), (True, 4)):
         model.config.sagebwd = {"fuse": fuse}
         model(input_ids=ids)
-        assert len(seen) == count
+        assert len(seen.eps) == count
 
 
 def test_a_forward_that_another_library_replaced_is_refused(monkeypatch):

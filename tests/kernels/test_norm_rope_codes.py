@@ -15,7 +15,7 @@ import torch
 
 from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
 from sagebwd.cache import PLANS
-from sagebwd.call import Call, Prologue, Saved, empty_like_rows
+from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
 from sagebwd.recipe import SAMPLED_FROM, Recipe
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED, norm_rope
 from sagebwd.reference.quantize import quantize_tokens
@@ -246,45 +246,55 @@ class Kernel:
         return self.function
 
 
+NOTHING = Prologue(None, False, *(None,) * 6)
+
+
 def family_forward(call, q, k, v):
     """Q's and K's rows are kept as codes of multiples of a step: none is read in backward."""
     o, lse = empty_like_rows(q), call.queries.per_token(v.device)
     codes = [torch.empty(x.shape, dtype=torch.int8, device=v.device) for x in (q, k)]
     scales = [x.per_token(v.device) for x in (call.queries, call.keys)]
-    norms = [x.per_token(v.device) if call.prologue.eps is not None else None for x in (call.queries, call.keys)]
+    prologue = call.prologue or NOTHING
+    norms = [x.per_token(v.device) if prologue.eps is not None else None for x in (call.queries, call.keys)]
     row_max = call.queries.per_token(v.device)
     mean = torch.empty(call.keys.batch, call.keys.heads, call.head_dim, device=v.device)
     written = (*codes, *scales, row_max, mean)
 
     def run(q, k, v, o, lse, tensors, norms, *written):
-        y = [rows_of(x, call.prologue, side, tensors) for side, x in enumerate((q, k))]
-        o.copy_(y[0] * y[1] + v)
+        y = [rows_of(x, prologue, side, tensors) for side, x in enumerate((q, k))]
+        o.copy_(y[0] - 2 * y[1] + v)
         for x in (lse, *written, *(x for x in norms if x is not None)):
             x.fill_(1)
 
-    program.launch(Kernel(run), (1,), q, k, v, o, lse, tuple(call.prologue[2:]), tuple(norms), *written)
+    program.launch(Kernel(run), (1,), q, k, v, o, lse, tuple(prologue[2:]), tuple(norms), *written)
     return Saved(o, lse, codes[0], scales[0], codes[1], scales[1], row_max, mean, *norms)
 
 
 def family_backward(call, saved, do, dlse, q, k, v):
-    out = [torch.empty_like(x) for x in (q, k, v)]
-    shares = [None if x is None else torch.empty(2, call.head_dim) for x in call.prologue[2:4]]
+    dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+    out = dq, empty_like_rows(dk if k is None else k), dv
+    prologue = call.prologue or NOTHING
+    shares = [None if x is None else torch.empty(2, call.head_dim) for x in prologue[2:4]]
+    eps, interleaved, *_ = prologue
 
     def run(do, q, k, norm, tensors, out, shares):
-        assert (norm == 1).all()
-        with torch.enable_grad():
-            leaves = [x.detach().float().requires_grad_() for x in (q, k)]
-            weights = [x.detach().float().requires_grad_() for x in tensors[:2]]
-            y = [rows_of(x, call.prologue, side, (*weights, *tensors[2:])) for side, x in enumerate(leaves)]
-            found = torch.autograd.grad(y[0] * y[1], (*leaves, *weights), do.float())
-        for x, gradient in zip(out, (*found[:2], do)):
-            x.copy_(gradient)
-        for x, gradient in zip(shares, found[2:]):
-            x.copy_(gradient / 2)
+        if call.prologue is None:
+            for x, factor in zip(out, (1, -2, 1)):
+                x.copy_(factor * do)
+            return
+        assert norm is None or (norm == 1).all()
+        norms = [None if x is None else (in_four(x).float().square().mean(-1) + eps).rsqrt() for x in (q, k)]
+        given = *map(in_four, (do, -2 * do, q, k)), *norms, *tensors, interleaved, (do.dtype, do.dtype)
+        dq, dk, *found = kernels.backward(*given)
+        for x, gradient in zip(out, (dq, dk, do)):
+            in_four(x).copy_(in_four(gradient))
+        for x, gradient in zip(shares, found):
+            if x is not None:
+                x.copy_(gradient.sum(0) / 2)
 
-    given = do, q, k, saved.q_inverse_rms, tuple(call.prologue[2:]), tuple(out), tuple(shares)
+    given = do, q, k, saved.q_inverse_rms, tuple(prologue[2:]), out, tuple(shares)
     program.launch(Kernel(run), (1,), *given)
-    return *out, *shares
+    return out if call.prologue is None else (*out, *shares)
 
 
 def rows_of(x, prologue, side, tensors):
@@ -330,7 +340,7 @@ def test_a_plan_hands_the_prologue_to_both_directions(stand_in, lengths):
         )
         assert o.grad_fn.name() == "SageAttentionBackward"
         y = [rows_of(x, p, side, (*weights, *p[4:])) for side, x in enumerate((q, k))]
-        wanted = y[0] * y[1] + v
+        wanted = y[0] - 2 * y[1] + v
         assert torch.equal(o, wanted)
         do = drawn(*o.shape, seed=3).bfloat16()
         pairs = zip(*(torch.autograd.grad(x, (q, k, v, *weights), do) for x in (o, wanted)))
@@ -341,7 +351,7 @@ def test_a_plan_hands_the_prologue_to_both_directions(stand_in, lengths):
     with torch.no_grad():
         o = qk_norm_rope_attention(q, k, v, eps=EPS, **packed)
         y = [rows_of(x, p, side, (None,) * 6) for side, x in enumerate((q, k))]
-        assert torch.equal(o, y[0] * y[1] + v)
+        assert torch.equal(o, y[0] - 2 * y[1] + v)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -357,7 +367,7 @@ def test_tables_that_hooks_move_lie_otherwise(stand_in, first):
             o = qk_norm_rope_attention(q, k, v, q_weight=p.q_weight, k_weight=p.k_weight, eps=EPS, cos=cos, sin=sin)
         y = [rows_of(x, p, side, p[2:]) for side, x in enumerate((q, k))]
         do = drawn(*o.shape, seed=3).bfloat16()
-        for a, e in zip(*(torch.autograd.grad(x, (q, k, v), do) for x in (o, y[0] * y[1] + v))):
+        for a, e in zip(*(torch.autograd.grad(x, (q, k, v), do) for x in (o, y[0] - 2 * y[1] + v))):
             assert (a.double() - e.double()).norm() <= 2e-2 * e.double().norm()
     assert len(PLANS) == 1
 

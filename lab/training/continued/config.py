@@ -76,6 +76,8 @@ class Continued(Settings):
         self.check_known(known, FULL_PRECISION)
         self.check_numbers()
         check_seeds(self.seeds)
+        if self.attention.fuse:
+            raise ValueError("attention.fuse=true is not supported where a run goes on from a model; expected false")
         settings = self.optimisation
         out_of_range = [step for step in self.logging.weights_at if not 0 < step <= settings.steps]
         if out_of_range:
@@ -120,7 +122,7 @@ class Continued(Settings):
 
         Raises ValueError where one of them is not there.
         """
-        content = self.as_dict()
+        content = self.numbers()
         del (
             content["name"],
             content["variants"],

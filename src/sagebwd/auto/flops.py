@@ -19,6 +19,8 @@ def register() -> None:
     for operator, formula in (
         (torch.ops.sagebwd.attention, _forward),
         (torch.ops.sagebwd.attention_backward, _backward),
+        (torch.ops.sagebwd.qk_norm_rope_attention, _forward_behind_a_prologue),
+        (torch.ops.sagebwd.qk_norm_rope_attention_backward, _backward_behind_a_prologue),
     ):
         if operator not in counter.flop_registry:
             counter.register_flop_formula(operator, get_raw=True)(formula)
@@ -38,6 +40,21 @@ def _backward(
 ) -> int:  # fmt: skip
     """Q K^T again, dP, dV, dQ and dK; rest: of `sagebwd.ops.attention_backward`, sinks first."""
     return 2 * _pairs(o, v, rest[5:7], rest[8:10]) * (3 * rest[7] + 2 * v.shape[-1])
+
+
+def _forward_behind_a_prologue(q: Tensor, k: Tensor, v: Tensor, *rest: object, out_val: object = None) -> int:
+    """The same where norm and rotary embedding, which count nothing, are within."""
+    offsets, longest = rest[6:8], rest[8:10]
+    return 2 * _pairs(q, v, offsets, longest) * (q.shape[-1] + v.shape[-1])
+
+
+def _backward_behind_a_prologue(
+    do: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor, workspace: Tensor,
+    *rest: object, out_val: object = None,
+) -> int:  # fmt: skip
+    """The same where norm and rotary embedding are within."""
+    offsets, longest = rest[6:8], rest[8:10]
+    return 2 * _pairs(o, v, offsets, longest) * (3 * o.shape[-1] + 2 * v.shape[-1])
 
 
 def _pairs(q: Tensor, k: Tensor, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]) -> int:

@@ -11,7 +11,7 @@ BF16 v.
 
 Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
 "layers": {"0": {"recipe": "full"}}, "fuse": False}``, every key optional; ``layers`` overrides by layer index, and
-``fuse`` has norm and rotary embedding of queries and keys run in one pass (`transformers_fusion`).
+``fuse`` has norm and rotary embedding of queries and keys run with attention (`transformers_fusion`).
 
 What is visible is read from the model's own mask function (`transformers_masks`); what is no band of distances within
 documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding. Calls that
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ from sagebwd.integrations.transformers_padding import watch_padding
 from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, is_fused, settings
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
 
 __all__ = ["add_qk_norm", "attention", "read_attention_mask", "register"]
 
@@ -103,6 +105,7 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    norm_rope: dict[str, object] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls.
@@ -110,7 +113,7 @@ def attention(
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
     what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
     it is None. s_aux, (heads,), the sinks of gpt-oss and others. cu_seq_lens_q and the like, offsets of packed
-    documents.
+    documents. norm_rope, of query and key that are not normalised and rotated yet, how (`transformers_fusion`).
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
@@ -123,7 +126,6 @@ def attention(
             f"config.sagebwd: fuse is not supported for {type(module).__name__}, whose forward is not one that is "
             "known; leave it out"
         )
-    query, key, value = _one_dtype(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
@@ -132,17 +134,21 @@ def attention(
             f"attn_implementation='sagebwd'; {USE_INSTEAD}"
         )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
-    sharing = sharing_of(module)
-    if sharing is not None:
-        chosen = settings(getattr(module, "config", None), getattr(module, "layer_idx", None))
-        given = kwargs | {"s_aux": s_aux}
-        return shared_attention(sharing, query, key, value, mask, given, {"scale": scaling, **chosen}), None
-    if mask is None or mask.continues:
-        return decode(query, key, value, None if mask is None else mask.dense, scaling, s_aux), None
     config = getattr(module, "config", None)
     # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
     layer = getattr(module, "layer_idx", None) if has_layers(config) else None
     chosen = settings(config, layer)
+    sharing = sharing_of(module)
+    if norm_rope is not None and not (sharing is None and _is_of_whole_rows(mask, query, key, value)):
+        query, key = qk_norm_rope(query, key, impl=chosen["impl"], **norm_rope)
+        norm_rope = None
+    if norm_rope is None:
+        query, key, value = _one_dtype(module, query, key, value)
+    if sharing is not None:
+        given = kwargs | {"s_aux": s_aux}
+        return shared_attention(sharing, query, key, value, mask, given, {"scale": scaling, **chosen}), None
+    if mask is None or mask.continues:
+        return decode(query, key, value, None if mask is None else mask.dense, scaling, s_aux), None
     wide = is_wide(module, query, value, **chosen)  # which torch alone takes, and not packed
     if isinstance(mask.visible, str):
         return _carried(query, key, value, mask, {"scale": scaling, "sinks": s_aux, **chosen}), None
@@ -162,10 +168,13 @@ def attention(
         **chosen,
     }  # fmt: skip
     offsets = _packed_offsets(mask, query, key, kwargs)
+    if offsets is not None and wide:
+        return documents_of_wide_heads(query, key, value, *offsets, shared), None
     if offsets is not None:
-        return (documents_of_wide_heads if wide else _packed)(query, key, value, *offsets, shared), None
+        return _packed(query, key, value, *offsets, norm_rope, shared), None
     if mask.padding is None:
-        out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
+        attend = sage_attention if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
+        out = attend(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys, but for those in a hole
     itself = visible.is_banded
@@ -208,6 +217,16 @@ def _known_mask(
             "at an attention: (batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
         )
     return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
+
+
+def _is_of_whole_rows(mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether attention is of all tokens as the layer has them, dense or as packed documents, so that what makes its
+    operands may normalise and rotate too: no padding, cache, or mask that is carried; widths that low precision takes.
+    """
+    if mask is None or mask.continues or mask.padding is not None or isinstance(mask.visible, str):
+        return False
+    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
+    return narrow and query.dtype == key.dtype == value.dtype
 
 
 def _key_padding(mask: Tensor, key: Tensor) -> Tensor | None:
@@ -356,10 +375,14 @@ def _packed_offsets(
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    shared: dict[str, object],
+    norm_rope: dict[str, object] | None, shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     batch, _, tokens, _ = query.shape
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    offsets = (x.to(query.device) for x in (offsets_q, offsets_k))
-    out = sage_attention_varlen(*packed, *offsets, int(longest_q), int(longest_k), **shared)
+    offsets = {"cu_seqlens_q": offsets_q.to(query.device), "cu_seqlens_k": offsets_k.to(query.device)}
+    lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
+    attend = sage_attention_varlen
+    if norm_rope is not None:
+        attend = partial(qk_norm_rope_attention, **fusion.of_packed(norm_rope, batch))
+    out = attend(*packed, **offsets, **lengths, **shared)
     return out.unflatten(0, (batch, tokens))

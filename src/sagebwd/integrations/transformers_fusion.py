@@ -1,4 +1,7 @@
-"""``config.sagebwd = {"fuse": True}``: a layer's norms and rotary embedding of Q and K in one pass, `qk_norm_rope`.
+"""``config.sagebwd = {"fuse": True}``: a layer's norms, rotary embedding and attention in one, `sagebwd.norm_rope`.
+
+Attention is given what the projections make, and beside it ``norm_rope``: the arguments by keyword that
+`qk_norm_rope` and `qk_norm_rope_attention` share. Where there is a KV cache it is given normalised and rotated rows.
 
 Transformers calls an attention function with queries and keys that are normalised and rotated already, so the layer's
 forward is another one where its class is known: where its own forward, its module's rotary embedding and its norms are
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sagebwd.integrations.transformers_settings import NAME, has_layers, is_fused, settings
+from sagebwd.integrations.transformers_torch import say
 from sagebwd.norm_rope import qk_norm_rope
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED
 
@@ -199,19 +203,26 @@ def fused_forward(
     if form.norms == ALL_HEADS:  # of other rows than the heads'
         query, key = module.q_norm(query), module.k_norm(key)
     query, key, value = (x.view(*shape, -1, module.head_dim).transpose(1, 2) for x in (query, key, value))
-    given = {}
+    cos, sin = position_embeddings
+    if form.repeats:
+        cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
+    norm_rope = {"cos": cos, "sin": sin, "rope": form.rope}
     if form.norms == HEADS or (form.norms == HEADS_IF_ASKED and module.use_qk_norm):
         (q_weight, eps), (k_weight, k_eps) = (_weight_and_eps(module, name, form) for name in ("q_norm", "k_norm"))
         if eps != k_eps:
             raise NotImplementedError(f"config.sagebwd: fuse: {type(module).__name__} has norms with two eps")
-        given = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
-    cos, sin = position_embeddings
-    if form.repeats:
-        cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
-    layer = module.layer_idx if has_layers(module.config) else None
-    impl = settings(module.config, layer)["impl"]
-    query, key = qk_norm_rope(query, key, cos=cos, sin=sin, rope=form.rope, impl=impl, **given)
-    if past_key_values is not None:
+        norm_rope |= {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    if past_key_values is None:
+        kwargs["norm_rope"] = norm_rope
+    else:  # which keeps rows
+        if module.training and query.requires_grad:
+            say(
+                "config.sagebwd: fuse: norm and rotary embedding run before attention and not with it, for the KV "
+                "cache that use_cache=True keeps; give use_cache=False in training"
+            )
+        layer = module.layer_idx if has_layers(module.config) else None
+        impl = settings(module.config, layer)["impl"]
+        query, key = qk_norm_rope(query, key, impl=impl, **norm_rope)
         key, value = past_key_values.update(key, value, module.layer_idx)
     if form.slides:
         of_config = getattr(module.config, "sliding_window", None)
@@ -221,6 +232,12 @@ def fused_forward(
     attend = AttentionInterface()[NAME]
     out, weights = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     return module.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+
+def of_packed(norm_rope: dict[str, object], batch: int) -> dict[str, object]:
+    """The same of (batch * tokens, heads, head_dim): tables (batch or 1, tokens, R) as (batch * tokens, R)."""
+    tables = {name: norm_rope[name].expand(batch, -1, -1).flatten(0, 1) for name in ("cos", "sin")}
+    return norm_rope | tables
 
 
 def _weight_and_eps(module: nn.Module, name: str, form: Form) -> tuple[Tensor | None, float]:

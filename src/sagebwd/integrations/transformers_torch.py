@@ -90,7 +90,7 @@ def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, imp
             f" accepted: 1 to {MAX_HEAD_DIM}. The recipe 'auto' without an impl runs it in full precision: for such "
             f'layers alone, config.sagebwd["layers"] = {{"{layer}": {{"recipe": "auto", "impl": None}}}}'
         )
-    _say(
+    say(
         f"attn_implementation='sagebwd': layers of {name} with head_dim {head_dim} run on torch's "
         f"scaled_dot_product_attention in full precision; low precision takes up to {MAX_HEAD_DIM}"
     )
@@ -98,7 +98,8 @@ def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, imp
 
 
 @torch.compiler.assume_constant_result  # a trace says it once and goes on
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Warn, once a process."""
     if text not in _said:
         _said.add(text)
         warnings.warn(text, stacklevel=4)

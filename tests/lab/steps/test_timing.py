@@ -3,11 +3,13 @@
 import json
 import sys
 from dataclasses import asdict
+from functools import partial, partialmethod
 
 import pytest
 import torch
 import torch._inductor.compile_fx
 from functorch.compile import nop
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
@@ -17,10 +19,12 @@ from lab import __main__ as cli
 from lab.steps import breakdown
 from lab.steps import tables as tables
 from lab.steps import timing as bench
+from lab.steps.runner import Layer
 from lab.steps.timing import Step
 from lab.training.config import FULL_PRECISION, Config
 from lab.training.model import build
 from sagebwd.cli.results import save
+from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.plan import Plan
 from tests.lab.training.runs import command, finish
 
@@ -99,6 +103,28 @@ def test_a_wrong_attention_prints_no_figure(monkeypatch):
     assert (full.gate, wrong.gate) == ("ok", "FAILED")
     assert wrong.step_ms is wrong.speedup is wrong.attention_ms is None
     assert wrong.all_ms == []
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("compiled", ["no", "layers"])
+def test_a_fused_choice_is_named_and_runs(monkeypatch, compiled):
+    seen, real = [], fusion.fused_forward
+    monkeypatch.setattr(Layer, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    if compiled == "no":  # a list that grows would be compiled anew
+        monkeypatch.setattr(fusion, "fused_forward", lambda *x, **given: seen.append(1) or real(*x, **given))
+    full, token, fused = measure("sdpa", "token", "token+fused@reference", compiled=compiled)
+    assert (fused.attention, fused.recipe, fused.impl) == ("token+fused@reference", "token", "reference")
+    assert full.gate == token.gate == fused.gate == "ok"
+    assert fused.gradient_cosine == pytest.approx(token.gradient_cosine, abs=1e-2)
+    assert bool(seen) == (compiled == "no")
+
+
+def test_what_stands_behind_a_recipe_is_known():
+    chosen = bench.Choice.parse("token(dq=16bit)+fused", "cpu")
+    assert (chosen.name, chosen.fuse) == ("token(dq=16bit)+fused@reference", True)
+    with pytest.raises(ValueError, match="fuse"):
+        bench.Choice.parse("token+fuse", "cpu")
 
 
 def test_a_step_that_compiles_is_no_steps_time(monkeypatch):
@@ -282,12 +308,14 @@ def test_a_page_from_a_result_file(tmp_path):
         step("cudnn", None, 20.0, 1 << 30), step("fa4", None, None, None, gate="FAILED", parts={}),
         step("mixed@hopper", "mixed", 10.0, None, checkpointing="but attention"),
         step("mixed@hopper", "mixed", 12.0, 1 << 30, checkpointing="layers"),
+        step("mixed+fused@hopper", "mixed", 15.0, 1 << 30),
     ]  # fmt: skip
     path = save(rows, FACTS | {"model": asdict(TINY.model)}, tmp_path, "training")
     lines = tables.markdown([path]).splitlines()
     assert "1M weights, layers compiled." in lines
     assert "1M weights, layers compiled, checkpointed but for attention." in lines
     assert "| 32 | 2 | `mixed` | 16.0 | 15.0 to 18.0 | 8.0 | 4,000 | 1.250 (cudnn) |" in lines
+    assert "| 32 | 2 | `mixed+fused` | 15.0 | 14.0 to 17.0 | 7.5 | 4,267 | 1.333 (cudnn) |" in lines
     assert "| 32 | `mixed` | 5.0 | 1.0 | 2.0 | 9.0 | 0.5 |" in lines
     assert (
         f"| 32 | `mixed` | 1.00 | {0.75 * STATE / 2**20:.0f} | 0.750 | 3.00 |" in lines
@@ -295,6 +323,6 @@ def test_a_page_from_a_result_file(tmp_path):
     assert "| 32 | `mixed` | 1.00 | 3.00 |" in lines  # of layers computed again, whose attention keeps nothing
     assert "FAILED: fa4 at 32 tokens" in lines
     steps = [line for line in lines if line.startswith(("| 32 | 2 |", "| 64 | 2 |"))]
-    assert [line.split("|")[1] for line in steps] == [" 32 ", " 32 ", " 64 ", " 32 ", " 32 "]
+    assert [line.split("|")[1] for line in steps] == [" 32 ", " 32 ", " 32 ", " 64 ", " 32 ", " 32 "]
     pytest.importorskip("matplotlib")
     assert plot.plot_steps([path], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

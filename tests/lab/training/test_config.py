@@ -101,6 +101,8 @@ def test_digest_sees_what_changes_numbers_and_nothing_else():
     assert checkpointed.digest() == checkpointed.replace({"optimisation.keep_attention": True}).digest()
     for change in ({"seed": 1}, {"attention.recipe": "paper"}, {"optimisation.steps": 7}, {"data.context": 128}):
         assert config.replace(change).digest() != config.digest()
+    assert config.digest() == config.replace({"attention.fuse": False}).digest()
+    assert config.digest() != config.replace({"attention.fuse": True}).digest()
     latent = config.replace({"model.head_dim": 192, "model.value_dim": 128, "model.qk_norm": False})
     assert latent.digest() != latent.replace({"model.value_dim": None}).digest()
 
@@ -130,6 +132,16 @@ def test_digests_of_committed_runs_are_todays():
     assert rows
     for row in rows:
         assert variants[row["variant"]].replace({"seed": row["seed"]}).digest() == row["digest"], row["variant"]
+
+
+def test_a_fused_attention_is_a_recipe_of_heads():
+    fused = CONFIGS_OF_GRID["small"].each_variant()["mixed fused"]
+    assert (fused.attention.recipe, fused.attention.fuse) == ("mixed", True)
+    with pytest.raises(ValueError, match=r"attention\.fuse=true with attention\.recipe=sdpa"):
+        fused.replace({"attention.recipe": "sdpa"})
+    latent = {"model.head_dim": 96, "model.value_dim": 64, "model.qk_norm": False}
+    with pytest.raises(ValueError, match=r"model\.value_dim=64 with attention\.fuse=true"):
+        fused.replace(latent)
 
 
 def differing(one, other, prefix=""):

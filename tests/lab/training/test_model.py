@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lab.training.config import FULL_PRECISION
 from lab.training.model import build
+from sagebwd.integrations import transformers as integration
 
 
 def test_embeddings_get_rows_up_to_a_multiple(tiny):
@@ -31,6 +32,20 @@ def test_it_is_transformers_own(tiny, kv_heads):
     ours = logits(model, ids)
     model.config._attn_implementation = "sdpa"
     torch.testing.assert_close(ours, logits(model, ids))
+
+
+@pytest.mark.rounding
+def test_a_fused_model_is_the_unfused(tiny, monkeypatch):
+    seen, real = [], integration.qk_norm_rope_attention
+    monkeypatch.setattr(
+        integration, "qk_norm_rope_attention", lambda *x, **settings: seen.append(1) or real(*x, **settings)
+    )
+    ids, found = torch.arange(40).reshape(2, 20), []
+    for fuse in (False, True):
+        model = build(tiny.replace({"attention.recipe": "full", "attention.fuse": fuse}), 257)
+        found.append(logits(model, ids))
+        assert len(seen) == fuse * len(model.model.layers)
+    torch.testing.assert_close(*found)
 
 
 LATENT = {"model.heads": 2, "model.head_dim": 48, "model.value_dim": 32, "model.qk_norm": False}

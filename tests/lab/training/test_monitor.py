@@ -208,7 +208,9 @@ def test_a_move_changes_what_the_layer_computes(model_and_ids):
     model, ids = model_and_ids()
     before = model(input_ids=ids).logits
     monitoring._set_recipe(model.config, 1, "full")
-    assert model.config.sagebwd == {"recipe": "token", "impl": "reference", "layers": {"1": {"recipe": "full"}}}
+    assert model.config.sagebwd == {
+        "recipe": "token", "impl": "reference", "fuse": False, "layers": {"1": {"recipe": "full"}}
+    }  # fmt: skip
     moved = model(input_ids=ids).logits
     assert not torch.equal(moved, before)
     monitoring._set_recipe(model.config, 1, "token")

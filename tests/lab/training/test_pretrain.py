@@ -199,7 +199,9 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
         pretrain.run(mixed, tmp_path / "run", resume=True)
     pretrain.run(full, tmp_path / "run", resume=True)
 
-    switched = [{"until": 4, "recipe": "sdpa", "impl": None}, {"until": 6, "recipe": "mixed", "impl": None}]
+    switched = [
+        {"until": n, "recipe": recipe, "impl": None, "fuse": False} for n, recipe in ((4, "sdpa"), (6, "mixed"))
+    ]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["switched"] == switched
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["switched"] == switched

@@ -1,0 +1,261 @@
+"""Attention with a prologue as an operator: what runs under torch.compile and modes is what runs outside of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from sagebwd import norm_rope_plan, qk_norm_rope_attention
+from sagebwd.call import empty_like_rows
+from sagebwd.checkpointing import keep_attention
+from sagebwd.reference.norm_rope import HALF, INTERLEAVED
+from tests.gpus import HAS_HOPPER
+from tests.test_norm_rope import drawn
+
+pytest.importorskip("triton")
+from tests.kernels.test_norm_rope_codes import DEVICE, EPS, Case, Family, stand_in  # noqa: F401, a fixture
+
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+OPERATOR, BACKWARD = (
+    getattr(torch.ops.sagebwd, name).default for name in ("qk_norm_rope_attention", "qk_norm_rope_attention_backward")
+)
+NAMES = "o", "dq", "dk", "dv", "dq_weight", "dk_weight"
+
+
+class Given:
+    """A case's tensors, and a call of them."""
+
+    def __init__(self, case: Case, dtype: torch.dtype | None = None, **settings: object) -> None:
+        heads = case.heads
+        self.leaves = [case.draw(heads[min(n, 1)], n).requires_grad_() for n in range(3)]
+        if dtype is not None:
+            self.leaves = [x.detach().to(dtype).requires_grad_() for x in self.leaves]
+        p = case.prologue()
+        self.leaves += [x.detach().requires_grad_() for x in p[2:4] if x is not None]
+        self.settings = {"recipe": "mixed", "rope": INTERLEAVED if case.interleaved else HALF, "eps": p.eps} | settings
+        if p.q_cos is not None:
+            self.settings |= {"cos": p.q_cos, "sin": p.q_sin}
+        if case.lengths:
+            ends, longest = case.call(*self.leaves[:2]).queries.cu_seqlens, max(case.lengths)
+            self.settings |= {
+                "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest
+            }  # fmt: skip
+        else:
+            self.settings |= {"enable_gqa": True}
+
+    def attend(self, q, k, v, *weights):
+        return qk_norm_rope_attention(q, k, v, **dict(zip(("q_weight", "k_weight"), weights)), **self.settings)
+
+    def outcome(self, attend=None):
+        """Output and gradients."""
+        o = (attend or self.attend)(*self.leaves)
+        do = drawn(*o.shape, seed=3).to(o)
+        return o, *torch.autograd.grad(o, self.leaves, do)
+
+
+CASES = [
+    Case(heads=(2, 2)),
+    Case(heads=(2, 2), interleaved=True, tables=torch.float32),
+    Case(heads=(2, 2), normed=False),
+    Case(heads=(2, 2), weighted=False, turned=False),
+    Case(heads=(2, 2), lengths=(5, 16)),
+]
+
+
+class Seen:
+    """A backend that keeps the operators of the graphs which it is given."""
+
+    def __init__(self) -> None:
+        self.operators: list[object] = []
+
+    def __call__(self, module, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(graph, _):
+            self.operators += [node.target for node in graph.graph.nodes]
+            return graph
+
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, inputs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_it_is_the_operator_in_one_graph(stand_in, case, dynamic):  # noqa: F811
+    torch._dynamo.reset()
+    given, seen = Given(case), Seen()
+    found = given.outcome(torch.compile(given.attend, fullgraph=True, dynamic=dynamic, backend=seen))
+    assert [seen.operators.count(x) for x in (OPERATOR, BACKWARD)] == [1, 1]
+    assert torch.ops.sagebwd.attention.default not in seen.operators
+    for name, a, e in zip(NAMES, found, given.outcome()):
+        assert a.dtype == e.dtype
+        assert a.stride() == e.stride()
+        assert torch.equal(a, e), name
+
+
+def test_other_lengths_take_the_same_graph(stand_in):  # noqa: F811
+    torch._dynamo.reset()
+    seen = Seen()
+    given = [Given(Case(heads=(2, 2), tokens=tokens)) for tokens in (21, 40, 33)]
+    compiled = torch.compile(
+        lambda q, k, v, q_weight, k_weight, cos, sin: qk_norm_rope_attention(
+            q, k, v, q_weight=q_weight, k_weight=k_weight, eps=EPS, cos=cos, sin=sin, recipe="mixed"
+        ),
+        fullgraph=True, dynamic=True, backend=seen,
+    )  # fmt: skip
+    for one in given:
+        tables = one.settings["cos"], one.settings["sin"]
+        for a, e in zip(one.outcome(lambda *x, tables=tables: compiled(*x, *tables)), one.outcome()):
+            assert torch.equal(a, e)
+    assert seen.operators.count(OPERATOR) == 1
+
+
+@pytest.mark.parametrize("tables", [torch.bfloat16, torch.float32])
+def test_under_autocast_projections_of_its_dtype_take_the_operator(stand_in, tables):  # noqa: F811
+    """A norm's FP32 weights and FP32 tables beside them; FP32 projections are composed."""
+    for dtype, expected in ((torch.bfloat16, 1), (torch.float32, 0)):
+        torch._dynamo.reset()
+        given, seen = Given(Case(heads=(2, 2), tables=tables), dtype), Seen()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            o = torch.compile(given.attend, fullgraph=True, backend=seen)(*given.leaves)
+        assert o.dtype == torch.bfloat16
+        assert seen.operators.count(OPERATOR) == expected
+
+
+@pytest.mark.parametrize("part", ["lse", "half of the channels"])
+def test_what_is_composed_outside_of_a_trace_is_composed_within(stand_in, part):  # noqa: F811
+    torch._dynamo.reset()
+    given, seen = Given(Case(heads=(2, 2))), Seen()
+    if part == "lse":
+        given.settings["return_lse"] = True
+    else:
+        given.settings |= {name: given.settings[name][..., :32] for name in ("cos", "sin")}
+    torch.compile(given.attend, fullgraph=True, backend=seen)(*(x.detach() for x in given.leaves))
+    assert OPERATOR not in seen.operators
+    assert torch.ops.sagebwd.attention.default in seen.operators
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="of a device without the kernels")
+def test_without_the_kernels_it_is_composed():
+    torch._dynamo.reset()
+    given, seen = Given(Case(heads=(2, 2))), Seen()
+    given.settings["recipe"] = "token"
+    given.outcome(torch.compile(given.attend, fullgraph=True, backend=seen))
+    assert OPERATOR not in seen.operators
+
+
+def test_errors_within_a_trace_are_the_attentions(stand_in):  # noqa: F811
+    for settings in ({"recipe": "int3"}, {"window": (1, -2)}, {"impl": "fast"}):
+        torch._dynamo.reset()
+        given = Given(Case(heads=(2, 2)), **settings)
+        name = next(iter(settings))
+        with pytest.raises(ValueError, match=name):
+            given.attend(*given.leaves)
+        with pytest.raises(Exception, match=name):
+            torch.compile(given.attend, fullgraph=True, backend="eager")(*given.leaves)
+
+
+def test_opcheck(stand_in):  # noqa: F811
+    q, k, v, q_weight, k_weight = Given(Case(heads=(2, 2))).leaves
+    tables = Case(heads=(2, 2)).prologue()[4:]
+    numbers = 21, 21, True, -1, -1, 0.3, EPS, False, "mixed", "hopper/hopper", False
+    for weights, eps in (((q_weight, k_weight), EPS), ((None, None), None)):
+        settings = *numbers[:6], eps, *numbers[7:]
+        arguments = q, k, v, *weights, *tables, None, None, *settings
+        assert set(torch.library.opcheck(OPERATOR, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_changes_nothing_and_may_keep_it(stand_in, compiled, keep):  # noqa: F811
+    torch._dynamo.reset()
+    given = Given(Case(heads=(2, 2)))
+    context, ran = {"context_fn": keep_attention} if keep else {}, []
+
+    def block(*x):
+        return checkpoint(given.attend, *x, use_reentrant=False, **context)
+
+    wanted = given.outcome()
+    real = Family.forward
+    try:
+        Family.forward = staticmethod(lambda *x: ran.append(1) or real(*x))
+        seen = Seen()
+        found = given.outcome(torch.compile(block, fullgraph=True, backend=seen) if compiled else block)
+    finally:
+        Family.forward = staticmethod(real)
+    for name, a, e in zip(NAMES, found, wanted):
+        assert torch.equal(a, e), name
+    if compiled:
+        assert seen.operators.count(OPERATOR) == (1 if keep else 2)
+
+
+def test_saved_are_the_tensors_of_a_call_outside_of_a_trace(stand_in):  # noqa: F811
+    """What a graph keeps for backward beside its inputs is O, lse and the workspace."""
+    case = Case(heads=(2, 2))
+    kept = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        given, found = Given(case), []
+        attend = torch.compile(given.attend, fullgraph=True, backend="aot_eager") if compiled else given.attend
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, found=found: found.append(x) or x, lambda x: x):
+            attend(*given.leaves)
+        addresses = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+        kept.append(sum(addresses.values()))
+    assert kept[1] <= kept[0]
+
+
+def test_a_counter_counts_attentions_products(stand_in):  # noqa: F811
+    for case, pairs in ((Case(heads=(2, 2)), 2 * 2 * 21**2), (Case(heads=(2, 2), lengths=(5, 16)), 2 * (25 + 256))):
+        given = Given(case)
+        with FlopCounterMode(display=False) as found:
+            given.outcome()
+        counts = found.get_flop_counts()["Global"]
+        assert counts[torch.ops.sagebwd.qk_norm_rope_attention] == 2 * pairs * 128
+        assert counts[torch.ops.sagebwd.qk_norm_rope_attention_backward] == 2 * pairs * 5 * 64
+
+
+def test_tensors_without_values_have_shapes(stand_in):  # noqa: F811
+    case = Case(heads=(2, 2))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [mode.from_tensor(x) for x in Given(case).leaves]
+        o = Given(case).attend(*leaves)
+    assert o.shape == leaves[0].shape
+    assert o.stride() == empty_like_rows(leaves[0]).stride()
+
+
+def test_a_second_derivative_is_refused(stand_in):  # noqa: F811
+    torch._dynamo.reset()
+    given = Given(Case(heads=(2, 2)))
+    with FlopCounterMode(display=False):  # a mode: the operator runs
+        o = given.attend(*given.leaves)
+        (dq,) = torch.autograd.grad(o.float().sum(), given.leaves[:1], create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(dq.float().sum(), given.leaves[:1])
+
+
+HOPPER = [
+    (Case(128, 700, heads=(4, 2)), {"is_causal": True}),
+    (Case(64, 300, heads=(3, 3), tables=torch.float32), {}),
+    (Case(128, 513, heads=(2, 2), interleaved=True), {"window": (100, 0)}),
+    (Case(128, lengths=(200, 1, 333)), {"is_causal": True}),
+    (Case(64, lengths=(129, 64), normed=False, heads=(4, 2)), {}),
+    (Case(64, 256, heads=(2, 2), turned=False), {"is_causal": True}),
+]
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
+@pytest.mark.parametrize(("case", "given"), HOPPER, ids=str)
+def test_compiled_and_composed_are_equal_on_hopper(monkeypatch, case, given):
+    """Bit for bit the call outside of a trace; but for codes that a tie has the other way, the composition."""
+    torch._dynamo.reset()
+    call = Given(case, **given)
+    found = call.outcome(torch.compile(call.attend, fullgraph=True))
+    outside = call.outcome()
+    monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
+    for name, a, same, e in zip(NAMES, found, outside, call.outcome()):
+        for x in (a, same):
+            assert (x.double() - e.double()).norm() <= 1e-2 * e.double().norm(), name
+        assert a.stride() == same.stride(), name
+        assert torch.equal(found[0], outside[0])
