@@ -219,15 +219,6 @@ class Plan:
         o, lse, *_ = program.run(tensors, workspace)
         return o, lse, workspace
 
-    def check_gradients(self) -> None:
-        """Raises before forward what backward would: a family's ``check_gradients``, which an INT8 dP alone has."""
-        if self.call.recipe.dp != INT8 or self.choice.backward.impl == "reference":
-            return
-        deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
-        check = getattr(dispatch.family(BACKWARD, self.choice, self.call)[0], "check_gradients", None)
-        if check is not None:
-            check(self.call._replace(deterministic=deterministic))
-
     def backward(
         self, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
         workspace: Tensor, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None,
@@ -378,7 +369,6 @@ class SageAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k):
         """`Plan.forward`."""
-        plan.check_gradients()
         with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
         keep_q, keep_k = plan.keeps
