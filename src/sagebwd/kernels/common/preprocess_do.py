@@ -36,6 +36,9 @@ from sagebwd.kernels.common.tile import (
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed, transpose
 from sagebwd.recipe import INT8
 
+# dO's codes are 0 where it is under so many dlse.
+LEAST_DO = tl.constexpr(2.0**-100)
+
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def grad_out_kernel(
@@ -63,9 +66,10 @@ def grad_out_kernel(
 ):
     """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, s.
 
-    delta = rowsum(dO * O) - dlse. s: 0, or of an INT8 dP the scale of dO R (`codes_for_dp`). One load of four brings a
-    block of them to the attention kernels; loads of fewer values than a program has threads are repeated by every
-    thread. lse is +inf where a query sees no key and in the padding, so that P comes out 0 there without a mask.
+    delta = rowsum(dO * O) - dlse. s: 0, or of an INT8 dP the scale of dO R (`codes_for_dp`), which delta is over. One
+    load of four brings a block of them to the attention kernels; loads of fewer values than a program has threads are
+    repeated by every thread. lse is +inf where a query sees no key and in the padding, so that P comes out 0 there
+    without a mask.
 
     do, o, codes: `Strided`; codes: Q's saved ones, if not None, of which programs of a second plane of the grid write
     the transposed copy. dp: `ForDp`, or None.
@@ -95,13 +99,16 @@ def grad_out_kernel(
     row = z * total + start + first + local
     if dp is None:
         row_delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)
+        if dlse is not None:
+            row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)  # delta -= dlse
     else:
-        row_delta, do_scale = codes_for_dp(
-            do_at, o_at, pitch_of(do), pitch_of(o), dp, batch, head, heads, start + first, length - first, head_dim,
-            BLOCK,
+        change = None
+        if dlse is not None:
+            change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+        do_scale, row_delta = codes_for_dp(
+            do_at, o_at, pitch_of(do), pitch_of(o), change, dp, batch, head, heads, start + first, length - first,
+            head_dim, BLOCK,
         )  # fmt: skip
-    if dlse is not None:
-        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)  # delta -= dlse
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
     # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
@@ -124,9 +131,13 @@ def grad_out_kernel(
 
 @triton.jit
 def codes_for_dp(
-    do_at, o_at, pitch_do, pitch_o, dp, batch, head, heads, token, left, head_dim: tl.constexpr, BLOCK: tl.constexpr
+    do_at, o_at, pitch_do, pitch_o, change, dp, batch, head, heads, token, left, head_dim: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of dO R of the ``left`` queries from ``token`` on, at most a block; their delta and scale."""
+    """Write codes of dO R of the ``left`` queries from ``token`` on, at most a block; their scale, and delta over it.
+
+    change: of lse, dlse, or None.
+    """
     local = tl.arange(0, BLOCK)
     tile = load_pieces(do_at, local, pitch_do, left, head_dim, head_dim)
     out = load_pieces(o_at, local, pitch_o, left, head_dim, head_dim)
@@ -135,11 +146,15 @@ def codes_for_dp(
         y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH)  # O R
     else:
         x, y = floats(tile), floats(out)
-    scale = psi_scale(abs_max_of(x))
+    amax = abs_max_of(x)
+    if change is not None:  # dlse over the scale stays a number of FP32: beside such a dlse FP32 loses dO
+        amax = tl.maximum(amax, tl.abs(change) * LEAST_DO)
+    scale = psi_scale(amax)
     x_int8 = codes_of(x, scale)
     store_codes(x_int8, dp.codes, batch, head, token, local, local < left, head_dim)
     owner = batch * (heads // dp.group) + head // dp.group
-    return scale * delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH), scale
+    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH)
+    return scale, delta if change is None else delta - change / scale  # delta -= dlse
 
 
 class ForDp(NamedTuple):

@@ -249,8 +249,13 @@ def dkdv_kernel(
                 )  # fmt: skip
                 # adding up from -delta keeps one vector less in registers; slower where they are not short
                 ds = score_gradients(  # P^T * (dP^T - delta)
-                    p, v_tile, do_tile, of_do[None, :], value_scale, row_delta[None, :], BLOCK_D > 64
+                    p, v_tile, do_tile, value_scale, row_delta[None, :], BLOCK_D > 64
                 )
+                if v_scale is not None:  # dS is over dO's scale
+                    if q_t is not None and groups.Q_TOKEN:
+                        row_scale *= of_do
+                    else:
+                        ds = ds * of_do[None, :]
                 if masked and VARLEN:
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:

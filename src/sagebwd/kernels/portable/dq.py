@@ -112,6 +112,7 @@ def dq_kernel(
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
     INT8_DP: tl.constexpr = v_scale is not None
+    DO_SCALE_LAST: tl.constexpr = INT8_DP and INT8_DQ and DS_PER_QUERY  # of dQ's rows, which quantise dS one by one
     batch_head = tl.program_id(0) // grid
     # the last queries see the most keys: start them first
     block_q = grid - 1 - tl.program_id(0) % grid
@@ -201,9 +202,10 @@ def dq_kernel(
                 value_scale = load_scales(v_scale, first_k, keys, left, masked)[None, :]
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
             ds = score_gradients(
-                p, do_tile, v_tile, do_scale[:, None], value_scale, row_delta[:, None],
-                tile_maxima is not None and BLOCK_D > 64,
-            )  # fmt: skip
+                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64
+            )
+            if INT8_DP and not DO_SCALE_LAST:
+                ds = ds * do_scale[:, None]
             if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
@@ -230,6 +232,8 @@ def dq_kernel(
                 )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dQ += dS K
 
+    if DO_SCALE_LAST:
+        acc *= do_scale[:, None]
     out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
     if TURNED:
         store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)

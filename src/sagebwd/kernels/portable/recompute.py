@@ -37,14 +37,13 @@ def recompute_p(s, lse, mask):
 
 
 @triton.jit
-def score_gradients(p, a, b, do_scale, v_scale, delta, FROM_DELTA: tl.constexpr):
-    """dS = P * (dP - delta), dP = a b^T = dO V^T, of codes times their scales; FROM_DELTA: dP starts from -delta.
+def score_gradients(p, a, b, v_scale, delta, FROM_DELTA: tl.constexpr):
+    """dS = P * (dP - delta), dP = a b^T = dO V^T; delta broadcast along keys; FROM_DELTA: dP starts from -delta.
 
-    do_scale and delta broadcast along keys, v_scale along queries; both scales None where a and b have 16 bits.
+    Of codes, with V's scale broadcast along queries: dS and delta are over dO's scale, which callers fold into others.
     """
     if a.dtype == tl.int8:
-        dp = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32) * v_scale
-        dp = dp * do_scale - delta  # dP - delta = s_dO s_V dO^ V^T - delta
+        dp = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32) * v_scale - delta  # (dP - delta) / s = s_V dO^ V^T - ..
     elif FROM_DELTA:
         dp = dot_16bit(a, b.T, tl.zeros(p.shape, tl.float32) - delta)  # dP - delta = dO V^T - delta
     else:
