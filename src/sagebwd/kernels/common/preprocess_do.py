@@ -153,7 +153,8 @@ def codes_for_dp(
     x_int8 = codes_of(x, scale)
     store_codes(x_int8, dp.codes, batch, head, token, local, local < left, head_dim)
     owner = batch * (heads // dp.group) + head // dp.group
-    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH)
+    # + 0 * scale: NaN has codes like any number
+    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH) + 0 * scale
     return scale, delta if change is None else delta - change / scale  # delta -= dlse
 
 
