@@ -1,5 +1,6 @@
-"""dP in INT8: what its steps cancel, in every form of a call; that kernels refuse it; how good it is."""
+"""dP in INT8: what its steps cancel, in every form of a call; who runs it; how good it is."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 
 from lab.studies import int8_dp
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
+from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.diagnostics import capture
 from sagebwd.recipe import RECIPES, Recipe
@@ -234,16 +236,22 @@ def test_a_gradient_of_lse_costs_other_queries_nothing():
         assert relative_l2(found[:, :, rows], wanted[:, :, rows]) < 0.08
 
 
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@pytest.mark.parametrize("kind", [FULL, MASK])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("name", RECIPES)
-def test_kernels_refuse_it_by_name_but_hoppers_mixed(name, impl):
-    recipe = Recipe.named(name).replace(dp="int8")
-    ask = Ask(recipe, 64, 64, torch.bfloat16, torch.device("cuda"), impl=impl)
-    refusal = dispatch.refusal(ask)
-    if (name, impl) == ("mixed", "hopper"):
-        assert refusal is None or "dp=" not in refusal  # the extra may be missing
-    else:
-        assert "dp=int8, which is not one of 16bit" in refusal or "dv=int8, which is not one of fp8" in refusal
+def test_who_runs_a_call_with_dp_in_16_bits_runs_it(name, arch, kind, monkeypatch):
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+
+    def who(ask):
+        try:
+            return dispatch._choose.__wrapped__(ask, arch, False).name
+        except NotImplementedError as error:
+            return str(error).replace("dp=int8, ", "").replace("(dp=int8)", "")
+
+    recipe = Recipe.named(name)
+    for dims, impl in itertools.product(((64, 64), (96, 72), (128, 128), (192, 128), (256, 256)), (None, "triton")):
+        ask = Ask(recipe, *dims, torch.bfloat16, torch.device("cuda"), kind, impl)
+        assert who(ask._replace(recipe=recipe.replace(dp="int8"))) == who(ask)
 
 
 @pytest.mark.parametrize("recipe", ["mixed(dp=int8)", "token(dp=int8)"])

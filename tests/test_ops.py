@@ -149,9 +149,9 @@ compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=Tr
 assert torch.equal(compiled(q), attend(q))
 compiled(q).sum().backward()
 try:
-    compiled(q, recipe="token(dp=int8)")
+    compiled(q, recipe="token(first_keys=4)")
 except NotImplementedError as error:
-    assert "dp=int8" in str(error)
+    assert "first_keys=4" in str(error)
 else:
     raise AssertionError("not refused")
 """

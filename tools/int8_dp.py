@@ -1,9 +1,10 @@
-"""dP in INT8 on a GPU of compute capability 9.0: `python -m tools.int8_dp errors`, and `times`.
+"""dP in INT8 on a GPU: `python -m tools.int8_dp errors`, and `times`; of Hopper's kernels unless others are named.
 
-``errors`` holds Hopper's kernels under `mixed(dp=int8)` to the recipe's emulator (`sagebwd.reference.conformance`),
-over forms of masks, lengths and widths, and prints what breaks the rule, or the distance of dQ, dK and dV from the
-emulator in FP32. ``times`` prints forward + backward, and backward alone, of both recipes, everything included:
-medians of interleaved rounds, batch x tokens = 16384, heads = 2048 / head_dim.
+``errors`` holds kernels under `mixed(dp=int8)`, or another recipe with dp=int8, to the recipe's emulator
+(`sagebwd.reference.conformance`), over forms of masks, lengths and widths, and prints what breaks the rule, or the
+distance of dQ, dK and dV from the emulator in FP32. ``times`` prints forward + backward, and backward alone, of the
+recipe with 16-bit and with INT8 dP, everything included: medians of interleaved rounds, batch x tokens = 16384, heads
+= 2048 / head_dim. Other kernels: ``--recipe token --impl triton``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 
 from sagebwd import sage_attention
 from sagebwd.cli.timer import time_interleaved
+from sagebwd.recipe import INT8, Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
 
-RECIPES = ("mixed", "mixed(dp=int8)")
 TOKENS = 16384
 WIDTHS = ("128", "64", "256", "192/128", "96", "192")
 FORMS = {
@@ -39,22 +40,28 @@ FORMS = {
 }
 
 
+def recipes_of(name: str) -> tuple[str, str]:
+    """A recipe with 16-bit and with INT8 dP."""
+    return name, str(Recipe.parse(name).replace(dp=INT8))
+
+
 def of_width(text: str) -> tuple[int, int]:
     """head_dim and value's, of "128" or "192/128"."""
     head_dim, _, value_dim = text.partition("/")
     return int(head_dim), int(value_dim or head_dim)
 
 
-def errors(widths: Iterable[str]) -> int:
+def errors(widths: Iterable[str], recipe: str = "mixed", impl: str = "hopper") -> int:
     """Print a line a form and width; how many break the rule."""
     broken = 0
     for width in widths:
         head_dim, value_dim = of_width(width)
         for name, form in FORMS.items():
-            call = dataclasses.replace(form, recipe=RECIPES[1], head_dim=head_dim, value_dim=value_dim, device="cuda")
+            changes = {"recipe": recipes_of(recipe)[1], "head_dim": head_dim, "value_dim": value_dim, "device": "cuda"}
+            call = dataclasses.replace(form, **changes)
             inputs = call.inputs()
             try:
-                found, said = call.run("hopper", inputs), "ok"
+                found, said = call.run(impl, inputs), "ok"
                 wanted = call.run("reference", inputs)
                 distances = " / ".join(f"{relative_l2(found[x], wanted[x]):.4f}" for x in ("dq", "dk", "dv"))
                 call.check_outputs(inputs, found, ("o", "lse", "dq", "dk", "dv"))
@@ -65,7 +72,9 @@ def errors(widths: Iterable[str]) -> int:
     return broken
 
 
-def runs_of(shape: tuple[int, int, int], value_dim: int, is_causal: bool) -> dict[str, Callable[[], object]]:
+def runs_of(
+    shape: tuple[int, int, int], value_dim: int, is_causal: bool, recipe: str = "mixed", impl: str = "hopper"
+) -> dict[str, Callable[[], object]]:
     """Both directions and backward of each recipe, by name; shape: batch, tokens and head_dim."""
     batch, tokens, head_dim = shape
     generator = torch.Generator("cuda").manual_seed(0)
@@ -75,25 +84,27 @@ def runs_of(shape: tuple[int, int, int], value_dim: int, is_causal: bool) -> dic
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runs: dict[str, Callable[[], object]] = {}
-    for recipe in RECIPES:
-        forward = partial(sage_attention, *leaves, is_causal=is_causal, recipe=recipe)
+    for name in recipes_of(recipe):
+        forward = partial(sage_attention, *leaves, is_causal=is_causal, recipe=name, impl=impl)
         backward = partial(torch.autograd.grad, forward(), leaves, do, retain_graph=True)
-        runs[f"{recipe} both"] = lambda forward=forward: torch.autograd.grad(forward(), leaves, do)
-        runs[f"{recipe} backward"] = backward
+        runs[f"{name} both"] = lambda forward=forward: torch.autograd.grad(forward(), leaves, do)
+        runs[f"{name} backward"] = backward
     return runs
 
 
-def times(widths: Iterable[str], lengths: Iterable[int], rounds: int) -> None:
-    """Print a line a width, mask and length: milliseconds of `mixed`, and how many times as fast the other is."""
+def times(
+    widths: Iterable[str], lengths: Iterable[int], rounds: int, recipe: str = "mixed", impl: str = "hopper"
+) -> None:
+    """Print a line a width, mask and length: milliseconds with 16-bit dP, and how many times as fast INT8 dP is."""
     for width in widths:
         head_dim, value_dim = of_width(width)
         for is_causal in (True, False):
             for tokens in lengths:
-                runs = runs_of((TOKENS // tokens, tokens, head_dim), value_dim, is_causal)
+                runs = runs_of((TOKENS // tokens, tokens, head_dim), value_dim, is_causal, recipe, impl)
                 found = {name: ms for name, (ms, _) in time_interleaved(runs, "cuda", rounds).items()}
                 cells = []
                 for way in ("both", "backward"):
-                    before, after = (found[f"{recipe} {way}"] for recipe in RECIPES)
+                    before, after = (found[f"{name} {way}"] for name in recipes_of(recipe))
                     cells.append(f"{way} {before:.3f} -> {after:.3f} ms, {before / after:.3f}")
                 print(f"{width:8} {'causal' if is_causal else 'full':6} {tokens:6}  {'; '.join(cells)}", flush=True)
 
@@ -105,11 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", action="append", help="head_dim, or head_dim/value's; all of them if not given")
     parser.add_argument("--tokens", type=int, action="append", help="of a sequence; 8192 and 16384 if not given")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipe", default="mixed")
+    parser.add_argument("--impl", default="hopper")
     given = parser.parse_args(arguments)
     widths = given.width or WIDTHS
     if given.what == "errors":
-        return min(errors(widths), 1)
-    times(widths, given.tokens or (8192, TOKENS), given.rounds)
+        return min(errors(widths, given.recipe, given.impl), 1)
+    times(widths, given.tokens or (8192, TOKENS), given.rounds, given.recipe, given.impl)
     return 0
 
 

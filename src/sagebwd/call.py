@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.model import FULL, MASK
+from sagebwd.auto.model import FULL
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
@@ -101,11 +101,6 @@ class Ask(NamedTuple):
     def of(cls, q: Tensor, v: Tensor, recipe: Recipe | str, impl: str | None = None, kind: str = FULL) -> Ask:
         """Of tensors, or whatever has their shape, dtype and device."""
         return cls(recipe, int(q.shape[-1]), int(v.shape[-1]), q.dtype, q.device, kind, impl)
-
-    @property
-    def masked(self) -> bool:
-        """By a mask that is more than causal, a window and key padding."""
-        return self.kind == MASK
 
 
 class Prologue(NamedTuple):

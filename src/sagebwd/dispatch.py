@@ -282,7 +282,7 @@ def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tup
     for direction in (FORWARD, BACKWARD):
         for candidate in (impl, "triton") if impl in ("hopper", "mma_sync") else (impl,):
             row = capabilities.row(direction, candidate)
-            reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype, ask.masked)
+            reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
             if reason is None and row.needs and not with_extras:
                 reason = _missing(row)
             if reason is None:

@@ -215,15 +215,6 @@ class Plan:
         o, lse, *_ = program.run(tensors, workspace)
         return o, lse, workspace
 
-    def check_gradients(self) -> None:
-        """Raises before forward what backward would: a family's ``check_gradients``, which an INT8 dP alone has."""
-        if self.choice.backward.impl == "reference":
-            return
-        deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
-        check = getattr(dispatch.family(BACKWARD, self.choice, self.call)[0], "check_gradients", None)
-        if check is not None:
-            check(self.call._replace(deterministic=deterministic))
-
     def backward(
         self, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
         workspace: Tensor, key_mask: Tensor | None, mask: Mask | None, cu_seqlens_q: Tensor | None,
@@ -369,8 +360,6 @@ class SageAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
         """`Plan.forward`."""
-        if plan.call.recipe.dp == INT8:
-            plan.check_gradients()
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)

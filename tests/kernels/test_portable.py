@@ -290,7 +290,7 @@ def test_calls_made_again_from_an_odd_element(name, names):
     dataclasses.replace(CALLS[name], device=DEVICE).check_addresses("triton", names)
 
 
-@pytest.mark.parametrize("recipe", ["token", "paper"])
+@pytest.mark.parametrize("recipe", ["token", "paper", "token(dp=int8)"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_inf_are_never_silent(where, bad, recipe):
@@ -338,10 +338,14 @@ def test_an_infinite_query_is_no_row_that_sees_nothing(sign):
     ],
     ids=["causal-gqa", "window-mask", "packed"],
 )
-@pytest.mark.parametrize("bad", [None, math.nan], ids=["finite", "nan"])
-def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, monkeypatch):
+@pytest.mark.parametrize(
+    ("bad", "recipe"),
+    [(None, "paper"), (math.nan, "paper"), (None, "paper(dp=int8)")],
+    ids=["finite", "nan", "int8-dp"],
+)
+def test_maxima_found_by_dq_are_those_dkdv_would_find(call, bad, recipe, monkeypatch):
     """Memory that sagebwd allocates is poisoned, so a tile that dQ skips and dK reads would show."""
-    call = dataclasses.replace(call, recipe="paper", device=DEVICE)
+    call = dataclasses.replace(call, recipe=recipe, device=DEVICE)
     q, k, v, do, dlse = call.inputs()
     # sums of such products are exact, so that a CPU's order of adding them does not show
     v, do = ((8 * x).round() / 8 for x in (v, do))

@@ -60,7 +60,12 @@ def test_the_passes_are_the_epilogue(offsets, smooth):
             torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-3 if a.dtype == torch.float32 else 2e-2)
 
 
-CASES = [("token", "triton"), ("full", "triton"), *([("mixed", "hopper")] if IS_HOPPER else [])]
+CASES = [
+    ("token", "triton"),
+    ("token(dp=int8)", "triton"),
+    ("full", "triton"),
+    *([("mixed", "hopper")] if IS_HOPPER else []),
+]
 
 
 @pytest.mark.parametrize(("recipe", "impl"), CASES)

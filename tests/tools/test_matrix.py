@@ -1,5 +1,6 @@
 """What `tools.matrix` covers and what it finds; most of its rows need a GPU."""
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -26,7 +27,7 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
 WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512)}
 VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
-APART = ("token(first_keys=1)", torch.bfloat16)
+APART = [("token(first_keys=1)", torch.bfloat16), ("token(dp=int8)", torch.bfloat16)]
 
 
 def rows_of(size: str) -> list[forms.Cell]:
@@ -50,7 +51,7 @@ def test_every_width_has_every_form_in_full():
     assert {(width, width) for width in WIDTHS} | PAIRS == set(automatic)
     assert all(found == set(FORMS) for found in automatic.values())
     for width in (8, 17, 64, 72, 80, 128, 256):
-        for variant in (*VARIANTS, APART):
+        for variant in (*VARIANTS, *APART):
             assert met(rows, *variant)[width, width] == set(FORMS), (width, variant)
     portable = met(rows, "token", torch.bfloat16)
     assert {dims: found == set(FORMS) for dims, found in portable.items()} == dict.fromkeys(automatic, True)
@@ -83,8 +84,8 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
     assert set().union(*turns[256, 8]) == set(FORMS)
     assert all(found != set(FORMS) for found in turns[256, 8])
     assert len(classes[256, 8]) == 8
-    for dims in sizes.MOST_USED:
-        assert met(rows, *APART)[dims] == {"causal", "packed-causal", "padding"}
+    for dims, variant in itertools.product(sizes.MOST_USED, APART):
+        assert met(rows, *variant)[dims] == {"causal", "packed-causal", "padding"}
     once = {
         dims
         for recipe in ("paper", "full")
@@ -108,6 +109,10 @@ def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
             assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
     for dims in sizes.VARIED:
         assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
+
+
+def test_every_recipe_has_bounds():
+    assert all(len(check.bounds(row.recipe, 8)) == 5 for row in rows_of("every") if row.recipe != "auto")
 
 
 def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():

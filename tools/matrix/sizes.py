@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
@@ -25,8 +26,8 @@ VARIED = (
 KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), ("token", "float16"))
-APART = ("token(first_keys=1)", "bfloat16")
-"""Another forward than `token`'s; few rows of it fit the cover."""
+APART = (("token(first_keys=1)", "bfloat16"), ("token(dp=int8)", "bfloat16"))
+"""Another forward than `token`'s, and another backward; few rows of them fit the cover."""
 MOST_USED = ((64, 64), (128, 128))
 FEW_FORMS = ("causal", "packed-causal", "padding")
 THIRDS = (
@@ -84,8 +85,8 @@ def _cover() -> Iterator[Cell]:
     for number, dims in enumerate(VARIED):
         for shift, variant in enumerate(VARIANTS):
             yield from _rows(dims, THIRDS[(number + shift) % 3], *variant)
-    for dims in MOST_USED:
-        yield from _rows(dims, FEW_FORMS, *APART)
+    for dims, variant in itertools.product(MOST_USED, APART):
+        yield from _rows(dims, FEW_FORMS, *variant)
     for dims in EVERY:
         yield from _rows(dims, FORMS if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
     for number, dims in enumerate(widths.FORMS):
@@ -98,7 +99,7 @@ def _every() -> Iterator[Cell]:
             yield from _rows(dims, FORMS, recipe, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-        if dims in KINDS:
-            yield from _rows(dims, FORMS, *APART)
+        for variant in APART if dims in KINDS else ():
+            yield from _rows(dims, FORMS, *variant)
     for dims in widths.FORMS:
         yield from _rows(dims, FORMS, AUTO, "float16")

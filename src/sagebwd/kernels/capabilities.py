@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
     which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()``
-    says what is missing here. masked: what fields may be under a mask of elements, where that is less.
+    says what is missing here.
     """
 
     direction: str
@@ -42,10 +42,9 @@ class Row(NamedTuple):
     form: Callable[[int, int], tuple[int, int] | None]
     widths: str
     needs: str | None = None
-    masked: tuple[tuple[str, tuple], ...] = ()
 
-    def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str, masked: bool = False) -> str | None:
-        """Why it does not run a recipe at some widths in a dtype, ``masked`` or not by elements, or None."""
+    def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
+        """Why it does not run a recipe at some widths in a dtype, or None."""
         if dtype not in self.dtypes:
             return f"{dtype} is not one of {', '.join(self.dtypes)}"
         if self.form(head_dim, value_dim) is None:
@@ -55,9 +54,6 @@ class Row(NamedTuple):
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
                 return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
-        for name, accepted in self.masked if masked else ():
-            if getattr(recipe, name) not in accepted:
-                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which it lacks under a mask"
         return None
 
 
@@ -109,11 +105,11 @@ ROWS = (
     ),
     Row(
         BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.backward_form,
-        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc", masked=(("dp", (SIXTEEN_BIT,)),),
+        f"65 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc",
     ),
     Row(
         BACKWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES,
-        {"dp": (SIXTEEN_BIT,), **_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}",
+        {**_SIXTEEN_OR_INT8, **_TILES}, _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
         BACKWARD, "reference", "sagebwd.reference.emulator", REFERENCE_DTYPES, {}, _as_it_is, "any",

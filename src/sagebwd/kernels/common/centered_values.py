@@ -217,6 +217,17 @@ def store_codes(pieces, codes, batch, head, token, local, inside, COLUMNS: tl.co
         tl.store(at + columns[None, :], pieces[piece], mask=inside[:, None] & (columns < COLUMNS)[None, :])
 
 
+@triton.jit
+def delta_of_codes(codes, o, center, PITCH: tl.constexpr):
+    """rowsum(dO^ ((O - c) R)) over dO's scales, of pieces of dO's codes and of O R; center: where c R begins."""
+    delta = tl.zeros((codes[0].shape[0],), tl.float32)
+    for piece in tl.static_range(len(codes)):
+        columns = piece * o[0].shape[1] + tl.arange(0, o[piece].shape[1])
+        mu = tl.load(center + columns, mask=columns < PITCH, other=0)
+        delta += tl.sum(codes[piece].to(tl.float32) * (o[piece] - mu[None, :]), 1)  # delta = rowsum(dO^ * (O - c) R)
+    return delta
+
+
 class CenteredValues(NamedTuple):
     """V's codes, as wide as the kernels are, their scale a token, c R (heads, pitch), and R's signs or None."""
 

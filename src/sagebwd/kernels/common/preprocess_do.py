@@ -1,13 +1,26 @@
-"""Preprocess of the portable backward: INT8 dO, delta = rowsum(dO * O) - dlse, and four FP32 values a query."""
+"""Preprocess of the portable backward: INT8 dO, delta = rowsum(dO * O) - dlse, and four FP32 values a query.
+
+Of an INT8 dP (`sagebwd.recipe.Recipe.dp`) also the codes of dO R, whose delta it is then.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.call import Call
+from sagebwd.call import Call, padded_head_dim
+from sagebwd.kernels.common.centered_values import (
+    CenteredValues,
+    abs_max_of,
+    codes_of,
+    delta_of_codes,
+    store_codes,
+)
+from sagebwd.kernels.common.rotation import floats, load_pieces, turned_codes
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
@@ -23,6 +36,9 @@ from sagebwd.kernels.common.tile import (
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed, transpose
 from sagebwd.recipe import INT8
 
+# dO's codes are 0 where it is under so many dlse.
+LEAST_DO = tl.constexpr(2.0**-100)
+
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def grad_out_kernel(
@@ -37,6 +53,7 @@ def grad_out_kernel(
     rows,
     q_codes,
     q_t,
+    dp,
     heads,
     tokens,
     total,
@@ -47,14 +64,15 @@ def grad_out_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, 0.
+    """dO's codes and scale, and four FP32 values a query, padded to whole blocks: lse in base 2, delta, q_scale, s.
 
-    delta = rowsum(dO * O) - dlse. One load of four brings a block of them to the attention kernels; loads of fewer
-    values than a program has threads are repeated by every thread. lse is +inf where a query sees no key and in the
-    padding, so that P comes out 0 there without a mask.
+    delta = rowsum(dO * O) - dlse. s: 0, or of an INT8 dP the scale of dO R (`codes_for_dp`), which delta is over. One
+    load of four brings a block of them to the attention kernels; loads of fewer values than a program has threads are
+    repeated by every thread. lse is +inf where a query sees no key and in the padding, so that P comes out 0 there
+    without a mask.
 
     do, o, codes: `Strided`; codes: Q's saved ones, if not None, of which programs of a second plane of the grid write
-    the transposed copy.
+    the transposed copy. dp: `ForDp`, or None.
     """
     number, program = block_and_head(grid)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -79,9 +97,18 @@ def grad_out_kernel(
     out = load_rows(o_at, local, columns, pitch_of(o), length - first, head_dim, False, EVEN).to(tl.float32)
 
     row = z * total + start + first + local
-    row_delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)
-    if dlse is not None:
-        row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)  # delta -= dlse
+    if dp is None:
+        row_delta = tl.sum(tile * out, 1)  # delta = rowsum(dO * O)
+        if dlse is not None:
+            row_delta -= tl.load(dlse + row, mask=inside, other=0).to(tl.float32)  # delta -= dlse
+    else:
+        change = None
+        if dlse is not None:
+            change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
+        do_scale, row_delta = codes_for_dp(
+            do_at, o_at, pitch_of(do), pitch_of(o), change, dp, batch, head, heads, start + first, length - first,
+            head_dim, BLOCK,
+        )  # fmt: skip
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
     # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
@@ -89,7 +116,9 @@ def grad_out_kernel(
     if q_scale is not None:
         row_scale = tl.load(q_scale + row, mask=inside, other=0)
     rows += block * BLOCK * 4
-    packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, row_delta * 0))
+    if dp is None:
+        do_scale = row_delta * 0
+    packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, do_scale))
     tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
 
     amax = abs_max(abs_max(tile, 1), 0)
@@ -100,6 +129,62 @@ def grad_out_kernel(
         store_transposed(transposed, code, z, block, blocks, columns, head_dim, BLOCK)
 
 
+@triton.jit
+def codes_for_dp(
+    do_at, o_at, pitch_do, pitch_o, change, dp, batch, head, heads, token, left, head_dim: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write codes of dO R of the ``left`` queries from ``token`` on, at most a block; their scale, and delta over it.
+
+    change: of lse, dlse, or None.
+    """
+    local = tl.arange(0, BLOCK)
+    tile = load_pieces(do_at, local, pitch_do, left, head_dim, head_dim)
+    out = load_pieces(o_at, local, pitch_o, left, head_dim, head_dim)
+    if dp.TURNED:
+        x = turned_codes(tile, dp.signs, dp.TURNED, head_dim, dp.PITCH)  # dO R
+        y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH)  # O R
+    else:
+        x, y = floats(tile), floats(out)
+    amax = abs_max_of(x)
+    if change is not None:  # dlse over the scale stays a number of FP32: beside such a dlse FP32 loses dO
+        amax = tl.maximum(amax, tl.abs(change) * LEAST_DO)
+    scale = psi_scale(amax)
+    x_int8 = codes_of(x, scale)
+    store_codes(x_int8, dp.codes, batch, head, token, local, local < left, head_dim)
+    owner = batch * (heads // dp.group) + head // dp.group
+    # + 0 * scale: NaN has codes like any number
+    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH) + 0 * scale
+    return scale, delta if change is None else delta - change / scale  # delta -= dlse
+
+
+class ForDp(NamedTuple):
+    """What `grad_out_kernel` takes where dP is INT8: codes, `Strided`, to be written; of `CenteredValues` the rest."""
+
+    codes: Strided
+    center: Tensor
+    signs: Tensor | None
+    group: int
+    TURNED: tl.constexpr
+    PITCH: tl.constexpr
+
+    @classmethod
+    def of(cls, call: Call, codes: Tensor, values: CenteredValues) -> ForDp:
+        """Of a call, and of V's operand."""
+        compiled_for = map(tl.constexpr, (sum(call.value_rotation), padded_head_dim(call.value_dim)))
+        return cls(Strided.of(codes, call.queries), values.center, values.signs, call.group, *compiled_for)
+
+
+class GradOut(NamedTuple):
+    """What backward reads of queries; see `grad_out_kernel`. None is what the recipe has no use for."""
+
+    row_values: Tensor
+    scale: Tensor
+    transposed: Tensor | None  # codes of dO, where dV is INT8
+    q_t: Tensor | None
+    codes: Tensor | None  # codes of dO R, where dP is INT8
+
+
 def launch_preprocess_do(
     call: Call,
     do: Tensor,
@@ -108,8 +193,9 @@ def launch_preprocess_do(
     dlse: Tensor | None,
     q_scale: Tensor | None,
     q_int8: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """row_values, dO's scale, where dV is INT8 its transposed codes, and q_int8 transposed; see `grad_out_kernel`."""
+    values: CenteredValues | None = None,
+) -> GradOut:
+    """Row values, dO's scale and codes, and q_int8 transposed; values: where dP is INT8, else None."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
     row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
     scale = queries.padded(block, dtype=torch.float32, device=do.device)
@@ -119,6 +205,10 @@ def launch_preprocess_do(
     q_t = None
     if q_int8 is not None:
         q_t = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
+    codes, dp = None, None
+    if values is not None:
+        codes = torch.empty(do.shape, dtype=torch.int8, device=do.device)
+        dp = ForDp.of(call, codes, values)
     launch_pass(
         grad_out_kernel,
         queries,
@@ -135,6 +225,7 @@ def launch_preprocess_do(
         row_values,
         None if q_int8 is None else Strided.of(q_int8, queries),
         q_t,
+        dp,
         planes=1 if q_int8 is None else 2,
     )
-    return row_values, scale, transposed, q_t
+    return GradOut(row_values, scale, transposed, q_t, codes)

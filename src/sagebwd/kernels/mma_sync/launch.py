@@ -1,7 +1,7 @@
 """The kernels of mma.sync: which passes run and what they hand on, forward and backward.
 
 Masks of elements, a negative softmax scale and deterministic gradients are the portable kernels', to the same recipe:
-what forward leaves is the same. With an INT8 dP, which those lack, such gradients are refused.
+what forward leaves is the same.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq is added up in an order that changes from run to run, unless the call is ``deterministic``."""
     if _is_portable(call) or call.deterministic:
-        check_gradients(call)
         return portable.backward(call, saved, do, dlse, q, k, v)
     queries, keys = call.queries, call.keys
     int8_dp, arch, half = call.recipe.dp == INT8, capability(call.device), v.dtype == torch.float16
@@ -145,16 +144,6 @@ def backward(
 def _is_portable(call: Call) -> bool:
     """Whether a call's mask or scale is none of these kernels': a row's largest score wants scales above 0."""
     return call.lists is not None or call.scale < 0
-
-
-def check_gradients(call: Call) -> None:
-    """Raises NotImplementedError where the portable kernels lack the recipe of a call whose gradients are theirs."""
-    if call.recipe.dp == INT8 and (_is_portable(call) or call.deterministic):
-        what = "deterministic=True" if call.deterministic else f"scale={call.scale}" if call.scale < 0 else "a mask"
-        raise NotImplementedError(
-            f"impl='mma_sync' does not support {what} with dp=int8 of recipe {str(call.recipe)!r} in backward; "
-            "impl='reference' does, and so do these kernels with dp=16bit"
-        )
 
 
 def _strided(x: Tensor, packing: Packing) -> tuple:

@@ -104,10 +104,12 @@ def dkdv_kernel(
     q_tma,
     do_tma,
     k_scale,
+    v_scale,
     do_scale,
     q_t,
     do_t,
     q_rows,
+    do_rows,
     row_values,
     tile_maxima,
     dk,
@@ -139,12 +141,12 @@ def dkdv_kernel(
 ):
     """dK and dV of one key block of one key head, summed over its query heads. PAD_Q and TILE_K are the recipe's.
 
-    q, k, v, do, dk, q_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows. q_t, do_t:
-    transposed codes, where dK and dV are INT8, else None. q_rows: the 16-bit operand of dK otherwise. q_tma, do_tma:
-    descriptors of q and do, and then q_t and do_t are some, or None. row_values: from `grad_out_kernel`, padded to
-    blocks of PAD_Q. tile_maxima: what `dq_kernel` wrote, where P and dS have one scale a tile; with it a step may take
-    a part of a tile, BLOCK_Q of its queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q. mask: `Masked`,
-    or None.
+    q, k, v, do, dk, q_rows, do_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows; v, do:
+    of dP, codes where there is a v_scale. q_t, do_t: transposed codes, where dK and dV are INT8, else
+    None. q_rows, do_rows: the 16-bit operands of dK and dV otherwise. q_tma, do_tma: descriptors of q and do, and then
+    q_t and do_t are some, or None. row_values: from `grad_out_kernel`, padded to blocks of PAD_Q. tile_maxima: what
+    `dq_kernel` wrote, where P and dS have one scale a tile; with it a step may take a part of a tile, BLOCK_Q of its
+    queries against BLOCK_K of its keys. Without it BLOCK_Q is PAD_Q. mask: `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
@@ -173,12 +175,14 @@ def dkdv_kernel(
     k_tile = load_rows(k_at, keys, columns, pitch_of(k), left_k, head_dim, False, EVEN)
     v_tile = load_rows(v_at, keys, columns, pitch_of(v), left_k, head_dim, False, EVEN)
     scale_2 = scale * LOG2_E
-    key_scale = None
+    key_scale, value_scale = None, None
+    at_k = (start_k + first_k).to(tl.int64)
     if INT8_S:
-        at_k = (start_k + first_k).to(tl.int64)
         key_scale = tl.load(k_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)
         if groups.Q_TOKEN:
             key_scale *= scale_2
+    if v_scale is not None:
+        value_scale = tl.load(v_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)[:, None]
     keep_key = keys < left_k
     if key_mask is not None:
         at = key_mask + batch.to(tl.int64) * tokens_k + first_k + keys
@@ -215,7 +219,7 @@ def dkdv_kernel(
                     q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
-                row_lse, row_delta, row_scale = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
+                row_lse, row_delta, row_scale, of_do = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
                 block_scale, s_scale, p_max, ds_max = None, None, None, None
                 if not groups.Q_TOKEN:
                     # every query has the same, and the first is never padding
@@ -244,7 +248,14 @@ def dkdv_kernel(
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
                 # adding up from -delta keeps one vector less in registers; slower where they are not short
-                ds = score_gradients(p, v_tile, do_tile, row_delta[None, :], BLOCK_D > 64)  # P^T * (dP^T - delta)
+                ds = score_gradients(  # P^T * (dP^T - delta)
+                    p, v_tile, do_tile, value_scale, row_delta[None, :], BLOCK_D > 64
+                )
+                if v_scale is not None:  # dS is over dO's scale
+                    if q_t is not None and groups.Q_TOKEN:
+                        row_scale *= of_do
+                    else:
+                        ds = ds * of_do[None, :]
                 if masked and VARLEN:
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
@@ -263,7 +274,12 @@ def dkdv_kernel(
                     p_scale = p_scale * tl.load(do_scale + tile)
                     acc_v = accumulate(acc_v, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
                 else:
-                    if masked and VARLEN and TMA:
+                    if v_scale is not None:
+                        rows_at = row_of(do_rows, batch, head, start_q + first_q)
+                        do_tile = load_rows(
+                            rows_at, queries, columns, pitch_of(do_rows), left, head_dim, not masked, EVEN
+                        )  # fmt: skip
+                    elif masked and VARLEN and TMA:
                         do_tile = tl.where((queries < left)[:, None], do_tile, 0.0)
                     acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)  # dV += P^T dO
                 if q_t is not None:
@@ -291,10 +307,12 @@ def launch_dkdv(
     v: Tensor,
     do: Tensor,
     k_scale: Tensor,
+    v_scale: Tensor | None,
     do_scale: Tensor,
     q_t: Tensor | None,
     do_t: Tensor | None,
     q_rows: Tensor | None,
+    do_rows: Tensor,
     row_values: Tensor,
     tile_maxima: Tensor | None,
     dk: Tensor,
@@ -326,10 +344,12 @@ def launch_dkdv(
             tma.get("q"),
             tma.get("do"),
             k_scale,
+            v_scale,
             do_scale,
             tma.get("q_t", q_t),
             tma.get("do_t", do_t),
             None if recipe.dk == INT8 else Strided.of(q_rows, queries),
+            None if v_scale is None or recipe.dv == INT8 else Strided.of(do_rows, queries),
             row_values,
             tile_maxima,
             Strided.of(dk, keys),

@@ -45,6 +45,7 @@ from sagebwd.kernels.portable.recompute import (
     accumulate,
     int8_product,
     load_row_values_of,
+    load_scales,
     recompute_p,
     score_gradients,
     scores_of,
@@ -65,6 +66,7 @@ def dq_kernel(
     k_tma,
     v_tma,
     k_scale,
+    v_scale,
     k_t,
     k_rows,
     row_values,
@@ -99,15 +101,18 @@ def dq_kernel(
 ):
     """dQ of one query block of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
-    q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S. k_t: transposed codes where dQ is INT8, else None, and
-    k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v, and then k_t is one, or None. tile_maxima (heads,
-    tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for dK and dV; written where not None, and BLOCK_Q is
-    PAD_Q then. mask: `Masked`, or None. TURNED: channels of the rotation whose codes k_t has, or 0.
+    q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S; v and do: of dP, codes where there is a v_scale. k_t:
+    transposed codes where dQ is INT8, else None, and k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v,
+    and then k_t is one, or None. tile_maxima (heads, tiles_k, blocks_q, 2): the largest P and |dS| of each tile, for
+    dK and dV; written where not None, and BLOCK_Q is PAD_Q then. mask: `Masked`, or None. TURNED: channels of the
+    rotation whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
+    INT8_DP: tl.constexpr = v_scale is not None
+    DO_SCALE_LAST: tl.constexpr = INT8_DP and INT8_DQ and DS_PER_QUERY  # of dQ's rows, which quantise dS one by one
     batch_head = tl.program_id(0) // grid
     # the last queries see the most keys: start them first
     block_q = grid - 1 - tl.program_id(0) % grid
@@ -132,7 +137,7 @@ def dq_kernel(
     do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
     sequence_q = padded_block(start_q, work_tile.batch, PAD_Q, VARLEN)
     padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
-    row_lse, row_delta, row_scale = load_row_values_of(row_values, padded_q + queries, inside)
+    row_lse, row_delta, row_scale, do_scale = load_row_values_of(row_values, padded_q + queries, inside)
     scale_2 = scale * LOG2_E
     row_scale *= scale_2
     k_at = rows_of(k, work_tile.batch, work_tile.head_k, start_k)
@@ -140,6 +145,8 @@ def dq_kernel(
     padded_k = padded_block(start_k, work_tile.batch, BLOCK_K, VARLEN)
     if INT8_S or INT8_DQ:
         k_scale += z_k * total_k + start_k
+    if INT8_DP:
+        v_scale += z_k * total_k + start_k
     if not INT8_DQ:
         rows_at = row_of(k_rows, work_tile.batch, work_tile.head_k, start_k)
     if key_mask is not None:
@@ -171,10 +178,8 @@ def dq_kernel(
             if INT8_S or INT8_DQ:
                 if not K_TOKEN:
                     block_scale = tl.load(k_scale + first_k)
-                elif masked:
-                    key_scale = tl.load(k_scale + first_k + keys, mask=keys < left, other=0)
                 else:
-                    key_scale = tl.load(k_scale + first_k + keys)
+                    key_scale = load_scales(k_scale, first_k, keys, left, masked)
             s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # S = Q K^T
             if mask is not None and masked:
                 element = load_elements(
@@ -192,8 +197,15 @@ def dq_kernel(
                 v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
                 not masked, BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
+            value_scale = None
+            if INT8_DP:
+                value_scale = load_scales(v_scale, first_k, keys, left, masked)[None, :]
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
-            ds = score_gradients(p, do_tile, v_tile, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64)
+            ds = score_gradients(
+                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64
+            )
+            if INT8_DP and not DO_SCALE_LAST:
+                ds = ds * do_scale[:, None]
             if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
                 ds = tl.where(keep, ds, 0.0)
             if INT8_DQ:
@@ -220,6 +232,8 @@ def dq_kernel(
                 )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dQ += dS K
 
+    if DO_SCALE_LAST:
+        acc *= do_scale[:, None]
     out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
     if TURNED:
         store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)
@@ -236,6 +250,7 @@ def launch_dq(
     v: Tensor,
     do: Tensor,
     k_scale: Tensor,
+    v_scale: Tensor | None,
     k_t: Tensor | None,
     k_rows: Tensor | None,
     row_values: Tensor,
@@ -264,6 +279,7 @@ def launch_dq(
             tma.get("k"),
             tma.get("v"),
             k_scale,
+            v_scale,
             tma.get("k_t", k_t),
             None if recipe.dq == INT8 else Strided.of(k_rows, keys),
             row_values,

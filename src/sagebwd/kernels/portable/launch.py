@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.common.centered_values import launch_centered_values
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import Quantized, launch_quantize
@@ -93,14 +94,16 @@ def backward(
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
-    row_values, do_scale, do_t, q_t = launch_preprocess_do(
-        call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None
+    values = launch_centered_values(call, saved, v) if recipe.dp == INT8 else None
+    row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(
+        call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None, values
     )
-    shared = q_operand, k_operand, v, do, k_scale
+    of_dp = (v, do) if values is None else (values.v_int8, do_int8)
+    shared = q_operand, k_operand, *of_dp, k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
     dq, dk, dv = empty_gradients(recipe, call.head_dim, o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
-    launch_dkdv(call, *shared, do_scale, q_t, do_t, q, row_values, tile_maxima, dk, dv)
+    launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
     return dq, dk, dv
 
 

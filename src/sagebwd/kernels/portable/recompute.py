@@ -37,9 +37,14 @@ def recompute_p(s, lse, mask):
 
 
 @triton.jit
-def score_gradients(p, a, b, delta, FROM_DELTA: tl.constexpr):
-    """dS = P * (dP - delta), dP = a b^T = dO V^T; delta broadcast along keys; FROM_DELTA: dP starts from -delta."""
-    if FROM_DELTA:
+def score_gradients(p, a, b, v_scale, delta, FROM_DELTA: tl.constexpr):
+    """dS = P * (dP - delta), dP = a b^T = dO V^T; delta broadcast along keys; FROM_DELTA: dP starts from -delta.
+
+    Of codes, with V's scale broadcast along queries: dS and delta are over dO's scale, which callers fold into others.
+    """
+    if a.dtype == tl.int8:
+        dp = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32) * v_scale - delta  # (dP - delta) / s = s_V dO^ V^T - ..
+    elif FROM_DELTA:
         dp = dot_16bit(a, b.T, tl.zeros(p.shape, tl.float32) - delta)  # dP - delta = dO V^T - delta
     else:
         dp = dot_16bit(a, b.T) - delta  # dP - delta = dO V^T - delta
@@ -62,13 +67,22 @@ def accumulate(acc, part, scale, PER_ROW: tl.constexpr):
 
 
 @triton.jit
+def load_scales(scales, first, keys, left, MASKED: tl.constexpr):
+    """Load the scales of a block of keys from ``first`` on, of which ``left`` are there: all of them unless MASKED."""
+    if MASKED:
+        return tl.load(scales + first + keys, mask=keys < left, other=0)
+    else:
+        return tl.load(scales + first + keys)
+
+
+@triton.jit
 def load_row_values(rows, block, BLOCK: tl.constexpr):
-    """Load lse in base 2, delta and q_scale of a query block, which `grad_out_kernel` packs, by one load."""
+    """Load lse in base 2, delta, Q's and dO's scale of a query block, which `grad_out_kernel` packs, by one load."""
     packed = tl.load(rows + block * (BLOCK * 4) + tl.arange(0, BLOCK * 4)).reshape(BLOCK, 2, 2)
     first, second = tl.split(packed)
     lse, scale = tl.split(first)
-    delta, _ = tl.split(second)
-    return lse, delta, scale
+    delta, do_scale = tl.split(second)
+    return lse, delta, scale, do_scale
 
 
 @triton.jit
@@ -77,4 +91,5 @@ def load_row_values_of(rows, at, inside):
     lse = tl.load(rows + at * 4, mask=inside, other=float("inf"))
     delta = tl.load(rows + at * 4 + 1, mask=inside, other=0)
     scale = tl.load(rows + at * 4 + 2, mask=inside, other=0)
-    return lse, delta, scale
+    do_scale = tl.load(rows + at * 4 + 3, mask=inside, other=0)
+    return lse, delta, scale, do_scale

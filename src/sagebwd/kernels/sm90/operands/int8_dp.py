@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, padded_head_dim
-from sagebwd.kernels.common.centered_values import abs_max_of, codes_of, launch_centered_values, store_codes
+from sagebwd.kernels.common.centered_values import (
+    abs_max_of,
+    codes_of,
+    delta_of_codes,
+    launch_centered_values,
+    store_codes,
+)
 from sagebwd.kernels.common.rotation import (
     floats,
     load_pieces,
@@ -128,12 +134,7 @@ def int8_row_values(
         x_int8 = codes_of(x, do_scale)
         store_codes(x_int8, do_codes, batch, head, start + first, local, inside, value_dim)
         y = turned_codes(out, value_signs, TURNED_V, value_dim, BLOCK_V) if TURNED_V else floats(out)  # O R
-        delta = tl.zeros((BLOCK,), tl.float32)
-        for piece in tl.static_range(len(y)):
-            columns = piece * y[0].shape[1] + tl.arange(0, y[piece].shape[1])
-            mu = tl.load(center + owner * BLOCK_V + columns, mask=columns < BLOCK_V, other=0)
-            # delta = rowsum(dO^ * (O - c) R), over s
-            delta += tl.sum(x_int8[piece].to(tl.float32) * (y[piece] - mu[None, :]), 1)
+        delta = delta_of_codes(x_int8, y, center + owner * BLOCK_V, BLOCK_V)  # rowsum(dO^ * (O - c) R), over s
 
         row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
         row_m = tl.load(row_max + row, mask=inside, other=float("-inf"))
