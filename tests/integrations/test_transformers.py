@@ -182,6 +182,22 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids="-".join)
+def test_adapters_of_a_frozen_model_have_the_gradients_of_sdpa(targets):
+    """PEFT's LoRA: in the first layer what is not adapted needs no gradient."""
+    peft, gradients = pytest.importorskip("peft"), []
+    ids = tokens(2, 40)
+    for recipe in ("sdpa", "full"):
+        model = build("llama", recipe)
+        lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        tuned = peft.get_peft_model(model, lora)
+        tuned(input_ids=ids, labels=ids).loss.backward()
+        trained = {name: x.grad for name, x in tuned.named_parameters() if x.requires_grad}
+        assert len(trained) == 2 * 2 * len(targets)  # of two layers
+        gradients.append(torch.cat([x.flatten() for x in trained.values()]))
+    assert relative_l2(*reversed(gradients)) < FLOORS["full"][1]
+
+
 def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
     ids = tokens(1, 40)
     outcomes = []
