@@ -1,7 +1,6 @@
 """The same run on one process and on two, by accelerate or as torchrun would, whole or divided by FSDP, over gloo."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
