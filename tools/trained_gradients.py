@@ -1,9 +1,9 @@
 """Gradients of a trained model's weights under recipes: `python -m tools.trained_gradients MODEL TEXT`.
 
 MODEL is the folder of a causal language model of Transformers with its tokenizer, or a GGUF file; TEXT is a text file,
-xz or not. The model runs in FP32, forward and backward, on windows of the text, with attention in FP32 and then in each
-recipe's emulator, on q, k and v rounded to BF16. Of the gradient g of all weights, and of some groups of them, against
-FP32's g0 it prints means over windows, with standard errors:
+xz or not. The model runs in FP32, forward and backward, on windows of the text, with attention in FP32 and then in
+each recipe's emulator, on q, k and v rounded to BF16. Of the gradient g of all weights, and of some groups of them,
+against FP32's g0 it prints means over windows, with standard errors:
 
 - error, ||g - g0|| / ||g0||;
 - slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
