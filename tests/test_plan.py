@@ -32,11 +32,11 @@ pytest.importorskip("triton")
 from sagebwd.kernels.runtime import launchers, program
 from tests.attention_case import after_an_element
 from tests.attention_case import leaves as leaves_of
+from tests.gpus import DEVICE
 from tests.threads import at_once
 
 SHAPE = 2, 3, 8, 4
 STEP = 0.5
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a GPU")
 
 

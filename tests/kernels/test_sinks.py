@@ -9,14 +9,13 @@ from torch import Tensor
 from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
+from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.test_sinks import attend, exact, inputs
 
 pytest.importorskip("triton")
 from sagebwd.kernels import sinks as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -60,7 +59,7 @@ def test_the_passes_are_the_epilogue(offsets, smooth):
             torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-3 if a.dtype == torch.float32 else 2e-2)
 
 
-CASES = [("token", "triton"), ("full", "triton"), *([("mixed", "hopper")] if IS_HOPPER else [])]
+CASES = [("token", "triton"), ("full", "triton"), *([("mixed", "hopper")] if HAS_HOPPER else [])]
 
 
 @pytest.mark.parametrize(("recipe", "impl"), CASES)
