@@ -14,7 +14,7 @@ from lab import __main__ as cli
 from lab.studies import gaussian
 from sagebwd.cli import main as library
 from sagebwd.diagnostics import models
-from tests.commands import ROOT, runner, started, without_defaults
+from tests.commands import ROOT, runner, started, without, without_defaults
 
 
 @pytest.fixture
@@ -178,11 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, argume
     ],
 )
 def test_a_mistake_in_a_config_is_found_before_torch_is_imported(arguments):
-    program = "import sys; sys.modules['torch'] = None; from lab.__main__ import main; main()"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
+    outcome = without("torch", "from lab.__main__ import main; main()", *arguments)
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith("lab: config")
     assert len(outcome.stderr.splitlines()) == 1
@@ -231,10 +227,6 @@ def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, t
 
 
 def test_a_missing_extra_is_named():
-    program = "import sys; sys.modules['typer'] = None; import lab.__main__"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
+    outcome = without("typer", "import lab.__main__")
     assert outcome.returncode == 1
     assert "pip install '.[lab]'" in outcome.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import random
@@ -12,54 +11,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-import pytest
 
 from lab.training import run_dir
 from lab.training.config import Config
 
 
 def losses(output: Path) -> dict[tuple[int, str], float]:
-    """Losses and gradient norms by step and name."""
+    """Losses, gradient norms and largest logits by step and name."""
     return {
         (line["step"], key): line[key]
         for line in run_dir.read_metrics(output)
-        for key in ("loss", "grad_norm", "held_out_loss")
+        for key in ("loss", "grad_norm", "held_out_loss", "largest_logit")
         if key in line
     }
-
-
-@contextmanager
-def interrupted(record: type, step: int, chosen: Callable[[object], bool] = lambda record: True) -> Iterator[None]:
-    """Inside, Ctrl-C ends a run that has logged ``step``; of those whose ``record``, its callback, is chosen."""
-    real = record.on_log
-
-    def on_log(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == step and chosen(self):
-            raise KeyboardInterrupt
-
-    record.on_log = on_log
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        record.on_log = real
-
-
-def lose(monkeypatch: pytest.MonkeyPatch, trainer: type, chosen: Callable[[object], bool]) -> None:
-    """The loss of a step is NaN where the trainer is chosen."""
-    real = trainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        loss = real(self, *args, **kwargs)
-        return loss * math.nan if chosen(self) else loss
-
-    monkeypatch.setattr(trainer, "training_step", training_step)
 
 
 def cut_after(step: int, finished: Path, output: Path) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from lab.training import compare as comparison
 from lab.training import pretrain, run_dir
 from lab.training.report import Run, gap, smoothed
-from tests.lab.training.runs import interrupted, lose, losses
+from tests.lab.training.faults import interrupted, lose
+from tests.lab.training.runs import losses
 
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
@@ -106,7 +107,7 @@ def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_pa
     def is_broken(trainer):
         return trainer.model.config._attn_implementation == "sagebwd" and trainer.state.global_step >= 5
 
-    lose(monkeypatch, pretrain._Trainer, is_broken)
+    lose(monkeypatch, is_broken)
     variants = {"token": {}, "full precision": {"attention.recipe": "sdpa"}}
     config = config.replace({"variants": variants})
     token, full = comparison.compare(config, tmp_path / "out")
@@ -152,7 +153,7 @@ def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, 
 def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path):
     config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
     whole = comparison.compare(config, tmp_path / "whole")
-    with interrupted(pretrain._Record, 5, lambda record: record.config.attention.recipe == "token"):
+    with interrupted(5, lambda record: record.config.attention.recipe == "token"):
         comparison.compare(config, tmp_path / "broken")
     resumed = comparison.compare(config, tmp_path / "broken")
     assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]
