@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from sagebwd import attention, dispatch, ops, sage_attention, sage_attention_varlen, switches
 from sagebwd import cache as caches
@@ -391,25 +390,6 @@ def test_some_inputs_without_gradients(stand_ins):
         attend(q.requires_grad_(), k, v).backward(do)
         torch.testing.assert_close(q.grad, do * k)
         assert k.grad is None
-
-
-def test_second_derivatives_raise(stand_ins):
-    for _ in range(2):
-        *inputs, do = draw()
-        leaves = leaves_of(*inputs)
-        (dq,) = torch.autograd.grad(attend(*leaves), leaves[:1], do, create_graph=True)
-        torch.testing.assert_close(dq, do * leaves[1])
-        with pytest.raises(NotImplementedError, match="create_graph=True"):
-            torch.autograd.grad(dq.sum(), leaves)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant, stand_ins):
-    for seed in range(2):
-        *inputs, do = draw(seed=seed)
-        q, k, v = leaves = leaves_of(*inputs)
-        checkpoint(attend, q, k, v, use_reentrant=use_reentrant).backward(do)
-        torch.testing.assert_close([x.grad for x in leaves], [do * k, do * q, do])
 
 
 def test_saved_tensors_that_hooks_move(stand_ins):
