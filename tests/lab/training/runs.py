@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -27,6 +28,22 @@ def losses(output: Path) -> dict[tuple[int, str], float]:
         for key in ("loss", "grad_norm", "held_out_loss", "largest_logit")
         if key in line
     }
+
+
+def write_run(output: Path, config: Config, loss: float, environment: dict[str, str]) -> None:
+    """What a run of 8 steps leaves that has ended with a held-out loss."""
+    output.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 1, "tokens": 256, "loss": loss + 1, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 5.0,
+         "seconds": 1.0},
+        {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
+    ]  # fmt: skip
+    (output / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {
+        "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0, "steps": 8,
+        "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0, "environment": environment,
+    }  # fmt: skip
+    (output / run_dir.RESULT).write_text(json.dumps(result))
 
 
 def cut_after(step: int, finished: Path, output: Path) -> None:
