@@ -585,6 +585,8 @@ def test_of_many_kinds_those_used_last_are_kept(stand_ins, monkeypatch):
             attend(q, k, v)
     assert len(PLANS) == 200
     assert PLANS.values()[-1] is used
+    for kind in range(300, 150, -1):
+        attend(q, k, v, scale=float(kind))
     assert len(stand_ins.asked) == 301
 
 
